@@ -24,7 +24,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +31,7 @@ import numpy as np
 
 from batch import Metrics, Rollout
 from data import PromptData, most_images
+from engine.options import Demand
 from flags import FLAGS as OF_TRAINING
 from flags import GROUPS, INF, EngineSettings, Sampling, flag, take
 from fsdp_utils import gather_from_ranks, init_world, is_main_process
@@ -274,13 +274,11 @@ def main() -> None:
     longest = args.max_prompt_tokens + max(args.max_completion_tokens)
     settings = take(EngineSettings, args, max_model_len=longest, load_format="auto")
     sizes = [(len(data.rows), sampling.num_samples) for data, sampling in zip(sets, samplings, strict=True)]
-    most = largest_share(sizes, world)
+    demand = Demand(largest_share(sizes, world), most_images(sets), vision)
     try:
-        engine = Engine(args.model, tokenizer, world, settings, vision, most_images(sets), most)
+        engine = Engine(args.model, tokenizer, world, settings, demand, turns.play if turns else None)
     except ValueError as error:
         exit_with_error(error)
-    if turns:
-        engine.play = partial(turns.play, engine)
     results = []
     for i, (data, sampling) in enumerate(zip(sets, samplings, strict=True)):
         results.append(evaluate(engine, data, sampling, grader, (args.seed, i), folder))

@@ -13,6 +13,7 @@ import sys
 from dataclasses import replace
 
 from data import PromptData, most_images
+from engine.options import Demand
 from flags import FLAGS, AdamW, EngineSettings, Lora, Memory, Sampling, make_plan, take
 from fsdp_utils import init_world
 from inputs.checks import check_flags, ranks_per_engine
@@ -46,7 +47,8 @@ def main() -> None:
     )
     sampling = take(Sampling, args, num_samples=args.group_size)
     settings = take(EngineSettings, args, max_model_len=args.max_prompt_tokens + args.max_completion_tokens)
-    engine = Engine(args.model, inputs.tokenizer, world, settings, inputs.vision, most_images([data]))
+    demand = Demand(images=most_images([data]), vision=inputs.vision)
+    engine = Engine(args.model, inputs.tokenizer, world, settings, demand)
     engine.sync(policy.full_weights())
     guard = UpdateGuard(world)  # leaves an update out that is not finite
 

@@ -1,9 +1,10 @@
 """The policy, a Hugging Face causal LM that returns the log-probabilities of a packed batch. The door to `model/`.
 
-`build_policy` makes the sharded policy, its reference and its optimizer; the loop knows the model through `Policy`
-alone. Two things differ from the model as it comes: attention sees each packed sequence alone (`model/attention.py`),
-and the head never holds the full logits (`model/head.py`). After an update the weights go this way: `optimizer.step` ->
-`Policy.full_weights` -> `fsdp_utils.full_tensors`, one parameter at a time -> `Engine.sync`. Dimensions: `batch.py`.
+`build_policy` makes the sharded policy, its reference and its optimizer; the loop knows the model
+through `Policy` alone. Two things differ from the model as it comes: attention sees each packed
+sequence alone (`model/attention.py`), and the head never holds the full logits (`model/head.py`).
+After an update the weights go this way: `optimizer.step` -> `Policy.full_weights` ->
+`fsdp_utils.full_tensors`, one parameter at a time -> `Engine.sync`. Dimensions: `batch.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,27 +38,46 @@ from model.weights import fill, in_files, load_config, model_from_config, withou
 from runtime.progress import OFF
 from runtime.stall import beat
 
-Mark = float | torch.cuda.Event  # a moment in time
+Moment = float | torch.cuda.Event
+
+
+class TokenScores(NamedTuple):
+    """The results of a pass at each position, float32; constant zeros where the loss mask is false."""
+
+    logprobs_N: Tensor  # those of the labels
+    entropies_N: Tensor  # in nats
+    # With a teacher: see `Batch`.
+    ref_logprobs_N: Tensor | None = None
+    kl_N: Tensor | None = None
+    agrees_N: Tensor | None = None
 
 
 class Policy(adapters.WithAdapter):
     """The policy, or the reference, which is the same but frozen."""
 
-    head_dtype: torch.dtype | None = None  # of the logits; None: that of the head's weights
+    # For `fsdp_utils.shard`: these, too, need gathered parameters.
+    forward_methods = ("hidden_states",)
+    head_dtype: torch.dtype | None = None  # the logits'; None: that of the head's weights
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> None:
         """`dtype`: of the arithmetic, the engine and the exported weights. The parameters may have another."""
         super().__init__()
         self.model = model
-        self.spans: list[tuple[Mark, Mark]] = []  # in which the reference ran, which has the same list
         self.dtype = dtype
+        # When the reference ran. It has the same list, so the policy knows the time also where it
+        # is not itself.
+        self.reference_times: list[tuple[Moment, Moment]] = []
         config = model.config.get_text_config()
-        matrices = sum(weight.numel() for layer in self.layers for weight in layer.parameters() if weight.ndim == 2)
-        matrices += model.get_output_embeddings().weight.numel()
-        # FLOPs of a forward pass: 2 x numbers of the matrices x tokens; causal attention 2 x length^2 x width a layer.
+        matrices = model.get_output_embeddings().weight.numel()
+        for layer in self.layers:
+            matrices += sum(weight.numel() for weight in layer.parameters() if weight.ndim == 2)
+        # FLOPs of a forward pass: 2 x numbers of the matrices x tokens; causal attention 2 x
+        # length^2 x width a layer.
         self.flops_per_token = 2 * matrices
+        # Granite divides its logits. Here the temperature does it, in one division.
         self.logits_divisor = config.logits_scaling if config.model_type == "granite" else 1.0
-        # At this length attention costs as much as the matrices: flops_per_token x `batch.training_costs` is the sum.
+        # At this length attention costs as much as the matrices: flops_per_token x
+        # `batch.training_costs` is the sum.
         self.parity_length = matrices / (len(self.layers) * config.num_attention_heads * head_dim(config))
 
     @property
@@ -65,98 +86,117 @@ class Policy(adapters.WithAdapter):
         return list(self.model.get_decoder().layers)
 
     def forward(
-        self, batch: Batch, temperature: float | None, trains_entropy: bool = False, teacher: Teacher | None = None
-    ) -> tuple[Tensor, ...]:
-        """(logprobs_N, entropies_N), float32: of the labels where the loss mask is true, constant zeros elsewhere.
-
-        With a `teacher` also (ref_logprobs_N, kl_N, agrees_N): see `Batch`. Without a temperature the policy is the
-        teacher, and returns its (hidden_KD, weight_VD).
-        """
-        beat("runs a forward pass")
-        tokens, device = {"input_ids": batch.input_ids_N[None]}, batch.input_ids_N.device
-        output = self.model.get_decoder()(
-            **({"inputs_embeds": embed(self.model, batch.input_ids_N, batch.images)[None]} if batch.images else tokens),
-            position_ids=batch.position_ids_N.unsqueeze(-2),  # [1, N], with images [3, 1, N]
-            use_cache=False,
-            packing=batch.packing or make_packing(batch.segments_S, device),
-        )
-        trained_K = batch.trained_K
-        hidden = output.last_hidden_state[0].index_select(0, trained_K)  # the head runs on completion positions only
-        labels, head = batch.labels_N.index_select(0, trained_K), self.model.get_output_embeddings()
-        if temperature is None:
-            return hidden / self.logits_divisor, head.weight.detach().clone()  # FSDP will free the weight
+        self, batch: Batch, temperature: float, trains_entropy: bool = False, teacher: Teacher | None = None
+    ) -> TokenScores:
+        """The scores of the labels; `trains_entropy`: their entropies have a gradient."""
+        trained_K, head = batch.trained_K, self.model.get_output_embeddings()
+        hidden_KD, labels_K = self._trained_hidden(batch), batch.labels_N.index_select(0, trained_K)
         temperature *= self.logits_divisor
-        found = chunked_logprobs(hidden, head, labels, temperature, trains_entropy, self.head_dtype, teacher)
-        zeros_N = torch.zeros(len(batch.labels_N), device=device)
-        return tuple(zeros_N.index_copy(0, trained_K, values_K) for values_K in found)
+        # Not `head(hidden)`: the logits of all positions would take more memory than the model.
+        scores = chunked_logprobs(hidden_KD, head, labels_K, temperature, trains_entropy, self.head_dtype, teacher)
+        # Back to all positions, so that whatever adds up over them needs one kind of index.
+        zeros_N = torch.zeros(len(batch.labels_N), device=trained_K.device)
+        return TokenScores(*(zeros_N.index_copy(0, trained_K, values_K) for values_K in scores))
+
+    def hidden_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(hidden_KD, weight_VD): what the head multiplies at the trained positions. A `Teacher` is made of them."""
+        hidden_KD = self._trained_hidden(batch)
+        weight_VD = self.model.get_output_embeddings().weight.detach()
+        return hidden_KD / self.logits_divisor, weight_VD.clone()  # FSDP will free the weight
+
+    def _trained_hidden(self, batch: Batch) -> Tensor:
+        """Runs the decoder; returns its output at the trained positions: the head runs on these alone."""
+        beat("runs a forward pass")
+        inputs = {"input_ids": batch.input_ids_N[None]}
+        if batch.images is not None:
+            inputs = {"inputs_embeds": embed(self.model, batch.input_ids_N, batch.images)[None]}
+        output = self.model.get_decoder()(
+            **inputs,
+            position_ids=batch.position_ids_N.unsqueeze(-2),  # [1, N], with images [3, 1, N]
+            use_cache=False,  # every position is computed at once
+            packing=batch.packing or make_packing(batch.segments_S, batch.input_ids_N.device),
+        )
+        return output.last_hidden_state[0].index_select(0, batch.trained_K)
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
         """Within it the model is the reference, without an adapter; the time is counted."""
-        start = _mark()
+        start = now()
         with torch.no_grad(), self.adapter_off():
             yield
-        self.spans.append((start, _mark()))
+        self.reference_times.append((start, now()))
 
     def seconds_of_reference(self) -> float | None:
-        """Since the last call, of the reference's passes; None: there were none. The device must have done its work."""
-        seconds = [b - a if isinstance(a, float) else a.elapsed_time(b) / 1000 for a, b in self.spans]
-        self.spans.clear()
-        return sum(seconds) if seconds else None
+        """The time of the reference's passes since the last call; None: there were none.
 
-    def named_weights(self) -> list[tuple[str, nn.Parameter]]:
-        """(name in the model, parameter) of all but adapters."""
-        return [(name, parameter) for name, parameter in self.model.named_parameters() if ".lora_" not in name]
+        The device must have done its work.
+        """
+        if not self.reference_times:
+            return None
+        seconds = 0.0
+        for start, end in self.reference_times:
+            seconds += end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
+        self.reference_times.clear()
+        return seconds
+
+    def named_weights(self) -> list[tuple[str, nn.Parameter, nn.Module | None]]:
+        """(Hugging Face name, parameter, layer whose adapter is merged into it) of all but adapters."""
+        layers = adapters.adapted_layers(self.model)
+        named = []
+        for name, parameter in self.model.named_parameters():
+            if ".lora_" not in name:  # an adapter is no weight of its own to the engine, nor in a checkpoint
+                layer = layers.get(name.removesuffix(".base_layer.weight"))
+                named.append((in_files(name), parameter, layer))
+        return named
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor in the engine's dtype) of each parameter, LoRA merged: for sync and export.
 
-        While the caller uses one, the next one is gathered; all ranks must run through it together. Tied parameters
-        come once, under their first name.
+        While the caller uses one, the next one is gathered; all ranks must run through it together.
+        Tied parameters come once, under their first name.
         """
-        layers, named = self.merged_layers(), self.named_weights()
+        named = self.named_weights()
         # What is merged keeps its own dtype until then: the sum alone is rounded.
-        wanted = ((parameter, parameter.dtype if name in layers else self.dtype) for name, parameter in named)
-        for (name, _), full in zip(named, full_tensors(wanted), strict=True):
-            yield in_files(name), adapters.merged(layers[name], full, self.dtype) if name in layers else full
-
-    def merged_layers(self) -> dict[str, nn.Module]:
-        """Name of a parameter -> the layer whose adapter is merged into it."""
-        return {f"{name}.base_layer.weight": layer for name, layer in adapters.adapted_layers(self.model).items()}
+        wanted = ((parameter, self.dtype if layer is None else parameter.dtype) for _, parameter, layer in named)
+        for (name, _, layer), full in zip(named, full_tensors(wanted), strict=True):
+            yield name, full if layer is None else adapters.merged(layer, full, self.dtype)
 
     def describe_weights(self) -> dict[str, list]:
         """Names, dtypes and shapes of the tensors of `full_weights`, in the form of vLLM's weight transfer."""
-        names, shapes = zip(*((in_files(name), list(x.shape)) for name, x in self.named_weights()), strict=True)
-        dtype_names = [str(self.dtype).removeprefix("torch.")] * len(names)
-        return {"names": list(names), "dtype_names": dtype_names, "shapes": list(shapes)}
+        named = self.named_weights()
+        return {
+            "names": [name for name, _, _ in named],
+            "dtype_names": [str(self.dtype).removeprefix("torch.")] * len(named),
+            "shapes": [list(parameter.shape) for _, parameter, _ in named],
+        }
 
     def own_rows(self) -> Iterator[tuple[str, bool, Iterator[tuple[Tensor, int]]]]:
         """(Hugging Face name, whether LoRA is merged into it, pieces) of each parameter, as the engine is to hold it.
 
-        A piece is some rows in the engine's dtype and the index of the first. They are made from this rank's shards
-        alone, not by `full_weights`; all ranks run through the same pieces together.
+        A piece is some rows in the engine's dtype and the index of the first. All ranks run through
+        the same pieces together. They are made from this rank's shards alone, not by `full_weights`:
+        the comparison with the engine is to find a fault in that way, too.
         """
-        layers = self.merged_layers()
-        for name, parameter in self.named_weights():
-            if name in layers:
-                yield in_files(name), True, adapters.own_merged_rows(layers[name], parameter, self.dtype)
+        for name, parameter, layer in self.named_weights():
+            if layer is not None:
+                yield name, True, adapters.own_merged_rows(layer, parameter, self.dtype)
             else:
                 pieces = own_rows(parameter, adapters.MERGED_ROWS)
-                yield in_files(name), False, ((rows.to(self.dtype), first) for rows, first in pieces)
+                yield name, False, ((rows.to(self.dtype), first) for rows, first in pieces)
 
     def describe(self) -> str:
         """The numbers of parameters and of trained ones, for the first lines of the log."""
         trained = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
-        everything = sum(parameter.numel() for parameter in self.parameters())
+        total = sum(parameter.numel() for parameter in self.parameters())
         if self.has_adapter:
-            return f"trainable: {trained:,} of {everything:,} parameters: {self.describe_adapter()}"
-        frozen = f" of {everything:,}, without those of the vision tower" if trained < everything else ""
+            return f"trainable: {trained:,} of {total:,} parameters: {self.describe_adapter()}"
+        frozen = f" of {total:,}, without those of the vision tower" if trained < total else ""
         return f"trainable: all {trained:,} parameters{frozen}"
 
 
-def _mark() -> Mark:
-    """This moment; on CUDA of the device, for which nobody waits."""
-    if not torch.cuda.is_available():
+def now() -> Moment:
+    """This moment; on CUDA that of the device, for which nobody waits."""
+    if not torch.cuda.is_available():  # then nothing runs behind the host
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
     event.record()
@@ -168,11 +208,12 @@ def build_policy(
 ) -> tuple[Policy, Policy | None, Optimizer]:
     """The sharded policy, the sharded frozen reference (None without a KL term), and the policy's optimizer.
 
-    With LoRA a reference of the policy's own path is the policy itself, with its adapter off. `seed`: of the adapter's
-    first values.
+    With LoRA a reference of the policy's own path is the policy itself, with its adapter off.
+    `seed`: of the adapter's first values.
     """
     dtype = getattr(torch, memory.dtype)
-    param_dtype = dtype if lora.lora_rank else getattr(torch, memory.param_dtype)  # a frozen base has no masters
+    # Masters in --param_dtype keep updates that --dtype would lose; a frozen base needs none.
+    param_dtype = dtype if lora.lora_rank else getattr(torch, memory.param_dtype)
     policy = empty_policy(path, param_dtype, memory.gradient_checkpointing, dtype)
     policy.head_dtype = getattr(torch, memory.head_dtype or memory.dtype)
     if lora.lora_rank:
@@ -180,24 +221,31 @@ def build_policy(
     shard_and_fill(policy, path, world, memory.offload == "all", memory.communicate_once)
     reference = policy if reference_path else None
     if reference_path and (reference_path != path or not lora.lora_rank):
+        # It is never updated: no masters, and no recomputation in a backward pass.
         reference = empty_policy(reference_path, dtype).requires_grad_(False)
-        reference.head_dtype, reference.spans = policy.head_dtype, policy.spans
+        reference.head_dtype = policy.head_dtype
+        reference.reference_times = policy.reference_times
         shard_and_fill(reference, reference_path, world, memory.offload_reference)
-    for model in {policy, reference} - {None} if memory.compile else ():
-        compile_layers(model)
+    if memory.compile:
+        for model in {policy, reference} - {None}:  # with LoRA they may be one
+            compile_layers(model)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    return policy, reference, make_optimizer(trained, adamw, memory)  # last: weights are loaded before its state
+    # Last: the weights are loaded before its state takes memory.
+    return policy, reference, make_optimizer(trained, adamw, memory)
 
 
 def compile_layers(policy: Policy) -> None:
     """Puts the decoder layers under torch.compile, in place. One compilation serves all of them and all lengths.
 
-    It is their `forward` alone: FSDP's hooks and the recomputation stay around it, and no parameter gets another name.
+    It is their `forward` alone: FSDP's hooks and the recomputation stay around it, and no parameter
+    gets another name.
     """
     for layer in policy.layers:
-        # A graph for each state: gradients, adapter on or off, kind of layer; inductor tells a few ranges of lengths.
+        # A graph for each state: gradients, adapter on or off, kind of layer, some ranges of
+        # lengths.
         compiled = torch.compile(layer.forward, dynamic=True, recompile_limit=64)
-        layer.forward = torch._dynamo.config.patch(disable=False)(compiled)  # rollout.py disables it on CPUs, for vLLM
+        # On CPUs `Engine` disables compilation in the whole process, for vLLM.
+        layer.forward = torch._dynamo.config.patch(disable=False)(compiled)
 
 
 def add_packing(batch: Batch) -> Batch:
@@ -212,39 +260,44 @@ def add_images(batch: Batch, images_of_sequences: list[PromptImages | None]) -> 
     The list has one entry per sequence of the rollout.
     """
     segments = batch.segments_S
-    images = [None if x.index is None else images_of_sequences[x.index] for x in segments]
-    if not any(images):
+    images_S = [None if segment.index is None else images_of_sequences[segment.index] for segment in segments]
+    if not any(images_S):
         return batch
-    positions, is_image, seen = [], [], []  # of the positions; the prompts whose images are there
-    for x, each in zip(segments, images, strict=True):
-        own = np.tile(np.arange(x.stop), (3, 1)) if each is None else each.positions(x.stop)
-        flags = np.zeros(0, dtype=bool) if each is None else each.is_image()
-        positions.append(own[:, x.start :])
-        is_image.append(np.pad(flags, (0, x.stop - len(flags)))[x.start :])
-        seen += [each] if each and x.prefix is None else []
-    return replace(
-        batch,
-        position_ids_N=torch.from_numpy(np.concatenate(positions, axis=1)),
-        images=BatchImages(seen, torch.from_numpy(np.flatnonzero(np.concatenate(is_image)))),
-    )
+    positions_S, is_image_S, prompts = [], [], []
+    for segment, images in zip(segments, images_S, strict=True):
+        positions, is_image = np.tile(np.arange(segment.stop), (3, 1)), np.zeros(segment.stop, dtype=bool)
+        if images is not None:
+            positions, flags = images.positions(segment.stop), images.is_image()
+            is_image[: len(flags)] = flags
+            if segment.prefix is None:  # sequences that share a prompt have its images once
+                prompts.append(images)
+        positions_S.append(positions[:, segment.start :])
+        is_image_S.append(is_image[segment.start :])
+    places_I = torch.from_numpy(np.flatnonzero(np.concatenate(is_image_S)))
+    position_ids_N = torch.from_numpy(np.concatenate(positions_S, axis=1))
+    return replace(batch, position_ids_N=position_ids_N, images=BatchImages(prompts, places_I))
 
 
 def empty_policy(
     path: str, param_dtype: torch.dtype, gradient_checkpointing: bool = False, dtype: torch.dtype | None = None
 ) -> Policy:
     """The model at `path` (folder or hub id), without storage yet. `dtype`: the policy's; default: its parameters'."""
-    if os.environ.get(OFF) or not sys.stderr.isatty():
+    if os.environ.get(OFF) or not sys.stderr.isatty():  # a bar would fill a log file
         transformers.utils.logging.disable_progress_bar()
-    attention = {"": "packed", "text_config": "packed", "vision_config": "sdpa"}  # "": of a model of one part
+    # A tower has images of its own, which are not packed: it keeps torch's attention. "" is a
+    # model of one part.
+    attention = {"": "packed", "text_config": "packed", "vision_config": "sdpa"}
     with without_storage():
         model = model_from_config(load_config(path), dtype=param_dtype, attn_implementation=attention)
-    model.eval()  # as from_pretrained leaves it
-    # For some families vLLM runs transformers' decoder: it changes that class, in this process, to compile its calls.
+    model.eval()  # as from_pretrained leaves it: no dropout
+    # For some families vLLM runs transformers' decoder: it changes that class, in this process, to
+    # compile its calls.
     model.get_decoder().do_not_compile = True
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for layer in model.get_decoder().layers:
-            layer.training = True  # needed for checkpointing; not of what is in it, or its dropout would be on
+            # Checkpointing needs it. What is in the layer stays in evaluation: no dropout.
+            layer.training = True
     if (tower := tower_of(model)) is not None:
         tower.eval().requires_grad_(False)
     return Policy(model, dtype or param_dtype)
@@ -254,5 +307,7 @@ def shard_and_fill(
     policy: Policy, path: str, world: World, on_host: bool = False, stays_gathered: bool = False
 ) -> Policy:
     """The policy, sharded and with the weights at `path`; for the two switches see `fsdp_utils.shard`."""
-    fill(policy, policy.model, path, shard(policy, policy.layers, world, policy.dtype, on_host, stays_gathered))
+    # Sharded first: no rank then ever holds all of the model.
+    device = shard(policy, policy.layers, world, policy.dtype, on_host, stays_gathered)
+    fill(policy, policy.model, path, device)
     return policy

@@ -23,6 +23,7 @@ ARGS, ALGORITHM = command.start() if __name__ == "__main__" else (None, None)
 from checkpoint import Writer, latest, load, set_link
 from data import PromptData, most_images
 from engine.drift import DriftGuard
+from engine.options import Demand
 from evaluate import Evaluator
 from flags import (
     AdamW,
@@ -73,16 +74,15 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run, save
         return build_servers(args.model, settings, servers, inputs, weights, run, saved_step)
     from rollout import Engine, largest_share  # vLLM takes seconds to import: mistakes are reported before
 
-    max_images = most_images([*inputs.train_data, *inputs.eval_sets])
     held_out = zip(inputs.eval_sets, inputs.eval_samplings, strict=True)
     prompts, num_engines = args.prompts_per_step, run.world.num_engines
     at_once = prompts_in_the_air(prompts, num_engines) if args.partial_rollouts else prompts
     calls = [(at_once, args.group_size)] + [(len(data.rows), each.num_samples) for data, each in held_out]
-    sequences = largest_share(calls, run.world)
-    engine = Engine(args.model, inputs.tokenizer, run.world, settings, inputs.vision, max_images, sequences)
-    engine.guard = DriftGuard(engine.llm.apply_model, policy, run.world, run.phase)
-    if inputs.turns:
-        engine.play = partial(inputs.turns.play, engine)
+    max_images = most_images([*inputs.train_data, *inputs.eval_sets])
+    demand = Demand(largest_share(calls, run.world), max_images, inputs.vision)
+    play = inputs.turns.play if inputs.turns else None
+    make_guard = partial(DriftGuard, policy, run.world, run.phase)
+    engine = Engine(args.model, inputs.tokenizer, run.world, settings, demand, play, make_guard)
     if names := engine.guard.not_compared:
         run.say(f"the engine's {', '.join(names[:3])} and {len(names)} tensors in all cannot be compared bit by bit")
     engine.sleep()  # until the first sync: what that gathers and the engine's cache are never held together

@@ -1,7 +1,7 @@
 """Episodes of more than one turn: the policy answers, an environment or a tool replies, the policy answers again.
 
     turns = Turns(settings, grading, prompt_format, tokenizer, num_workers)
-    engine.play = partial(turns.play, engine)   # then `engine.sample` returns whole episodes; of servers: fleet.turns
+    engine = Engine(..., play=turns.play)   # then `engine.sample` returns whole episodes; of servers: fleet.turns
 
 Tokens are never made again. What was sampled stays as it was; a reply is rendered by the chat template, once, and its
 tokens are appended. A completion is all of it: only its sampled tokens have log-probs and a loss (`is_sampled`), and

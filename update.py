@@ -48,8 +48,6 @@ from policy import Policy, add_images, add_packing
 from runtime.stall import beat
 from runtime.start import RunError
 
-DISTILLED = ("ref_logprobs_N", "kl_N", "agrees_N")  # fields of a batch that the policy's pass with a teacher returns
-
 
 def pack_updates(
     rollout: Rollout, plan: Plan, algorithm: Algorithm, memory: Memory, policy: Policy, world: World
@@ -126,7 +124,7 @@ def add_reference(update: Update, reference: Policy, algorithm: Algorithm) -> Up
 def run_teacher(reference: Policy, batch: Batch, algorithm: Algorithm) -> Teacher:
     """The distributions of the reference at the trained tokens of the batch."""
     with reference.as_reference():
-        hidden_KD, weight_VD = reference(batch.hinted or batch, temperature=None)
+        hidden_KD, weight_VD = reference.hidden_states(batch.hinted or batch)
     if not reference.has_adapter:  # with LoRA the policy computes with these weights next
         release_gathered(reference)
     return Teacher(hidden_KD, weight_VD, algorithm.kl_direction)
@@ -138,7 +136,7 @@ def logprobs_under(model: Policy, field: str, update: Update, algorithm: Algorit
 
     def scored(batch: Batch) -> Batch:
         hinted = batch.hinted if field == "ref_logprobs_N" else None
-        logprobs_N = model(hinted or batch, algorithm.temperature)[0]
+        logprobs_N = model(hinted or batch, algorithm.temperature).logprobs_N
         if hinted is not None:  # the same tokens in the same order, at other positions
             logprobs_K = logprobs_N.index_select(0, hinted.trained_K)
             logprobs_N = torch.zeros_like(batch.rollout_logprobs_N).index_copy(0, batch.trained_K, logprobs_K)
@@ -289,12 +287,16 @@ def add_gradients(
             # Entropies carry a gradient only where the loss has a term of them: it costs a second pass over the logits.
             needs_slope = algorithm.entropy_coef != 0
             teacher = batch.teacher and batch.teacher()
-            logprobs_N, entropies_N, *distilled = policy(batch, algorithm.temperature, needs_slope, teacher)
+            scores = policy(batch, algorithm.temperature, needs_slope, teacher)
+            logprobs_N = scores.logprobs_N
             old_logprobs_N = logprobs_N.detach() if is_unchanged else batch.old_logprobs_N
             if batch.old_logprobs_N is None:  # they are kept with the rollout
                 update.batches[i] = replace(batch, old_logprobs_N=old_logprobs_N)
-            seen = replace(batch, **dict(zip(DISTILLED, distilled, strict=False)))  # without a teacher as it is
-            loss_N, means, maxima = grpo.total_loss(seen, logprobs_N, old_logprobs_N, entropies_N, algorithm)
+            seen = batch
+            if batch.teacher is not None:
+                distilled = {"ref_logprobs_N": scores.ref_logprobs_N, "kl_N": scores.kl_N, "agrees_N": scores.agrees_N}
+                seen = replace(batch, **distilled)
+            loss_N, means, maxima = grpo.total_loss(seen, logprobs_N, old_logprobs_N, scores.entropies_N, algorithm)
             mask_N = batch.loss_mask_N
             loss = grpo.masked_sum(loss_N * batch.loss_weights_N, mask_N)
             beat("runs a backward pass")

@@ -94,7 +94,7 @@ def of_turns(engine: Engine, data: PromptData, sampling: Sampling, folder: Path)
 
     return {
         "one turn": partial(sample, one, sampling),
-        f"{NUM_TURNS} turns": partial(sample, partial(turns.play, engine), longer),
+        f"{NUM_TURNS} turns": partial(sample, turns.play, longer),
     }
 
 

@@ -1,10 +1,11 @@
-"""How the engine is started, as plain values for `vllm.LLM`, and what is said when GPU memory runs out. No vLLM."""
+"""The engine's settings, as plain values for `vllm.LLM`, and checks of its start. Imports no vLLM."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,36 +19,22 @@ from model.weights import load_config
 # torch and vLLM's allocator say the one, vLLM's checks of its share of the GPU the other.
 LACK_OF_MEMORY = re.compile(r"out of memory|gpu.memory.utilization", re.IGNORECASE)
 
-NOISE = [  # warnings that are not shown because they tell nothing: vLLM's logger, and how the warning begins
-    ("vllm.engine.arg_utils", "The global random seed is set"),  # each call of Engine.sample sets its own
-    ("vllm.config.vllm", "Enforce eager set"),  # by a flag, or on CPU
-    ("vllm.config.vllm", "Inductor compilation was disabled"),  # the same
-    # At each sync, of modules without weights and of a tied head. What is really missing, reload.inplace tells.
-    ("vllm.model_executor.model_loader.reload.layerwise", "%s: Failed to load weights"),
-    ("vllm.model_executor.model_loader.reload.layerwise", "Allocating %.1f MB"),  # of padded tables
-    ("vllm.model_executor.models.utils", "Attempted to load weight"),  # of another dtype than --dtype, which is meant
-    ("vllm.config.model", "%s %s"),  # beyond its own limit: see rollout.py
-    ("vllm.utils.flashinfer", "FlashInfer"),  # that its kernels are missing: none of them runs, see rollout.py
-    ("vllm.utils.torch_utils", "OMP_NUM_THREADS="),  # by the launcher, or runtime.machine.use_all_cores
-]
-NOISE_ON_CPU = [
-    ("vllm.config.vllm", "Model Runner V2 requires Triton"),  # there is none for CPUs; with CUDA it belongs to torch
-    ("vllm.platforms.cpu", ""),  # the same, and what models without attention need
-    ("vllm.model_executor.layers.utils", "Failed to create oneDNN linear"),  # no bfloat16: torch does it slowly
-    ("vllm.v1.worker.cpu_worker", ""),  # advice on libraries and on binding threads, which `launch.sh` decides
-]
+
+class Demand(NamedTuple):
+    """The most that the calls of a run ask of one engine."""
+
+    sequences: int | None = None  # completions of a call; None: any number
+    images: int = 0  # images of a prompt
+    vision: Vision | None = None  # how images are scaled; None: there are none
+
+
+ANY_TEXT = Demand()
 
 
 def engine_options(
-    model_path: str,
-    settings: EngineSettings,
-    is_cuda: bool,
-    tp_size: int,
-    vision: Vision | None = None,
-    max_images: int = 0,
-    most_sequences: int | None = None,
+    model_path: str, settings: EngineSettings, is_cuda: bool, tp_size: int, demand: Demand = ANY_TEXT
 ) -> dict[str, object]:
-    """The arguments of `vllm.LLM`. `most_sequences`: completions that a call asks of one engine at most; None: any."""
+    """The arguments of `vllm.LLM`."""
     options = {
         "model": model_path,
         "load_format": settings.load_format,
@@ -67,20 +54,25 @@ def engine_options(
     if is_cuda:
         options |= {
             "gpu_memory_utilization": settings.gpu_memory_utilization,
-            # vLLM's own default depends on the kind of GPU (256 or 1,024), and batches above 512 have no CUDA graph.
-            "max_num_seqs": min(MOST_ON_GPU, most_sequences or MOST_ON_GPU),
-            "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},  # FlashInfer's: see rollout.py
-            # Nor are its kernels tried out, with a barrier of all ranks: a node without nvcc would not come to it.
+            # vLLM's own default depends on the kind of GPU (256 or 1,024), and batches above 512
+            # have no CUDA graph.
+            "max_num_seqs": min(MOST_ON_GPU, demand.sequences or MOST_ON_GPU),
+            "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},  # FlashInfer's: see vllm_setup.py
+            # Nor are its kernels tried out, with a barrier of all ranks: a node without nvcc would
+            # not come to it.
             "kernel_config": {"enable_flashinfer_autotune": False},
         }
     else:
-        config, itemsize = load_config(model_path), getattr(torch, settings.dtype).itemsize
-        cache_bytes = cpu_cache_bytes(config, settings.max_model_len, itemsize, tp_size, most_sequences)
-        options |= {"kv_cache_memory_bytes": cache_bytes, "block_size": CPU_BLOCK}
-    if vision is not None:
+        config = load_config(model_path)
+        itemsize = getattr(torch, settings.dtype).itemsize
+        options["block_size"] = CPU_BLOCK
+        options["kv_cache_memory_bytes"] = cpu_cache_bytes(
+            config, settings.max_model_len, itemsize, tp_size, demand.sequences
+        )
+    if demand.vision is not None:
         options |= {
-            "limit_mm_per_prompt": {"image": max_images, "video": 0},
-            "mm_processor_kwargs": {"size": vision.size},
+            "limit_mm_per_prompt": {"image": demand.images, "video": 0},
+            "mm_processor_kwargs": {"size": demand.vision.size},
             "mm_device_do_normalize": False,  # mean and std would be buffers of the model: random, as the weights
             "mm_processor_cache_gb": 1,  # a prompt's completions follow each other; the default is 4 in each rank
         }
@@ -105,17 +97,20 @@ def memory_errors() -> Iterator[None]:
         if not torch.cuda.is_available() or not LACK_OF_MEMORY.search(str(error)):
             raise
         free, total = (count / 2**30 for count in torch.cuda.mem_get_info())
-        where = f"while the engine starts, {free:.1f} of {total:.1f} GiB of the GPU are free"
         cause = re.split(r"\.?\s*\n|\.\s|\.$", str(error))[0]  # its first sentence
-        advice = "change --gpu_memory_utilization, or raise --tensor_parallel_size"
-        raise MemoryError(f"GPU memory ran out {where} ({cause}); {advice}.") from error
+        raise MemoryError(
+            f"GPU memory ran out while the engine starts, {free:.1f} of {total:.1f} GiB of the GPU are free "
+            f"({cause}); change --gpu_memory_utilization, or raise --tensor_parallel_size."
+        ) from error
 
 
-def check_head(found: list[str], settings: EngineSettings) -> None:
+def check_head(dtypes: list[str], settings: EngineSettings) -> None:
     """Raises ValueError if the `head_dtypes` of the engine are not --head_dtype: vLLM only warns and takes another."""
-    if settings.head_dtype is not None and found != [settings.head_dtype]:
-        given = f"--head_dtype {settings.head_dtype}: vLLM computes the logits of this model, on this machine, in"
-        raise ValueError(f"{given} {', '.join(found) or 'no layer that knows it'}; leave the flag out.")
+    if settings.head_dtype is not None and dtypes != [settings.head_dtype]:
+        raise ValueError(
+            f"--head_dtype {settings.head_dtype}: vLLM computes the logits of this model, on this machine, "
+            f"in {', '.join(dtypes) or 'no layer that knows it'}; leave the flag out."
+        )
 
 
 def head_dtypes(model: nn.Module) -> list[str]:

@@ -1,8 +1,8 @@
 """Attention that sees each packed sequence alone, registered with transformers under the name "packed".
 
-`make_packing` says where the sequences of a micro-batch lie, in the form that the device's kernel wants; `Policy`
-passes it through the model to `packed_attention`. Any architecture that uses the attention interface of transformers
-works unchanged. Dimensions: `batch.py`.
+`make_packing` says where the sequences of a micro-batch lie, in the form that the device's kernel
+wants; `Policy` passes it through the model to `packed_attention`. Any architecture that uses the
+attention interface of transformers works unchanged. Dimensions: `batch.py`.
 """
 
 from __future__ import annotations
@@ -26,35 +26,30 @@ def make_packing(segments: tuple[Segment, ...], device: torch.device) -> Packing
     """The packing of segments that lie end to end."""
     if device.type == "cpu":
         return padded_packing(segments)
-    found = vars(varlen_packing(segments))
-    return Packing(**{k: x.to(device, non_blocking=True) if isinstance(x, Tensor) else x for k, x in found.items()})
+    return varlen_packing(segments).to(device)
 
 
 def varlen_packing(segments: tuple[Segment, ...]) -> Packing:
     """For CUDA: keys are gathered only where sequences share a prompt."""
-    lengths_S, stops_S = torch.tensor([(x.length, x.stop) for x in segments]).T
-    cu_seqlens, cu_seqlens_k = (F.pad(counts_S.cumsum(0), (1, 0)).int() for counts_S in (lengths_S, stops_S))
+    lengths_S, stops_S = torch.tensor([(segment.length, segment.stop) for segment in segments]).T
+    cu_seqlens = F.pad(lengths_S.cumsum(0), (1, 0)).int()
+    cu_seqlens_k = F.pad(stops_S.cumsum(0), (1, 0)).int()
     positions_M = None
     if cu_seqlens_k[-1] > cu_seqlens[-1]:
-        sequence_of_slot = torch.repeat_interleave(stops_S)
-        offsets = torch.arange(len(sequence_of_slot)) - cu_seqlens_k[sequence_of_slot]
-        positions_M = _positions(segments, sequence_of_slot, offsets)
-    return Packing(int(stops_S.max()), cu_seqlens, cu_seqlens_k, [], positions_M, None)
+        sequences_M = torch.repeat_interleave(stops_S)  # the sequence of each slot
+        offsets_M = torch.arange(len(sequences_M)) - cu_seqlens_k[sequences_M]
+        positions_M = _positions(segments, sequences_M, offsets_M)
+    return Packing(
+        max_length=int(stops_S.max()), cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, positions_M=positions_M
+    )
 
 
 def padded_packing(segments: tuple[Segment, ...]) -> Packing:
     """For the CPU: each sequence whole, with the prompt that it shares; those of similar length share a rectangle."""
-    groups: list[list[int]] = []
-    padding = 0
-    for s in sorted(range(len(segments)), key=lambda s: segments[s].stop):
-        padding += len(groups[-1]) * (segments[s].stop - segments[groups[-1][-1]].stop) if groups else 0
-        if not groups or padding > RECTANGLE_PADDING:
-            groups.append([])
-            padding = 0
-        groups[-1].append(s)
+    stops_S = torch.tensor([segment.stop for segment in segments])
     rectangles, positions, is_real = [], [], []
-    for group in groups:
-        members, stops = torch.tensor(group)[:, None], torch.tensor([segments[s].stop for s in group])[:, None]
+    for group in group_by_length(stops_S.tolist()):
+        members, stops = torch.tensor(group)[:, None], stops_S[group, None]
         offsets = torch.arange(int(stops[-1]))
         rectangles.append((len(group), len(offsets)))
         is_real.append((offsets < stops).flatten())
@@ -62,15 +57,29 @@ def padded_packing(segments: tuple[Segment, ...]) -> Packing:
     positions_M = torch.cat(positions)
     slots = torch.cat(is_real).nonzero()[:, 0]
     _, first = np.unique(positions_M[slots].numpy(), return_index=True)
-    return Packing(int(stops[-1]), None, None, rectangles, positions_M, slots[first])
+    return Packing(max_length=int(stops_S.max()), rectangles=rectangles, positions_M=positions_M, slots_N=slots[first])
+
+
+def group_by_length(lengths: list[int]) -> list[list[int]]:
+    """The indices of the sequences that share a rectangle, for each rectangle; the shortest first."""
+    groups, padding, longest = [[]], 0, 0
+    for s in sorted(range(len(lengths)), key=lambda s: lengths[s]):
+        padding += len(groups[-1]) * (lengths[s] - longest)  # that this one brings to the members so far
+        if padding > RECTANGLE_PADDING:
+            groups.append([])
+            padding = 0
+        groups[-1].append(s)
+        longest = lengths[s]
+    return groups
 
 
 def _positions(segments: tuple[Segment, ...], sequences: Tensor, offsets: Tensor) -> Tensor:
     """The packed positions of these offsets from the beginning of these sequences: in the prefix, or their own."""
-    starts = np.cumsum([0, *(x.length for x in segments)]).tolist()
-    before_S = torch.tensor([x.start for x in segments])
-    own_S = torch.tensor(starts[:-1]) - before_S
-    prefix_S = torch.tensor([starts[s if x.prefix is None else x.prefix] for s, x in enumerate(segments)])
+    lengths_S = torch.tensor([segment.length for segment in segments])
+    starts_S = lengths_S.cumsum(0) - lengths_S
+    before_S = torch.tensor([segment.start for segment in segments])
+    holders_S = torch.tensor([s if segment.prefix is None else segment.prefix for s, segment in enumerate(segments)])
+    prefix_S, own_S = starts_S[holders_S], starts_S - before_S
     return offsets + torch.where(offsets < before_S[sequences], prefix_S[sequences], own_S[sequences])
 
 
@@ -80,15 +89,17 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence, as transformers calls it; `options` has the packing.
 
-    Shapes: query [1, heads, N, head_dim], key and value [1, kv_heads, N, head_dim] -> [1, N, heads, head_dim].
+    Shapes: query [1, heads, N, head_dim], key and value [1, kv_heads, N, head_dim] -> [1, N, heads,
+    head_dim].
     """
-    packing, sliding_window = options.get("packing"), options.get("sliding_window")
+    packing = options.get("packing")
     assert isinstance(packing, Packing), "call the model through Policy, which passes the packing"
-    if ignored := [name for name in ("softcap", "s_aux") if options.get(name) is not None]:
+    # `sizes.check_config` refuses the models that say so in their config: this is for one that does not.
+    ignored = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
+    if (options.get("sliding_window") or packing.max_length) < packing.max_length:
+        ignored.append("sliding_window")
+    if ignored:
         raise ValueError(f"this model's attention uses {', '.join(ignored)}; packed attention does not implement it.")
-    if sliding_window is not None and sliding_window < packing.max_length:
-        window = f"sliding-window attention of {sliding_window} tokens"
-        raise ValueError(f"{window} is not supported for sequences of {packing.max_length}.")
     attend = _attend_rectangles if packing.cu_seqlens is None else _attend_varlen
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
     return attend(query, key, value, packing, options.get("scaling"))[None], None
@@ -110,7 +121,8 @@ def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, 
 def _attend_rectangles(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
     """CPU: padded rectangles, exact because a causal query of a right-padded row sees no padding.
 
-    A shared prompt has queries for each of its sequences: the kernel's causal mask needs as many queries as keys.
+    A shared prompt has queries for each of its sequences: the kernel's causal mask needs as many
+    queries as keys.
     """
     sizes = [count * length for count, length in packing.rectangles]
     in_slots = (x.index_select(0, packing.positions_M).split(sizes) for x in (query, key, value))
@@ -128,17 +140,20 @@ def check_alignment(device: torch.device) -> None:
     queries, keys = (torch.zeros(n, 1, 64, dtype=torch.bfloat16, device=device) for n in (2, 3))
     values = torch.tensor([0, 2, 4], dtype=torch.bfloat16, device=device).view(3, 1, 1).repeat(1, 1, 64)
     ends = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (2, 3))
-    seen = varlen_attn(queries, keys, values, *ends, 2, 3, window_size=(-1, 0))[:, 0, 0].tolist()
-    if seen != [1, 2]:
-        here = f"in torch {torch.__version__} varlen_attn's causal mask does not end with the last key"
-        found = f"two queries make {seen} of the values 0, 2, 4, not [1, 2]"
-        raise RuntimeError(f"--share_prompts: {here}: {found}. Leave the flag out, or use requirements.txt.")
+    means = varlen_attn(queries, keys, values, *ends, 2, 3, window_size=(-1, 0))[:, 0, 0].tolist()
+    if means != [1, 2]:
+        raise RuntimeError(
+            f"--share_prompts: in torch {torch.__version__} varlen_attn's causal mask does not end with the last key: "
+            f"two queries make {means} of the values 0, 2, 4, not [1, 2]. "
+            "Leave the flag out, or use requirements.txt."
+        )
 
 
 def check_device(device: torch.device, share_prompts: bool) -> None:
     """CUDA: FlashAttention 3 where the GPU can run it (H100, H200) and its module `flash_attn_interface` is installed.
 
-    Elsewhere torch's own FlashAttention 2 stays. Raises RuntimeError if the kernel cannot do --share_prompts.
+    Elsewhere torch's own FlashAttention 2 stays. Raises RuntimeError if the kernel cannot do
+    --share_prompts.
     """
     if device.type != "cuda":
         return

@@ -20,7 +20,7 @@ With a `Teacher`, a reference that is followed over the whole vocabulary, there 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -33,15 +33,15 @@ from torch.nn import functional as F
 from model import sizes
 
 FUSED_ON = {"cuda"}  # kinds of devices on which torch.compile makes the kernels
-EAGER_PIECES = 8  # of a chunk, in eager mode: each number of a piece takes about 20 bytes for a moment
+EAGER_PIECES = 8  # pieces of a chunk in eager mode: each number takes about 20 bytes for a moment
 
 
 class Teacher(NamedTuple):
     """The distribution of the reference at the same tokens, before its head."""
 
     hidden_TD: Tensor  # its own width D
-    weight_VD: Tensor  # of its head; what it has beyond the policy's rows is left out, as if its probability was 0
-    divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # of `grpo.DIVERGENCES`
+    weight_VD: Tensor  # its head's; rows beyond the policy's are left out, as if their probability was 0
+    divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # one of `grpo.DIVERGENCES`
 
 
 def chunked_logprobs(
@@ -60,8 +60,8 @@ def chunked_logprobs(
     """
     assert head.bias is None, "no supported model has a head with a bias"
     settings = temperature, with_entropy_gradient, head_dtype or head.weight.dtype, teacher and teacher.divergence
-    of_teacher = (teacher.hidden_TD, teacher.weight_VD[: len(head.weight)]) if teacher else ()
-    return _HeadLogprobs.apply(hidden, head.weight, labels, settings, *of_teacher)
+    teacher_tensors = (teacher.hidden_TD, teacher.weight_VD[: len(head.weight)]) if teacher else ()
+    return _HeadLogprobs.apply(hidden, head.weight, labels, settings, *teacher_tensors)
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -72,27 +72,30 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, labels: Tensor, settings: tuple, *of_teacher: Tensor
+        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, labels: Tensor, settings: tuple, *teacher_tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(hidden, weight, labels, *of_teacher)
-        ctx.settings, (_, has_entropy_gradient, head_dtype, _) = settings, settings
-        found = [hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(5 if of_teacher else 2)]
+        ctx.save_for_backward(hidden, weight, labels, *teacher_tensors)
+        ctx.settings = settings
+        _, has_entropy_gradient, head_dtype, _ = settings
+        outputs = [hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(5 if teacher_tensors else 2)]
         ctx.last_chunk = None
         for rows in chunks(len(labels), len(weight)):
             ctx.last_chunk = None  # before the next one is made
             ctx.last_chunk = logits = chunk_logits(hidden[rows], weight, head_dtype)
-            others = chunk_logits(of_teacher[0][rows], of_teacher[1], head_dtype) if of_teacher else None
-            values = by_rows(score, settings, logits, labels[rows], others)
-            for each, of_chunk in zip(found, values, strict=True):
-                each[rows] = of_chunk
-            del logits, others
-        # The entropy is mostly only a metric.
-        ctx.mark_non_differentiable(*found[2:3], *found[4:], *([] if has_entropy_gradient else [found[1]]))
-        return tuple(found)
+            teacher_logits = chunk_of_teacher(teacher_tensors, rows, head_dtype)
+            chunk_values = by_rows(score, settings, logits, labels[rows], teacher_logits)
+            for output, values in zip(outputs, chunk_values, strict=True):
+                output[rows] = values
+            del logits, teacher_logits
+        constants = [*outputs[2:3], *outputs[4:]]  # with a teacher, the divergence alone has a gradient
+        if not has_entropy_gradient:  # the entropy is mostly only a metric
+            constants.append(outputs[1])
+        ctx.mark_non_differentiable(*constants)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, *of_teacher = ctx.saved_tensors
+        hidden, weight, labels, *teacher_tensors = ctx.saved_tensors
         head_dtype = ctx.settings[2]
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
@@ -100,9 +103,10 @@ class _HeadLogprobs(torch.autograd.Function):
             logits, ctx.last_chunk = ctx.last_chunk, None
             if logits is None:
                 logits = chunk_logits(hidden[rows], weight, head_dtype)
-            others = chunk_logits(of_teacher[0][rows], of_teacher[1], head_dtype) if of_teacher else None
-            by_rows(replace_by_gradient, ctx.settings, logits, labels[rows], others, *(x[rows] for x in gradients))
-            del others  # or its memory would still be held when the next chunk is computed
+            teacher_logits = chunk_of_teacher(teacher_tensors, rows, head_dtype)
+            grads = [gradient[rows] for gradient in gradients]
+            by_rows(replace_by_gradient, ctx.settings, logits, labels[rows], teacher_logits, *grads)
+            del teacher_logits  # or its memory would still be held when the next chunk is computed
             grad = logits.to(weight.dtype)
             del logits
             if grad_hidden is not None:
@@ -110,12 +114,14 @@ class _HeadLogprobs(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight.addmm_(grad.t(), hidden[rows])
             del grad
-        return grad_hidden, grad_weight, *[None] * (2 + len(of_teacher))
+        return grad_hidden, grad_weight, *[None] * (2 + len(teacher_tensors))
 
 
 def chunks(count: int, vocab: int, most: int | None = None) -> list[slice]:
-    """Rows whose logits are at most so many; default: as many as are made at a time."""
-    size = max((sizes.HEAD_CHUNK_LOGITS if most is None else most) // vocab, 1)
+    """Rows whose logits are at most so many; None: as many as are made at a time."""
+    if most is None:
+        most = sizes.HEAD_CHUNK_LOGITS
+    size = max(most // vocab, 1)
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
@@ -128,22 +134,31 @@ def chunk_logits(hidden: Tensor, weight: Tensor, head_dtype: torch.dtype) -> Ten
     return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
 
 
+def chunk_of_teacher(tensors: Sequence[Tensor], rows: slice, head_dtype: torch.dtype) -> Tensor | None:
+    """The teacher's logits of these rows; None without a teacher."""
+    if not tensors:
+        return None
+    hidden, weight = tensors
+    return chunk_logits(hidden[rows], weight, head_dtype)
+
+
 # Row by row -----------------------------------------------------------------------------------------------------------
 
 
 def by_rows(
-    function: Callable[..., list[Tensor]], settings: tuple, logits: Tensor, *others: Tensor | None
+    function: Callable[..., list[Tensor]], settings: tuple, logits: Tensor, *inputs: Tensor | None
 ) -> list[Tensor]:
-    """What one of the next two functions returns for the rows of these tensors."""
-    tensors = logits, *others
+    """Runs `score` or `replace_by_gradient` on the rows of these tensors; returns what it returns."""
+    tensors = logits, *inputs
     if logits.device.type in FUSED_ON:
-        for each in tensors:
-            if each is not None:
-                torch._dynamo.maybe_mark_dynamic(each, 0)  # one compilation for all numbers of rows
+        for tensor in tensors:
+            if tensor is not None:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)  # one compilation for all numbers of rows
         return compiled(function)(settings, *tensors)
-    pieces = chunks(*logits.shape, logits.numel() // EAGER_PIECES)
-    found = [function(settings, *(x if x is None else x[rows] for x in tensors)) for rows in pieces]
-    return [torch.cat(values) for values in zip(*found, strict=True)]
+    pieces = []
+    for rows in chunks(*logits.shape, logits.numel() // EAGER_PIECES):
+        pieces.append(function(settings, *(None if tensor is None else tensor[rows] for tensor in tensors)))
+    return [torch.cat(values) for values in zip(*pieces, strict=True)]
 
 
 @cache
@@ -151,38 +166,41 @@ def compiled(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor
     return torch.compile(function)
 
 
-def score(settings: tuple, logits: Tensor, labels: Tensor, others: Tensor | None) -> list[Tensor]:
-    """What `chunked_logprobs` returns, for some of its rows. `others`: logits of the teacher."""
+def score(settings: tuple, logits: Tensor, labels: Tensor, teacher_logits: Tensor | None) -> list[Tensor]:
+    """The values that `chunked_logprobs` returns, for some of its rows."""
     temperature, _, _, divergence = settings
     log_p = log_probabilities(logits, temperature)
-    found = [log_p.gather(-1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)]
-    if others is not None:
-        log_q = log_probabilities(others, temperature)
+    values = [log_p.gather(-1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)]
+    if teacher_logits is not None:
+        log_q = log_probabilities(teacher_logits, temperature)
         agrees = log_p.argmax(dim=-1) == log_q.argmax(dim=-1)
-        found += [log_q.gather(-1, labels[:, None])[:, 0], divergence(log_p, log_q)[0], agrees]
-    return found
+        values += [log_q.gather(-1, labels[:, None])[:, 0], divergence(log_p, log_q)[0], agrees]
+    return values
 
 
 def replace_by_gradient(
-    settings: tuple, logits: Tensor, labels: Tensor, others: Tensor | None, *gradients: Tensor
+    settings: tuple, logits: Tensor, labels: Tensor, teacher_logits: Tensor | None, *gradients: Tensor
 ) -> list[Tensor]:
     """Writes over the logits their gradient, by those of what `score` returns; returns nothing more."""
     temperature, has_entropy_gradient, _, divergence = settings
-    log_p, of_label, slopes = log_probabilities(logits, temperature), gradients[0][:, None], None
+    grad_logprob, slopes = gradients[0][:, None], None
+    log_p = log_probabilities(logits, temperature)
     p = log_p.exp()
-    if others is not None:  # slopes: see `grpo.DIVERGENCES`
-        slopes = divergence(log_p, log_probabilities(others, temperature))[1] * gradients[3][:, None]
+    if teacher_logits is not None:  # slopes: see `grpo.DIVERGENCES`
+        slopes = divergence(log_p, log_probabilities(teacher_logits, temperature))[1] * gradients[3][:, None]
     if has_entropy_gradient:  # its slopes are -p log p
-        of_entropy = log_p * p * -gradients[1][:, None]
-        slopes = of_entropy if slopes is None else slopes + of_entropy
-    grad = p * -of_label if slopes is None else slopes - p * (slopes.sum(dim=-1, keepdim=True) + of_label)
+        entropy_slopes = log_p * p * -gradients[1][:, None]
+        slopes = entropy_slopes if slopes is None else slopes + entropy_slopes
+    grad = p * -grad_logprob if slopes is None else slopes - p * (slopes.sum(dim=-1, keepdim=True) + grad_logprob)
     is_label = torch.arange(logits.shape[-1], device=logits.device) == labels[:, None]
-    grad = torch.where(is_label, grad + of_label, grad)
+    grad = torch.where(is_label, grad + grad_logprob, grad)
     logits.copy_(grad / temperature if temperature != 1 else grad)
     return []
 
 
 def log_probabilities(logits: Tensor, temperature: float) -> Tensor:
-    """Of all tokens [T, V], float32, at the temperature: the one division by it."""
+    """The log-probabilities of all tokens [T, V], float32, at the temperature: the one division by it."""
     logits = logits.float()
-    return (logits / temperature if temperature != 1 else logits).log_softmax(dim=-1)
+    if temperature != 1:
+        logits = logits / temperature
+    return logits.log_softmax(dim=-1)

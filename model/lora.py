@@ -2,10 +2,11 @@
 
     y = W x + s B A dropout(x)        s = --lora_alpha / --lora_rank; A [rank, in] starts random, B [out, rank] at zero
 
-peft puts A and B into the model. W is frozen, in --dtype; A and B have fp32 masters. FSDP shards both in the same
-units: only a unit's trainable parameters must agree in dtype. With its adapter off the model is the reference
-(`adapter_off`). Engine and checkpoints get W + s B A (`merged`); W itself is never written to, or each sync would round
-it. Dropout is on in the update alone, because the sampler has none: see docs/algorithm.md.
+peft puts A and B into the model. W is frozen, in --dtype; A and B have fp32 masters. FSDP shards
+both in the same units: only a unit's trainable parameters must agree in dtype. With its adapter off
+the model is the reference (`adapter_off`). Engine and checkpoints get W + s B A (`merged`); W
+itself is never written to, or each sync would round it. Dropout is on in the update alone, because
+the sampler has none: see docs/algorithm.md.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from transformers import PreTrainedModel
 from flags import Lora
 from fsdp_utils import World, full_tensor, own_rows
 
-NAME = "default"  # of the one adapter, for peft
+NAME = "default"  # peft's name for the one adapter
 MERGED_ROWS = 1024  # rows of a matrix that are in fp32 at a time
 
 
@@ -36,11 +37,16 @@ def target_names(model: PreTrainedModel, targets: Sequence[str] | None) -> list[
     """
     linear = {module for module in model.get_decoder().modules() if isinstance(module, nn.Linear)}
     own_names = {name: name.rpartition(".")[2] for name, module in model.named_modules() if module in linear}
-    if unknown := [target for target in targets or [] if target not in own_names.values()]:
-        known = ", ".join(sorted(set(own_names.values())))
-        wrong = f"--lora_targets {' '.join(unknown)}: the linear layers of this model's decoder are {known}"
-        raise ValueError(f"{wrong}; name some, with spaces between them, or leave the flag out for all of them.")
-    return [name for name, own in own_names.items() if targets is None or own in targets]
+    if targets is None:
+        return list(own_names)
+    known = sorted(set(own_names.values()))
+    unknown = [target for target in targets if target not in known]
+    if unknown:
+        raise ValueError(
+            f"--lora_targets {' '.join(unknown)}: the linear layers of this model's decoder are {', '.join(known)}; "
+            "name some, with spaces between them, or leave the flag out for all of them."
+        )
+    return [name for name, own_name in own_names.items() if own_name in targets]
 
 
 def check_lora(model: PreTrainedModel, lora: Lora) -> None:
@@ -91,8 +97,9 @@ class WithAdapter(nn.Module):
     def adapter_off(self) -> Iterator[None]:
         """Within it the policy is its base model, which is the reference.
 
-        peft also freezes what it turns off. Here the adapter stays trainable: FSDP decides in its first forward pass,
-        which may be this one, which gradients it will reduce, and in which dtype.
+        peft also freezes what it turns off. Here the adapter stays trainable: FSDP decides in its
+        first forward pass, which may be this one, which gradients it will reduce, and in which
+        dtype.
         """
         layers = adapted_layers(self.model).values()
         for layer in layers:
@@ -126,7 +133,7 @@ class WithAdapter(nn.Module):
         state = {}
         for name, parameter in self.model.named_parameters():
             if ".lora_" in name:
-                tensor = full_tensor(parameter, torch.float32)
+                tensor = full_tensor(parameter, torch.float32)  # on all ranks, for they gather it together
                 if world.is_main:
                     state[f"base_model.model.{name.replace(f'.{NAME}.', '.')}"] = tensor.cpu().contiguous()
         if world.is_main:
@@ -138,9 +145,11 @@ class WithAdapter(nn.Module):
     def describe_adapter(self) -> str:
         """For example: LoRA (rank 8, alpha 32, so s = 4; dropout 0) on 14 linear layers: q_proj, v_proj."""
         layers, config = adapted_layers(self.model), self.model.peft_config[NAME]
-        names = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
-        scale = f"rank {config.r}, alpha {config.lora_alpha:g}, so s = {config.lora_alpha / config.r:g}"
-        return f"LoRA ({scale}; dropout {config.lora_dropout:g}) on {len(layers)} linear layers: {names}"
+        names = sorted({name.rpartition(".")[2] for name in layers})
+        return (
+            f"LoRA (rank {config.r}, alpha {config.lora_alpha:g}, so s = {config.lora_alpha / config.r:g}; "
+            f"dropout {config.lora_dropout:g}) on {len(layers)} linear layers: {', '.join(names)}"
+        )
 
 
 def own_merged_rows(layer: LoraLayer, weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, int]]:
@@ -153,7 +162,8 @@ def own_merged_rows(layer: LoraLayer, weight: Tensor, dtype: torch.dtype) -> Ite
 
 def merged(layer: LoraLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """W + s B A in fp32, then in `dtype`, for the whole `weight` of a layer; fp32 copies are of some rows at a time."""
-    a, b = (full_tensor(part[NAME].weight, torch.float32) for part in (layer.lora_A, layer.lora_B))
+    a = full_tensor(layer.lora_A[NAME].weight, torch.float32)
+    b = full_tensor(layer.lora_B[NAME].weight, torch.float32)
     total = torch.empty_like(weight, dtype=dtype)
     for start in range(0, len(weight), MERGED_ROWS):
         rows = slice(start, start + MERGED_ROWS)

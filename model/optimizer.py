@@ -23,7 +23,7 @@ from flags import AdamW, Memory
 from fsdp_utils import local_shard
 from model import sizes
 
-Group = dict[str, object]  # of parameters, with their settings
+Group = dict[str, object]  # parameters, with their settings
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], adamw: AdamW, memory: Memory) -> Optimizer:
@@ -35,11 +35,15 @@ def make_optimizer(parameters: Iterable[nn.Parameter], adamw: AdamW, memory: Mem
     settings = {"lr": adamw.learning_rate, "betas": betas, "weight_decay": adamw.weight_decay}
     if memory.param_dtype == "float32" and memory.offload == "none":
         optimizer = torch.optim.AdamW(parameters, **settings, fused=True)
-        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        for parameter in parameters_of(optimizer):
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | moments
         return optimizer
     return ChunkedAdamW(parameters, **settings, is_state_on_host=memory.offload == "optimizer")
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class ChunkedAdamW(torch.optim.AdamW):
@@ -54,20 +58,24 @@ class ChunkedAdamW(torch.optim.AdamW):
         self.is_state_on_host = is_state_on_host
         is_streamed = is_state_on_host and torch.cuda.is_available()
         self.streams = [torch.cuda.Stream(), torch.cuda.Stream()] if is_streamed else [None]  # None: the current one
-        for parameter in (each for group in self.param_groups for each in group["params"]):
+        for parameter in parameters_of(self):
             self.state[parameter] = self._first_state(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """One update of every parameter that has a gradient."""
         assert closure is None, "the gradients are there already"
-        streams, turns = list(filter(None, self.streams)), cycle(self.streams)
-        for stream in streams:
-            stream.wait_stream(torch.cuda.current_stream())  # for the gradients
+        is_streamed, turns = self.streams != [None], cycle(self.streams)
+        if is_streamed:
+            for stream in self.streams:
+                stream.wait_stream(torch.cuda.current_stream())  # for the gradients
         for group in self.param_groups:
-            for parameter in (x for x in group["params"] if x.grad is not None):
-                self._update(parameter, group, turns)
-        if streams:  # gradients may be freed, and what the host reads next, for example for a checkpoint, has arrived
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group, turns)
+        if (
+            is_streamed
+        ):  # gradients may be freed, and what the host reads next, for example for a checkpoint, has arrived
             torch.cuda.synchronize()
 
     def _update(self, parameter: nn.Parameter, group: Group, turns: Iterator[torch.cuda.Stream | None]) -> None:
@@ -76,7 +84,7 @@ class ChunkedAdamW(torch.optim.AdamW):
         generator = torch.Generator(device).manual_seed(int(state["step"]))  # a resumed run rounds as it would have
         tensors = {"parameter": parameter, "gradient": parameter.grad} | state
         del tensors["step"]
-        size = sizes.OPTIMIZER_CHUNK // len(self.streams)  # of the chunks that are there at a time, together
+        size = sizes.OPTIMIZER_CHUNK // len(self.streams)  # so that the chunks in flight are as large together
         chunks = [local_shard(tensor).view(-1).split(size) for tensor in tensors.values()]
         for pieces in zip(*chunks, strict=True):
             with torch.cuda.stream(next(turns)):
@@ -110,8 +118,8 @@ class ChunkedAdamW(torch.optim.AdamW):
         device = "cpu" if self.is_state_on_host else None  # None: where the parameter is
         is_pinned = self.is_state_on_host and local_shard(parameter).is_cuda  # copies are fast then
         state = {name: torch.zeros_like(parameter, dtype=dtype, device=device) for name, dtype in dtypes.items()}
-        for local in map(local_shard, state.values()) if is_pinned else ():
-            if local.numel():  # `Tensor.pin_memory` would round up: to nearly twice the RAM
+        for local in map(local_shard, state.values()):
+            if is_pinned and local.numel():  # `Tensor.pin_memory` would round up: to nearly twice the RAM
                 pin_memory(local.data_ptr(), local.nbytes)
         return {"step": torch.tensor(0.0)} | state
 

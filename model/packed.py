@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
 class Segment(NamedTuple):
     """A sequence in a micro-batch: its positions from `start` on. Attention sees those before `start`, too."""
 
-    index: int | None  # of the sequence in the rollout; None: an empty batch
+    index: int | None  # the sequence's in the rollout; None: an empty batch
     start: int
     stop: int  # its length
     prefix: int | None = None  # the segment whose first positions are those before `start`; None: there are none
@@ -21,15 +23,21 @@ class Segment(NamedTuple):
         return self.stop - self.start
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Packing:
-    """Where the sequences of a micro-batch lie. Attention works on M slots, which hold the N packed positions."""
+    """The places of the sequences of a micro-batch. Attention works on M slots, which hold the N packed positions."""
 
-    max_length: int  # of a sequence
-    # CUDA: sequence s has queries cu_seqlens[s] .. cu_seqlens[s + 1] and the keys of slots cu_seqlens_k[s] .. [s + 1].
-    cu_seqlens: Tensor | None
-    cu_seqlens_k: Tensor | None
+    max_length: int  # that of the longest sequence
+    # CUDA: sequence s has queries cu_seqlens[s] .. cu_seqlens[s + 1] and the keys of slots
+    # cu_seqlens_k[s] .. [s + 1].
+    cu_seqlens: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
     # CPU: sequences of similar length share a padded rectangle; the rectangles lie end to end.
-    rectangles: list[tuple[int, int]]  # sequences and slots of each: M is the sum of the products
-    positions_M: Tensor | None  # the packed position in each slot; padding has one of its sequence; None: slot m has m
-    slots_N: Tensor | None  # the slot of each packed position; the first one where several sequences share it
+    rectangles: Sequence[tuple[int, int]] = ()  # (sequences, slots of each): M is the sum of the products
+    positions_M: Tensor | None = None  # the packed position in each slot; padding repeats one; None: slot m has m
+    slots_N: Tensor | None = None  # the slot of each packed position; the first one where several sequences share it
+
+    def to(self, device: torch.device) -> Packing:
+        """The same with its tensors on the device."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})

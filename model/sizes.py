@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from functools import cache
@@ -22,20 +23,23 @@ CPU_CACHE = 2**30  # bytes of that cache in a rank, at most; the environment's V
 
 def check_path(path: str) -> None:
     """Raises FileNotFoundError if a model is neither in a folder nor can be on the hub. Asks nobody."""
-    folder, is_like_hub_id = Path(path), re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path)
+    folder = Path(path)
     config = folder / "config.json"
-    given = f"--model {path!r}"
     if folder.is_dir() and not config.exists():
         adapter = "; an adapter alone is no model" if (folder / "adapter_config.json").exists() else ""
-        raise FileNotFoundError(f"{given} is no folder with a model: it has no config.json{adapter}.")
+        raise FileNotFoundError(f"--model {path!r} is no folder with a model: it has no config.json{adapter}.")
     if config.exists() and '"out_dir":' in config.read_text("utf-8", errors="replace"):  # by a run
-        newest_first = sorted(folder.glob("step_*"), key=lambda each: -each.stat().st_mtime)
-        saved = [each for each in (folder / "final", *newest_first) if each.exists()]
+        newest_first = sorted(folder.glob("step_*"), key=lambda step: -step.stat().st_mtime)
+        saved = [policy for policy in (folder / "final", *newest_first) if policy.exists()]
         policy = f"its policy is {saved[0]}" if saved else "it has saved no policy yet"
-        raise FileNotFoundError(f"{given} is the folder of a run, not of a model; {policy}.")
-    if not folder.exists() and (not is_like_hub_id or (folder.parent.name and folder.parent.is_dir())):
-        wrong = f"no such folder ({folder.absolute()}), and not of the form of a hub id (owner/name)"
-        raise FileNotFoundError(f"{given}: {wrong}.")
+        raise FileNotFoundError(f"--model {path!r} is the folder of a run, not of a model; {policy}.")
+    is_hub_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path)
+    # Beside other folders it is a folder that is misspelt, although a hub id may look like it.
+    is_hub_id = is_hub_id and not (folder.parent.name and folder.parent.is_dir())
+    if not folder.exists() and not is_hub_id:
+        raise FileNotFoundError(
+            f"--model {path!r}: no such folder ({folder.absolute()}), and not of the form of a hub id (owner/name)."
+        )
 
 
 @cache
@@ -60,8 +64,9 @@ def kv_heads(config: PretrainedConfig) -> int:
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
-# What is refused: attributes of a config, values that are fine, and how another one is called. The trainer, with
-# its packed attention and chunked head, would not compute what the engine samples from.
+# What is refused: attributes of a config, values that are allowed, and how another one is called.
+# The trainer, with its packed attention and chunked head, would not compute what the engine samples
+# from.
 REFUSED = (
     (("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), (0, 1), "{value} experts"),
     (("attn_logit_softcapping", "final_logit_softcapping"), (), "{name} = {value}"),
@@ -71,70 +76,94 @@ REFUSED = (
     (("kv_lora_rank",), (), "latent attention"),
     (("is_heterogeneous",), (False,), "layers of different sizes"),
 )
-# Types of models that were tried here. Apertus: vLLM keeps parameters of its activation in bf16. DiffLlama, Doge: vLLM
-# does not start. Granite SWA, Nemotron: attention that the packed pass does not compute, or that is not told of it.
+# Types of models that were tried here. Apertus: vLLM keeps parameters of its activation in bf16.
+# DiffLlama, Doge: vLLM does not start. Granite SWA, Nemotron: attention that the packed pass does
+# not compute, or that is not told of it.
 NOT_ALIKE = {"apertus", "diffllama", "doge", "granite_swa", "nemotron"}
 LAYERS = {"full_attention", "sliding_attention", "attention"}  # kinds of layers that are implemented
 
 
 def check_architecture(path: str, config: PretrainedConfig) -> None:
     """Raises ValueError for a model that is not dense, not attention in all its layers, quantized, or scales logits."""
-    text, found = config.get_text_config(), []
+    text = config.get_text_config()
     own_scale = "logits_scaling" if text.model_type == "granite" else None  # see `Policy`
     parts = config, text, getattr(text, "ffn_config", None)  # DBRX has a config of its own for what has the experts
-    for names, fine, called in REFUSED:
-        values = [(name, getattr(part, name, None)) for part in parts for name in names if name != own_scale]
-        found += [called.format(name=name, value=value) for name, value in values if value not in (None, *fine)][:1]
+    reasons = []
+    for names, allowed, words in REFUSED:
+        for part, name in itertools.product(parts, names):
+            value = getattr(part, name, None)
+            if name != own_scale and value not in (None, *allowed):
+                reasons.append(words.format(name=name, value=value))
+                break
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
-    found += [f"layers of the kind {kind}" for kind in sorted(set(kinds) - LAYERS)]
+    reasons += [f"layers of the kind {kind}" for kind in sorted(set(kinds) - LAYERS)]
     if getattr(text, "num_attention_heads", None) is None:
-        found.append("no attention heads")
-    found += ["parts that trainer and engine do not compute alike"] * (text.model_type in NOT_ALIKE)
-    if found:
-        needed = "needed is a dense model with attention in all layers, plain logits, and weights in bf16 or fp32"
-        given = f"--model {path} ({text.model_type}) has {' and '.join(found)}"
-        raise ValueError(f"{given}; {needed}: use Qwen3-0.6B to 32B, Qwen2.5 or Llama, for example.")
+        reasons.append("no attention heads")
+    if text.model_type in NOT_ALIKE:
+        reasons.append("parts that trainer and engine do not compute alike")
+    if reasons:
+        raise ValueError(
+            f"--model {path} ({text.model_type}) has {' and '.join(reasons)}; needed is a dense model with attention "
+            "in all layers, plain logits, and weights in bf16 or fp32: use Qwen3-0.6B to 32B, Qwen2.5 or Llama, "
+            "for example."
+        )
 
 
 def check_context(path: str, config: PretrainedConfig, limits: tuple[int, int]) -> None:
-    """Raises ValueError for sequences beyond the context or a layer's window, or for rotary angles
-    that depend, in the trainer alone, on the longest sequence of a batch.
+    """Raises ValueError for sequences that trainer and engine would not compute alike.
 
-    The context is the one that vLLM computes, but for yarn: there it is as long as vLLM's table of angles. vLLM takes
-    yarn's `max_position_embeddings` for the length after scaling. In Qwen's model cards it is the one before.
+    They are beyond the context or a layer's window, or their rotary angles depend, in the trainer
+    alone, on the longest sequence of a batch. The context is the one that vLLM computes. For yarn
+    it is the length of vLLM's table of angles: vLLM takes yarn's `max_position_embeddings` for the
+    length after scaling, but in Qwen's model cards it is the one before.
     """
-    longest, rope = sum(limits), getattr(config, "rope_parameters", None) or {}
+    longest = sum(limits)
+    rope = getattr(config, "rope_parameters", None) or {}
     kind, original = rope.get("rope_type"), rope.get("original_max_position_embeddings", 0)
     context = getattr(config, "model_max_length", None) or getattr(config, "max_position_embeddings", None) or math.inf
+    if kind == "yarn":
+        context = original
     if kind in ("linear", "yarn"):
-        context = (original if kind == "yarn" else context) * (rope.get("factor") or 1)
+        context *= rope.get("factor") or 1
     if longest > context:
-        given = f"--max_prompt_tokens {limits[0]} + a completion of {limits[1]} tokens = {longest}"
-        beyond = f"beyond the context of --model {path}, {context:g} tokens"
-        raise ValueError(f"{given} is {beyond}; lower them by {longest - context:g}.")
+        raise ValueError(
+            f"--max_prompt_tokens {limits[0]} + a completion of {limits[1]} tokens = {longest} is beyond "
+            f"the context of --model {path}, {context:g} tokens; lower them by {longest - context:g}."
+        )
     if (kind == "longrope" and longest > original) or (kind == "dynamic" and "alpha" not in rope):
-        given = f"--model {path}: its rotary angles ({kind}) change with the longest sequence of a batch"
-        keep = f"keep prompt and completion within {original} tokens, or use" if kind == "longrope" else "use"
-        raise ValueError(f"{given}, which trainer and engine would not do alike; {keep} another model.")
+        advice = f"keep prompt and completion within {original} tokens, or use" if kind == "longrope" else "use"
+        raise ValueError(
+            f"--model {path}: its rotary angles ({kind}) change with the longest sequence of a batch, "
+            f"which trainer and engine would not do alike; {advice} another model."
+        )
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-    window = "sliding_attention" in kinds and getattr(config, "sliding_window", None)
-    if window and getattr(config, "use_sliding_window", True) and window < longest:
-        wrong = f"its sliding-window attention of {window} tokens is not supported for {longest} tokens"
-        keep = "keep --max_prompt_tokens + --max_completion_tokens within the window"
-        raise ValueError(f"--model {path}: {wrong}; {keep}, or use another model.")
+    window = getattr(config, "sliding_window", None)
+    if not window or window >= longest or "sliding_attention" not in kinds:
+        return
+    if getattr(config, "use_sliding_window", True):
+        raise ValueError(
+            f"--model {path}: its sliding-window attention of {window} tokens is not supported for {longest} tokens; "
+            "keep --max_prompt_tokens + --max_completion_tokens within the window, or use another model."
+        )
 
 
 def check_parallel(config: PretrainedConfig, size: int) -> None:
     """Raises ValueError if vLLM cannot divide the model among so many ranks."""
     text, tower = config.get_text_config(), getattr(config, "vision_config", None)
-    heads, kv, inner = text.num_attention_heads, kv_heads(text), getattr(text, "intermediate_size", None) or 0
-    rows = -(-text.vocab_size // 64) * 64  # of the head: vLLM pads them
-    divided = [heads, inner, rows, *(getattr(tower, name, 0) for name in ("num_heads", "intermediate_size"))]
-    fine = [n for n in range(1, heads + 1) if max(kv, n) % min(kv, n) == 0 and not any(x % n for x in divided)]
-    if size not in fine:
-        parts = f"{heads} attention heads, {kv} heads of keys and values, {inner} units of an MLP and {rows} logits"
-        wrong = f"--tensor_parallel_size {size} cannot divide {parts}"
-        raise ValueError(f"{wrong}; use one of {', '.join(map(str, fine))}.")
+    heads, kv = text.num_attention_heads, kv_heads(text)
+    inner = getattr(text, "intermediate_size", None) or 0
+    rows = -(-text.vocab_size // 64) * 64  # the head's: vLLM pads them
+    divided = [heads, inner, rows, getattr(tower, "num_heads", 0), getattr(tower, "intermediate_size", 0)]
+    sizes = []
+    for ranks in range(1, heads + 1):
+        divides_kv = max(kv, ranks) % min(kv, ranks) == 0  # a rank has some of their heads, or several ranks have one
+        if divides_kv and not any(count % ranks for count in divided):
+            sizes.append(ranks)
+    if size not in sizes:
+        raise ValueError(
+            f"--tensor_parallel_size {size} cannot divide {heads} attention heads, {kv} heads of keys and values, "
+            f"{inner} units of an MLP and {rows} logits; use one of {', '.join(map(str, sizes))}."
+        )
 
 
 def check_config(path: str, config: PretrainedConfig, limits: tuple[int, int], tensor_parallel_size: int) -> None:
@@ -152,7 +181,8 @@ def cpu_cache_bytes(
 ) -> int:
     """CPU: room for the sequences that run at once, at most `most_sequences` and `CPU_CACHE`.
 
-    vLLM goes round all the blocks it has: all of them would soon be resident, however few are in use.
+    vLLM goes round all the blocks it has: all of them would soon be resident, however few are in
+    use.
     """
     config = config.get_text_config()
     heads = max(kv_heads(config) // tp_size, 1)

@@ -13,12 +13,14 @@ TAG = re.compile(r"think|thought|reason|answer|tool|call|python", re.IGNORECASE)
 
 @lru_cache(maxsize=8)
 def template_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """The special tokens that the chat template writes around messages. A text that holds one already has a template.
-    Tokens of another model's template are ordinary text, and so are tokens like `<think>`.
+    """The special tokens that the chat template writes around messages.
+
+    A text that holds one already has a template. Tokens of another model's template are ordinary
+    text, and so are tokens like `<think>`.
     """
-    question, answer = ({"role": role, "content": "?"} for role in ("user", "assistant"))
+    messages = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
     try:
-        written = tokenizer.apply_chat_template([question, answer, question], tokenize=False)
+        written = tokenizer.apply_chat_template(messages, tokenize=False)
     except (TemplateError, TypeError, ValueError):  # it wants other messages than these; or there is none
         return ()
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -27,7 +29,7 @@ def template_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
 
 @lru_cache(maxsize=8)
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[dict[int, str], set[int]]:
-    """(those that texts show, such as tags; those that they do not: begin, end, padding, what is around messages)."""
+    """(id -> token that texts show, such as a tag; ids that they do not: begin, end, padding, around messages)."""
     named = {getattr(tokenizer, name) for name in PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES}
     special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     shown = {i: token for i, token in special.items() if token not in {*named, *template_tokens(tokenizer)}}

@@ -1,9 +1,10 @@
 """Images of a vision-language model (Qwen2.5-VL): their tokens in a prompt, their positions, their pixel values.
 
-The processor scales an image to multiples of 28 pixels, at most --max_pixels in all, and cuts it into patches of 14 x
-14. Four patches become one token. The chat template writes one `<|image_pad|>` an image; our prompts repeat it for each
-token, so length limits, packing and the token cap count them. The engine repeats it by itself, and `rollout.py`
-compares its prompt with ours. Images are kept encoded; pixel values are computed for the micro-batches of a step.
+The processor scales an image to multiples of 28 pixels, at most --max_pixels in all, and cuts it
+into patches of 14 x 14. Four patches become one token. The chat template writes one `<|image_pad|>`
+an image; our prompts repeat it for each token, so length limits, packing and the token cap count
+them. The engine repeats it by itself, and `rollout.py` compares its prompt with ours. Images are
+kept encoded; pixel values are computed for the micro-batches of a step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ KNOWN = ("qwen2_5_vl",)  # model types
 DAMAGED = (OSError, SyntaxError, TypeError, ValueError, EOFError, Image.DecompressionBombError, struct.error)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Vision:
     """The processor of a vision-language model and the limits under which it is called."""
 
@@ -52,6 +53,13 @@ class Vision:
         """The limits as the processor wants them, here and in vLLM: numbers of pixels, whatever the names say."""
         return {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
 
+    def process(self, encoded: bytes, grid: tuple[int, int, int]) -> Tensor:
+        """The pixel values of one image, which `_grid` has said to have this grid."""
+        output = self.processor.image_processor(decode(encoded), size=self.size, return_tensors="pt")
+        assert output["image_grid_thw"].tolist() == [list(grid)], "the processor scales images as `_grid` says"
+        pixels = output["pixel_values"]
+        return pixels.pin_memory() if torch.cuda.is_available() else pixels
+
 
 @dataclass(frozen=True, eq=False)
 class PromptImages:
@@ -65,8 +73,9 @@ class PromptImages:
     @property
     def prompt(self) -> np.ndarray:
         """The prompt as the model sees it: as many tokens for an image as it has embeddings."""
-        counts, merged = np.ones(len(self.template_ids), dtype=np.int64), self.vision.merge_size**2
-        num_tokens = [height * width // merged for _, height, width in self.grids]
+        counts = np.ones(len(self.template_ids), dtype=np.int64)
+        patches_per_token = self.vision.merge_size**2
+        num_tokens = [height * width // patches_per_token for _, height, width in self.grids]
         counts[self.template_ids == self.vision.image_token] = num_tokens
         return np.repeat(self.template_ids, counts)
 
@@ -77,52 +86,55 @@ class PromptImages:
     def positions(self, length: int) -> np.ndarray:
         """Shape [3, length], int64: time, row, column of each token of prompt and completion, for the rotary embedding.
 
-        Text counts on in all three. The tokens of an image share the time at which it starts and differ in row and
-        column; it takes as many positions as its longer side has tokens (arXiv 2409.12191, section 2.1).
+        Text counts on in all three. The tokens of an image share the time at which it starts and
+        differ in row and column; it takes as many positions as its longer side has tokens (arXiv
+        2409.12191, section 2.1).
         """
-        positions, end, is_image = np.tile(np.arange(length), (3, 1)), 0, self.is_image()
+        positions = np.tile(np.arange(length), (3, 1))
+        is_image, end = self.is_image(), 0
         for _, height, width in self.grids:
             rows, columns = height // self.vision.merge_size, width // self.vision.merge_size
-            start = end + int(np.argmax(is_image[end:]))
+            start = end + int(np.argmax(is_image[end:]))  # the next image token, behind the image before
             end = start + rows * columns
             positions[:, start:end] = positions[0, start] + np.indices((1, rows, columns)).reshape(3, -1)
             positions[:, end:] += max(rows, columns) - rows * columns
         return positions
 
     def pixels(self) -> list[Tensor]:
-        """Of each image [patches, 3 x 2 x patch_size^2], float32, on the host; micro-batches share them.
+        """The values of each image [patches, 3 x 2 x patch_size^2], float32, on the host; micro-batches share them.
 
         With a GPU they are in page-locked memory: the host would wait for the copy of any other.
         """
-        found, kept, process = [], self.vision.kept, self.vision.processor.image_processor
+        kept = self.vision.kept
+        pixels_I = []
         for encoded, grid in zip(self.encoded, self.grids, strict=True):
-            if (pixels := kept.get(encoded)) is None:
-                output = process(decode(encoded), size=self.vision.size, return_tensors="pt")
-                assert output["image_grid_thw"].tolist() == [list(grid)], "the processor scales images as `_grid` says"
-                pixels = output["pixel_values"]
-                kept[encoded] = pixels = pixels.pin_memory() if torch.cuda.is_available() else pixels
-            found.append(pixels)
-        return found
+            pixels = kept.get(encoded)
+            if pixels is None:
+                pixels = kept[encoded] = self.vision.process(encoded, grid)
+            pixels_I.append(pixels)
+        return pixels_I
 
 
 class BatchImages:
     """The images of a micro-batch, and where they go: made once, for all passes over it.
 
-    No dataclass: FSDP casts all tensors that it finds in one, in each pass, and the host would do it for pixel values.
+    No dataclass: FSDP casts all tensors that it finds in one, in each pass, and the host would do
+    it for pixel values.
     """
 
     def __init__(self, images: list[PromptImages], places_I: Tensor) -> None:
         """`places_I`: int64, the packed position of each image token."""
         vision = images[0].vision
         merge, window, patch = vision.merge_size, vision.window_size, vision.patch_size
-        self.pixels = [pixels for each in images for pixels in each.pixels()]  # of each image, on the host
-        self.grids = torch.tensor([grid for each in images for grid in each.grids])
+        self.pixels = [pixels for prompt in images for pixels in prompt.pixels()]  # one tensor an image, on the host
+        self.grids = torch.tensor([grid for prompt in images for grid in prompt.grids])
         self.places_I = places_I
-        # What the tower would make of the grids in each pass. It reads the lengths, so those stay on the host.
+        # What the tower would make of the grids in each pass. It reads the lengths, so those stay
+        # on the host.
         window_index, window_lengths = get_vision_window_index(self.grids, merge, window, patch)
         self.lengths = {"cu_seqlens": get_vision_cu_seqlens(self.grids), "cu_window_seqlens": window_lengths}
         positions = get_vision_position_ids(self.grids, merge)
-        self.orders = {"position_ids": positions, "window_index": window_index}  # of the patches
+        self.orders = {"position_ids": positions, "window_index": window_index}  # the patches'
 
     def to(self, device: torch.device) -> BatchImages:
         """The same with its orders and places on the device."""
@@ -140,22 +152,25 @@ def tower_of(model: PreTrainedModel) -> nn.Module | None:
 def embed(model: PreTrainedModel, input_ids_N: Tensor, images: BatchImages) -> Tensor:
     """Shape [N, D]: embeddings of the tokens, and of the images in the place of theirs.
 
-    The tower is frozen, and its parameters are gathered with the rest of the root unit before this runs: a rank without
-    images has no collective to miss.
+    The tower is frozen, and its parameters are gathered with the rest of the root unit before this
+    runs: a rank without images has no collective to miss.
     """
     embedded_ND, tower = model.get_input_embeddings()(input_ids_N), tower_of(model)
-    pixels = torch.cat([each.to(images.places_I.device, tower.dtype, non_blocking=True) for each in images.pixels])
+    device = images.places_I.device
+    pixels = torch.cat([values.to(device, tower.dtype, non_blocking=True) for values in images.pixels])
     with torch.no_grad():
-        embedded = tower(pixels, grid_thw=images.grids, **images.lengths, **images.orders).pooler_output
-    return embedded_ND.index_copy(0, images.places_I, embedded.to(embedded_ND.dtype))
+        embedded_ID = tower(pixels, grid_thw=images.grids, **images.lengths, **images.orders).pooler_output
+    return embedded_ND.index_copy(0, images.places_I, embedded_ID.to(embedded_ND.dtype))
 
 
 def check_images(path: str, config: PretrainedConfig, prompt_format: PromptFormat) -> None:
     """Raises ValueError for an --image_column if images are not implemented for the model."""
     column = prompt_format.image_column
     if column is not None and config.model_type not in KNOWN:
-        kind = f"--model {path} is of the type {config.model_type!r}; images are implemented for {', '.join(KNOWN)}"
-        raise ValueError(f"--image_column {column!r}: {kind}. Use such a model, or leave the flag out.")
+        raise ValueError(
+            f"--image_column {column!r}: --model {path} is of the type {config.model_type!r}; images are implemented "
+            f"for {', '.join(KNOWN)}. Use such a model, or leave the flag out."
+        )
 
 
 def load_processor(
@@ -163,37 +178,47 @@ def load_processor(
 ) -> tuple[PreTrainedTokenizerBase, Vision | None]:
     """The tokenizer, and what reads images: None for a model without vision, or for a tokenizer alone (no config).
 
-    Raises ValueError for image flags that do not suit the model, and if it has no tokenizer or processor.
+    Raises ValueError for image flags that do not suit the model, and if it has no tokenizer or
+    processor.
     """
     has_vision = config is not None and config.model_type in KNOWN
     if config is not None:
         check_images(path, config, prompt_format)
-    kind, wanted = ("processor", AutoProcessor) if has_vision else ("tokenizer", AutoTokenizer)
+    kind, reader = ("processor", AutoProcessor) if has_vision else ("tokenizer", AutoTokenizer)
     try:
-        processor = wanted.from_pretrained(path, trust_remote_code=False)
+        processor = reader.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"--model {path!r} has no {kind} that could be read: {error}") from None
     tokenizer = processor.tokenizer if has_vision else processor
     if len(tokenizer.added_tokens_decoder) == len(tokenizer):  # what transformers makes of a folder without its files
-        files = "tokenizer.json, tokenizer_config.json, chat_template.jinja"
-        raise ValueError(f"--model {path!r} has no tokenizer; copy that of the base model into it ({files}).")
+        raise ValueError(
+            f"--model {path!r} has no tokenizer; copy that of the base model into it "
+            "(tokenizer.json, tokenizer_config.json, chat_template.jinja)."
+        )
     if not has_vision:
         return tokenizer, None
-    images = processor.image_processor
     tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
-    smallest, largest, max_pixels = images.size["shortest_edge"], images.size["longest_edge"], prompt_format.max_pixels
-    patch, merge = images.patch_size, images.merge_size
+    images, max_pixels = processor.image_processor, prompt_format.max_pixels
+    smallest = images.size["shortest_edge"]
     if max_pixels is not None and max_pixels < smallest:
         raise ValueError(f"--max_pixels {max_pixels}: the processor of {path} scales images to at least {smallest}.")
-    window, largest = config.vision_config.window_size, max_pixels or largest
-    return tokenizer, Vision(processor, processor.image_token_id, patch, merge, smallest, largest, window)
+    vision = Vision(
+        processor=processor,
+        image_token=processor.image_token_id,
+        patch_size=images.patch_size,
+        merge_size=images.merge_size,
+        min_pixels=smallest,
+        max_pixels=max_pixels or images.size["longest_edge"],
+        window_size=config.vision_config.window_size,
+    )
+    return tokenizer, vision
 
 
 def find_images(vision: Vision, encoded: tuple[bytes, ...], template_ids: np.ndarray) -> PromptImages:
     """The images of a prompt. Raises ValueError if one cannot be scaled, or if the text holds the image token."""
-    found = int((template_ids == vision.image_token).sum())
-    if found != len(encoded):
-        raise ValueError(f"the prompt has {found} image tokens for {len(encoded)} images: its text must not hold one")
+    count = int((template_ids == vision.image_token).sum())
+    if count != len(encoded):
+        raise ValueError(f"the prompt has {count} image tokens for {len(encoded)} images: its text must not hold one")
     return PromptImages(encoded, tuple(_grid(vision, image) for image in encoded), template_ids, vision)
 
 
@@ -204,18 +229,24 @@ class UnreadableImage(ValueError):
 def encoded_images(value: object, folder: Path) -> tuple[bytes, ...]:
     """The images of a value: null, or one or a list of path, bytes, base64, {"bytes", "path"}.
 
-    Raises UnreadableImage, also for a file that is cut off, which would otherwise end the run when its turn comes.
+    Raises UnreadableImage, also for a file that is cut off, which would otherwise end the run when
+    its turn comes.
     """
+    if value is None:
+        return ()
     images = []
-    for item in value if isinstance(value, list) else [] if value is None else [value]:
-        item = (item.get("bytes") or item.get("path")) if isinstance(item, dict) else item
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, dict):
+            item = item.get("bytes") or item.get("path")
         try:
-            if not isinstance(item, (bytes, str)):
+            if isinstance(item, str):
+                item = read_image(item, folder)
+            if not isinstance(item, bytes):
                 raise TypeError(f"{type(item).__name__}; needed is a file, bytes, base64 or a data URI")
-            images.append(item if isinstance(item, bytes) else read_image(item, folder))
-            decode(images[-1])
+            decode(item)
         except DAMAGED as error:
             raise UnreadableImage(str(error)) from None
+        images.append(item)
     return tuple(images)
 
 
@@ -232,7 +263,8 @@ def read_image(text: str, folder: Path) -> bytes:
 def decode(encoded: bytes) -> Image.Image:
     """The image in RGB, upright as its EXIF data say, transparent parts white. Raises `DAMAGED`.
 
-    Grey values of 16 or 32 bits are scaled, so that the largest is white, and black is 0 or what is below it.
+    Grey values of 16 or 32 bits are scaled, so that the largest is white, and black is 0 or what is
+    below it.
     """
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(encoded)))
     if image.mode[0] in "IF":

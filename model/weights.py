@@ -4,14 +4,16 @@
     shard(...)                            # FSDP2 divides shapes, not yet bytes
     fill(root, model, path, device)       # rank 0 reads, every rank keeps its shard
 
-The files are mapped into memory: a model costs no host RAM beyond its shards, one full parameter, and a copy of that on
-the way. The parameters get the same bits as by `from_pretrained` (tests/model/test_weights.py).
+The files are mapped into memory: a model costs no host RAM beyond its shards, one full parameter,
+and a copy of that on the way. The parameters get the same bits as by `from_pretrained`
+(tests/model/test_weights.py).
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,29 +44,31 @@ def load_config(path: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)  # nor is anybody asked
     except (OSError, ValueError) as error:
-        wrong = f"is neither a folder with a model nor a model that the hub has: {error}"
+        reason = f"is neither a folder with a model nor a model that the hub has: {error}"
         if "custom code" in str(error):
-            wrong = "needs code of its own, which is never run; use one that transformers knows."
+            reason = "needs code of its own, which is never run; use one that transformers knows."
         elif is_cut_off:
-            wrong = "is no folder, nor in the cache of the hub, which cannot be reached."
-        raise ValueError(f"--model {path!r} {wrong}") from None
+            reason = "is no folder, nor in the cache of the hub, which cannot be reached."
+        raise ValueError(f"--model {path!r} {reason}") from None
 
 
 def load_generation_config(path: str, config: PretrainedConfig, stop_ids: list[int]) -> GenerationConfig:
     """The generation_config.json of a folder or hub id, with more ids at which a completion ends."""
-    of_config = GenerationConfig.from_model_config(config)
+    derived = GenerationConfig.from_model_config(config)
     try:
-        found = GenerationConfig.from_pretrained(path)
+        stored = GenerationConfig.from_pretrained(path)
     except OSError:
-        found = of_config
-    own = of_config.eos_token_id if found.eos_token_id is None else found.eos_token_id
-    ends = list(dict.fromkeys(x for x in [*(own if isinstance(own, list) else [own]), *stop_ids] if x is not None))
+        stored = derived
+    ends = derived.eos_token_id if stored.eos_token_id is None else stored.eos_token_id
+    if not isinstance(ends, list):
+        ends = [] if ends is None else [ends]
+    ends = list(dict.fromkeys([*ends, *stop_ids]))  # each once, in this order
     try:
-        found.validate(strict=True)
+        stored.validate(strict=True)
     except ValueError:  # it could not be saved again
-        found = of_config
-    found.eos_token_id = ends[0] if len(ends) == 1 else ends or None
-    return found
+        stored = derived
+    stored.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+    return stored
 
 
 def model_from_config(config: PretrainedConfig, **options: object) -> PreTrainedModel:
@@ -80,9 +84,11 @@ def model_of_shapes(path: str, config: PretrainedConfig) -> PreTrainedModel:
     has_interface = model._supports_attention_backend and hasattr(model.get_decoder(), "layers")
     has_bias = getattr(model.get_output_embeddings(), "bias", None) is not None
     if has_bias or not has_interface:
-        what = "a head with a bias" if has_interface else "layers or attention outside the interface of transformers"
-        known = "use a family that docs/data.md lists, Phi-3, Qwen3 or Llama for example"
-        raise ValueError(f"--model {path} ({config.model_type}) has {what}; {known}.")
+        part = "a head with a bias" if has_interface else "layers or attention outside the interface of transformers"
+        raise ValueError(
+            f"--model {path} ({config.model_type}) has {part}; "
+            "use a family that docs/data.md lists, Phi-3, Qwen3 or Llama for example."
+        )
     return model
 
 
@@ -105,14 +111,15 @@ def without_storage() -> Iterator[None]:
 def fill(root: nn.Module, model: PreTrainedModel, path: str, device: torch.device) -> None:
     """Makes storage on `device` for what has none in `root`, and fills its part `model` with the weights at `path`.
 
-    All ranks call it together; rank 0 reads. Raises ValueError, on every rank, if files are missing or do not fit.
+    All ranks call it together; rank 0 reads. Raises ValueError, on every rank, if files are missing
+    or do not fit.
     """
     wanted = names_to_fill(model)
     # As `to_empty`, but not for buffers.
     root._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     model.tie_weights()  # an unsharded parameter has now a tensor for each of its names
-    everything = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
-    targets = {in_files(name): tensor for name, tensor in everything.items()}
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    targets = {in_files(name): tensor for name, tensor in tensors.items()}
     problem, weights = None, {}
     if is_main_process():
         try:
@@ -136,11 +143,12 @@ def in_files(name: str) -> str:
 def names_to_fill(model: nn.Module) -> list[list[str]]:
     """The names in files of each parameter without storage (several if tied) and of each buffer that is saved."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    aliases: dict[int, list[str]] = {}
+    aliases = defaultdict(list)  # id of a parameter -> its names
     for name, parameter in parameters.items():
         if parameter.is_meta:
-            aliases.setdefault(id(parameter), []).append(in_files(name))
-    return [*aliases.values(), *([in_files(name)] for name in model.state_dict() if name not in parameters)]
+            aliases[id(parameter)].append(in_files(name))
+    buffers = [[in_files(name)] for name in model.state_dict() if name not in parameters]
+    return [*aliases.values(), *buffers]
 
 
 def the_tensor(stored: dict[str, Tensor], keys: list[str], shape: torch.Size) -> Tensor:
@@ -148,10 +156,11 @@ def the_tensor(stored: dict[str, Tensor], keys: list[str], shape: torch.Size) ->
     full = stored[keys[0]]
     if full.shape != shape:
         raise ValueError(f"{keys[0]} has the shape {list(full.shape)} in the files, but {list(shape)} by config.json.")
-    for other in keys[1:]:
-        if not torch.equal(full, stored[other]):
-            differ = f"{keys[0]} and {other} differ in the files"
-            raise ValueError(f"{differ}, but config.json ties them; set tie_word_embeddings to false.")
+    for key in keys[1:]:
+        if not torch.equal(full, stored[key]):
+            raise ValueError(
+                f"{keys[0]} and {key} differ in the files, but config.json ties them; set tie_word_embeddings to false."
+            )
     return full
 
 
@@ -165,8 +174,10 @@ def open_weights(path: str) -> dict[str, Tensor]:
         try:
             stored |= load_file(file)
         except SafetensorError as error:
-            again = "download or copy it again (a small file is a pointer of Git LFS: git lfs pull)"
-            raise ValueError(f"{file} is damaged ({error}); {again}.") from None
+            raise ValueError(
+                f"{file} is damaged ({error}); download or copy it again "
+                "(a small file is a pointer of Git LFS: git lfs pull)."
+            ) from None
     return stored
 
 
@@ -189,24 +200,30 @@ def weight_files(path: str) -> list[Path]:
 def match_names(model: PreTrainedModel, wanted: list[list[str]], keys: Iterable[str]) -> dict[str, list[str]]:
     """First name of each wanted tensor -> the keys that hold it, renamed as transformers does while loading.
 
-    Raises ValueError, with the names, for weights that are missing, not the model's, or must be converted.
+    Raises ValueError, with the names, for weights that are missing, not the model's, or must be
+    converted.
     """
     known = dict.fromkeys((name for names in wanted for name in names), True)
     transforms = get_model_conversion_mapping(model)
-    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-    converters = [each for each in transforms if not isinstance(each, WeightRenaming)]
-    renamed = {key: rename_source_key(key, renamings, converters, model.base_model_prefix, known) for key in keys}
-    if converted := [key for key, (_, pattern) in renamed.items() if pattern is not None]:
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if not isinstance(transform, WeightRenaming)]
+    key_of_name, converted = {}, []
+    for key in keys:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
+        key_of_name[name] = key
+        if pattern is not None:
+            converted.append(key)
+    if converted:
         raise ValueError(f"its weights ({_some(converted)}) must be converted to the model's layout: not implemented.")
-    found = {name: key for key, (name, _) in renamed.items()}
-    sources = {names[0]: [found[name] for name in names if name in found] for names in wanted}
+    sources = {names[0]: [key_of_name[name] for name in names if name in key_of_name] for names in wanted}
     missing = [name for name, stored in sources.items() if not stored]
     ignored = re.compile("|".join([*MOVED_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ())]))
-    unexpected = [key for name, key in found.items() if name not in known and not ignored.search(name)]
+    unexpected = [key for name, key in key_of_name.items() if name not in known and not ignored.search(name)]
     if missing or unexpected:
-        lacking = f"{len(missing)} weights are missing ({_some(missing)})"
-        others = f"{len(unexpected)} are not the model's ({_some(unexpected)})"
-        raise ValueError(f"its files do not fit its config.json: {lacking}, {others}.")
+        raise ValueError(
+            f"its files do not fit its config.json: {len(missing)} weights are missing ({_some(missing)}), "
+            f"{len(unexpected)} are not the model's ({_some(unexpected)})."
+        )
     return sources
 
 

@@ -151,7 +151,7 @@ class PartialSampler(Sampler):
                 completion.extend(done.token_ids, done.logprobs, version, done.finish_reason)
                 if group.is_finished:
                     yield group
-        for number, token_ids, logprobs in self.engine.withdraw():
+        for number, token_ids, logprobs in self.engine.abort_unfinished():
             todo[number - first][1].extend(token_ids, logprobs, version)
 
     def from_engines(self, chosen: list[Group], seconds: float) -> Rollout:

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from batch import OnFinished, Rollout, Row, rollout_of
 from engine.options import engine_options, stop_ids
 from flags import EngineSettings, Sampling, Servers
-from fsdp_utils import World, broadcast_from_main, end_if_requested, gather_from_ranks, set_allocator
+from fsdp_utils import World, broadcast_from_main, end_if_requested, gather_unwatched, set_allocator
 from model.weights import load_config
 from runtime.stall import WAITS, beat
 from runtime.start import RunError, requested
@@ -107,7 +107,7 @@ class ServerEngine:
         is_over = False
         while not is_over:
             news = self.fleet and (is_done(), f"{what()} ({self.fleet.describe()})", self.fleet.error)
-            heard = gather_from_ranks((news, requested()), is_progress=False)
+            heard = gather_unwatched((news, requested()))
             (done, doing, error), _ = heard[0]
             if error:
                 raise RunError(error)

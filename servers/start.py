@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from engine.vllm_setup import ENVIRONMENT, SERVER_ENVIRONMENT
 from runtime.start import die_with_parent
 
 ROOT = Path(__file__).parent.parent
@@ -55,11 +56,7 @@ def server_command(options: dict[str, object], backend: str, port: int, host: st
 def server_environment(backend: str) -> dict[str, str]:
     """That of this process, but for what it says of a rank, with what a server needs."""
     own = {
-        "VLLM_SERVER_DEV_MODE": "1",  # the routes that change weights
-        "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # see above
-        # As in rollout.py.
-        "VLLM_ALLREDUCE_USE_FLASHINFER": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
+        **ENVIRONMENT, **SERVER_ENVIRONMENT,
         "PYTHONSAFEPATH": "1",  # where the user stands there may be a data.py
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
     }  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from batch import Rollout, Update
 from checkpoint import export, files_of, gather_weights
 from distributed_gradient import recorded
+from engine.options import Demand
 from flags import EngineSettings, Sampling
 from fsdp_utils import World, gather_from_ranks, shard
 from hidden_tensors import findings
@@ -57,7 +58,7 @@ def main(world: World, path: str, exported: str) -> dict[str, object]:
     data = vision_data(args)
     vision = data.rows[0].images.vision
     settings = EngineSettings(48, dtype="float32", gpu_memory_utilization=0.3, enforce_eager=True)
-    engine = Engine(path, vision.processor.tokenizer, world, settings, vision, max_images=3)
+    engine = Engine(path, vision.processor.tokenizer, world, settings, Demand(images=3, vision=vision))
     engine.sync(policy.full_weights())
     order = [0, 2, 4, 1, 3]  # the second engine's share is two texts
     rows = [data.rows[i] for i in order]

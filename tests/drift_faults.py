@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
@@ -38,8 +39,8 @@ class Trial:
         self.policy, _, self.optimizer = build(self.args, self.world)
         tokenizer = AutoTokenizer.from_pretrained(path)
         settings = EngineSettings(64, "bfloat16", "float32", gpu_memory_utilization=0.3, enforce_eager=True)
-        self.engine = Engine(path, tokenizer, self.world, settings)
-        self.engine.guard = DriftGuard(self.engine.llm.apply_model, self.policy, self.world, nullcontext)
+        make_guard = partial(DriftGuard, self.policy, self.world, nullcontext)
+        self.engine = Engine(path, tokenizer, self.world, settings, make_guard=make_guard)
         rows = PromptData.load(f"{path}/train.jsonl", PromptFormat(max_prompt_tokens=8), tokenizer, seed=0).rows
         self.rows = [replace(row, ids=np.resize(row.ids, 45)) for row in rows[:8]]  # longer than a block of the cache
         self.sampling = Sampling(4, 1.0, 12)

@@ -4,15 +4,15 @@ import runpy
 from dataclasses import replace
 from pathlib import Path
 
-from rollout import Engine
+import rollout
 
-run = Engine._run
+play = rollout.play_one_turn
 
 
-def cooler(engine: Engine, rows: list, sampling: object, description: str) -> object:
+def cooler(engine: rollout.Engine, rows: list, sampling: object, description: str) -> object:
     is_training = not description.startswith("evaluate")
-    return run(engine, rows, replace(sampling, temperature=0.8) if is_training else sampling, description)
+    return play(engine, rows, replace(sampling, temperature=0.8) if is_training else sampling, description)
 
 
-Engine._run = cooler
+rollout.play_one_turn = cooler
 runpy.run_path(str(Path(__file__).parent.parent / "train_grpo.py"), run_name="__main__")

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from batch import Rollout, pack
 from data import PromptData
-from engine.options import stop_ids
+from engine.options import Demand, stop_ids
 from flags import EngineSettings, PromptFormat, Sampling
 from fsdp_utils import World, gather_from_ranks, shard
 from hidden_tensors import findings
@@ -37,7 +37,7 @@ def main(world: World, path: str, dtype: str, head_dtype: str) -> dict[str, obje
     shard(policy, policy.layers, world, policy.dtype)
     most_sequences = 32 if world.num_engines == 2 else None  # of the 64 that are sampled below
     settings = EngineSettings(64, dtype, head_dtype, gpu_memory_utilization=0.3, enforce_eager=True)
-    engine = Engine(path, tokenizer, world, settings, most_sequences=most_sequences)
+    engine = Engine(path, tokenizer, world, settings, Demand(most_sequences))
     engine.sync(policy.full_weights())
     rows = PromptData.load(f"{path}/heldout.jsonl", PromptFormat(max_prompt_tokens=8), tokenizer, seed=0).rows
     long_rows = [replace(row, ids=np.resize(row.ids, 45)) for row in rows]

@@ -98,7 +98,7 @@ def main(kind: str, engines: str, output: str) -> None:
     import torch
     import vllm.envs
 
-    from engine.options import engine_options
+    from engine.options import Demand, engine_options
     from flags import EngineSettings, take
     from fsdp_utils import World
     from inputs.command_line import parse_flags
@@ -112,9 +112,9 @@ def main(kind: str, engines: str, output: str) -> None:
         limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
         settings = take(EngineSettings, args, max_model_len=sum(limits))
         vision = SimpleNamespace(size={"shortest_edge": 3136, "longest_edge": args.max_pixels})
-        others = {"vision": vision, "max_images": 1} if args.image_column else {}
-        others["most_sequences"] = largest_share([(args.prompts_per_step, args.group_size)], world)
-        options = engine_options(engine["folder"], settings, True, world.tp_size, **others)
+        sequences = largest_share([(args.prompts_per_step, args.group_size)], world)
+        demand = Demand(sequences, 1, vision) if args.image_column else Demand(sequences)
+        options = engine_options(engine["folder"], settings, True, world.tp_size, demand)
         found[name] = described(configuration(options, engine["ranks"]))
     Path(output).write_text(json.dumps(found))
 

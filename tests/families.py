@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from vllm.model_executor.models import registry
 from batch import Rollout, pack
 from checkpoint import export, files_of, gather_weights
 from engine.drift import DriftGuard
+from engine.options import Demand
 from flags import EngineSettings, Sampling
 from fsdp_utils import World
 from helpers import build, flags, make_row, train_once, whole_update
@@ -71,9 +73,9 @@ class Trial:
         """A rollout, the trainer's log-probs of it before and after an update, and the gaps to the engine's."""
         policy, tokenizer = self.policy, AutoTokenizer.from_pretrained(self.folder)
         settings = EngineSettings(64, "float32", "float32", gpu_memory_utilization=0.3, enforce_eager=True)
-        engine = Engine(str(self.folder), tokenizer, self.world, settings, most_sequences=16)
+        make_guard = partial(DriftGuard, policy, self.world, nullcontext)
+        engine = Engine(str(self.folder), tokenizer, self.world, settings, Demand(16), make_guard=make_guard)
         (hidden,) = engine.llm.apply_model(hidden_tensors)
-        engine.guard = DriftGuard(engine.llm.apply_model, policy, self.world, nullcontext)
         engine.sync(policy.full_weights())
         rng = np.random.default_rng(0)
         rows = [make_row(rng.integers(0, 64, length)) for length in PROMPTS]

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data import PromptData
+from engine.options import Demand
 from flags import MOST_LAG, EngineSettings, PromptFormat, Sampling, take
 from fsdp_utils import close_world, init_world
 from helpers import Ear, flags, unpacked_logprobs
@@ -55,7 +56,7 @@ def main(path: str, tp_size: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     at_once = prompts_in_the_air(PROMPTS, world.num_engines) // world.num_engines * GROUP
-    engine = Engine(path, tokenizer, world, EngineSettings(128, "float32"), most_sequences=at_once)
+    engine = Engine(path, tokenizer, world, EngineSettings(128, "float32"), Demand(at_once))
     data = PromptData.load(f"{path}/train.jsonl", PromptFormat(max_prompt_tokens=8), tokenizer, seed=0)
     data.rows[:] = [replace(row, where=f"row {i}") for i, row in enumerate(data.rows[: PROMPTS * STEPS])]
     draws = take(Draws, flags(prompts_per_step=PROMPTS, group_size=GROUP, partial_rollouts=True))

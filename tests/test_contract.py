@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.options import NOISE, NOISE_ON_CPU, memory_errors
+from engine import vllm_setup
+from engine.options import memory_errors
 from faked_gpus import GPUS
 from flags import EngineSettings
 from fsdp_utils import World, begin_gather, fill_from_main
@@ -295,9 +296,11 @@ def test_what_we_call_takes_what_we_give():
 @pytest.mark.usefixtures("rollout")
 def test_what_we_name_in_vllm_is_there():
     """Warnings that are not shown, and the option that scripts/check_gpu.sh tries."""
-    for module, beginning in NOISE + NOISE_ON_CPU:
+    for module, beginning in vllm_setup.NOISE + vllm_setup.NOISE_ON_CPU:
         source = Path(find_spec(module).origin).read_text()
         assert beginning in re.sub(r'"\s+f?"', "", source), f"{module}: {beginning}"  # of several literals
+    version = next(line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("vllm=="))
+    assert f"vLLM {version.split()[0].removeprefix('vllm==')}," in vllm_setup.__doc__, "look at each line of it again"
     assert pkgutil.resolve_name("vllm.engine.arg_utils:EngineArgs").sleep_mode_offload_cudagraph is False
 
 

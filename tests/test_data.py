@@ -186,7 +186,10 @@ def test_an_image_marker_without_images_is_not_read_as_text(tmp_path):
 ])  # fmt: skip
 def test_a_template_without_a_place_for_images_is_refused(message, reason, tmp_path):
     tokenizer = byte_tokenizer("{% for m in messages %}" + message + "{% endfor %}")
-    vision = Vision(None, tokenizer.convert_tokens_to_ids("<pic>"), 14, 2, 56 * 56, 10**6, 112)
+    vision = Vision(
+        processor=None, image_token=tokenizer.convert_tokens_to_ids("<pic>"), patch_size=14, merge_size=2,
+        min_pixels=56 * 56, max_pixels=10**6, window_size=112,
+    )  # fmt: skip
     with pytest.raises(ValueError, match=f"no row can be used.*{reason}"):
         load_images(tmp_path, ["a.png"], tokenizer=tokenizer, vision=vision)
 

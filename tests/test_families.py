@@ -95,7 +95,7 @@ def test_a_teacher_scales_its_logits_as_it_does_as_a_policy(folder, found):
     policy, rollout = load_policy(folder / "Granite"), found["Granite"]["rollout"]
     batch = pack(replace(rollout, loss_weights_B=np.zeros(16, dtype=np.float32)), list(range(16)))
     with torch.no_grad():
-        hidden_KD, weight_VD = policy(batch, temperature=None)
+        hidden_KD, weight_VD = policy.hidden_states(batch)
     logprobs_KV = (hidden_KD @ weight_VD.T / 0.7).log_softmax(-1)
     labels_K = batch.labels_N.index_select(0, batch.trained_K)
     of_labels_K = logprobs_KV.gather(-1, labels_K[:, None])[:, 0]

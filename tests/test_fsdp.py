@@ -13,7 +13,7 @@ from distributed_mesh import CASES
 from inputs.choices import algorithm_of
 from policies import load_policy
 from ranks import on_ranks, parsed
-from update import DISTILLED, run_teacher, with_advantages
+from update import run_teacher, with_advantages
 
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-4}
 
@@ -36,13 +36,15 @@ def test_loss_and_gradient_are_those_of_one_process_and_one_batch(algorithm, res
     settings = algorithm_of(parsed(f"{COMMON} {ALGORITHMS[algorithm]}"))
     batch = with_advantages(rollout, pack(rollout, list(range(8))))
     teacher = run_teacher(reference_of(policy), batch, settings) if algorithm == "distill" else None
-    logprobs_N, entropies_N, *distilled = model(batch, 1.0, True, teacher)
+    scores = model(batch, 1.0, True, teacher)
+    logprobs_N = scores.logprobs_N
     batch = off_policy(replace(batch, old_logprobs_N=logprobs_N.detach()))
-    if distilled:
-        batch = replace(batch, **dict(zip(DISTILLED, distilled, strict=True)))
+    if teacher:
+        distilled = {"ref_logprobs_N": scores.ref_logprobs_N, "kl_N": scores.kl_N, "agrees_N": scores.agrees_N}
+        batch = replace(batch, **distilled)
     elif settings.kl_coef:
         batch = replace(batch, ref_logprobs_N=reference_of(policy)(batch, 1.0)[0])
-    loss_N, _, _ = grpo.total_loss(batch, logprobs_N, batch.old_logprobs_N, entropies_N, settings)
+    loss_N, _, _ = grpo.total_loss(batch, logprobs_N, batch.old_logprobs_N, scores.entropies_N, settings)
     losses = [values[4 - 1 :] for values in loss_N.split(batch.lengths_S)]
     losses = [losses[b] for b in range(8) if algorithm != "reinforce" or b not in LEFT_OUT]
     if algorithm in ("clip", "gspo_token", "distill"):

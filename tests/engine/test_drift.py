@@ -90,7 +90,8 @@ def different(named: dict[str, Tensor], engine: dict[str, Tensor], size: int) ->
     own, held = {name: no_sums(ALONE.device) for name in SHAPES}, []
     for rank in range(size):
         part = engine_part(engine, rank, size)
-        guard = DriftGuard(lambda ask, own=part: [ask(own)], policy, World(rank, size, size, ALONE.device), nullcontext)
+        world = World(rank, size, size, ALONE.device)
+        guard = DriftGuard(policy, world, nullcontext, lambda ask, own=part: [ask(own)])
         held.append(guard.sums_of_engine(part))
     assert guard.names == sorted(SHAPES) and not guard.not_compared
     guard.add_sums_of_policy(own)

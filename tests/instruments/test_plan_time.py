@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.options import engine_options
+from engine.options import Demand, engine_options
 from flags import EngineSettings
 from inputs.command_line import parse_flags
 from instruments.dry_run import config_of, setup_of
@@ -83,7 +83,7 @@ def test_the_engine_is_planned_with_the_sequences_that_it_is_started_with(prompt
     for gpu in ("A100-80GB", "H100-80GB"):
         short = "--max_prompt_tokens 64 --max_completion_tokens 64"
         found = plan("short", f"--prompts_per_step {prompts} {short} --plan_gpus 1 --plan_gpu {gpu}")
-        options = engine_options("m", EngineSettings(128), is_cuda=True, tp_size=1, most_sequences=prompts * 8)
+        options = engine_options("m", EngineSettings(128), is_cuda=True, tp_size=1, demand=Demand(prompts * 8))
         assert running_sequences(found) == options["max_num_seqs"] == running
 
 

@@ -20,7 +20,7 @@ def test_chunks_of_the_head_change_neither_value_nor_gradient(policy, monkeypatc
         monkeypatch.setattr(sizes, "HEAD_CHUNK_LOGITS", chunk * 64)
         model = load_policy(policy)
         weight = model.model.get_output_embeddings().weight
-        logprobs, entropies = model(batch, 1.0)
+        logprobs, entropies, *_ = model(batch, 1.0)
         (gradient,) = torch.autograd.grad(logprobs.sum(), weight, retain_graph=True)
         (again,) = torch.autograd.grad(logprobs.sum(), weight)  # for which the last chunk is not kept
         torch.testing.assert_close(again, gradient, atol=1e-5, rtol=1e-5)
@@ -46,7 +46,7 @@ def test_entropy_is_that_of_the_tempered_distribution(policy):
 
 def test_prompt_positions_get_no_logprob_and_give_no_gradient_to_the_head(policy):
     model, batch = load_policy(policy), pack(make_rollout([2, 2]), [0, 1])
-    logprobs, entropies = model(batch, 1.0)
+    logprobs, entropies, *_ = model(batch, 1.0)
     assert not logprobs[~batch.loss_mask_N].any() and not entropies[~batch.loss_mask_N].any()
     logprobs[~batch.loss_mask_N].sum().backward()
     assert all(p.grad is None or p.grad.eq(0).all() for p in model.parameters())
@@ -63,7 +63,7 @@ def test_fp32_logits_of_bf16_numbers_are_exact_where_bf16_rounds_them(qwen3_poli
     for head_dtype in (None, torch.bfloat16, torch.float32):
         policy.head_dtype = head_dtype
         with torch.no_grad():
-            logprobs, entropies = policy(batch, 0.7)
+            logprobs, entropies, *_ = policy(batch, 0.7)
             logits = hidden[-1].double() @ policy.model.lm_head.weight.double().T
         exact = torch.distributions.Categorical(logits=logits / 0.7)
         pairs = (logprobs, exact.log_prob(batch.labels_N)), (entropies, exact.entropy())

@@ -106,9 +106,9 @@ def test_an_engine_step_without_a_token_is_no_progress(board):
     tokens = iter([5, 5, 6])
     state = Some(external_req_id="12", detokenizer=Some(num_output_tokens=lambda: next(tokens)))
     engine = Some(llm=Some(llm_engine=Some(output_processor=Some(request_states={"12-x": state}))))
-    engine.under_way, engine.told, counts = {12: (Some(where="line 2"), [])}, (), []
+    engine.requests, engine.last_progress, counts = {12: (Some(where="line 2"), [])}, (), []
     for _ in range(3):
-        Engine.tell_progress(engine)
+        Engine.beat_on_progress(engine)
         counts.append(board.count)
     assert counts == [1, 1, 2] and "1 requests unfinished, the oldest (line 2) has 6 tokens" in board.doing
 

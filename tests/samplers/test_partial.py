@@ -61,7 +61,7 @@ class CountingEngine:
         length, _, now = self.running.pop(request_id)
         return Completion([length] * now, [-1.0 - self.version] * now, [], "stop")
 
-    def withdraw(self):
+    def abort_unfinished(self):
         found = [(i, self.output(i)) for i in list(self.running)]
         return [(i, each.token_ids, each.logprobs) for i, each in found]
 

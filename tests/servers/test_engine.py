@@ -28,7 +28,7 @@ from vllm.utils.nccl import unpinned_nccl_env
 
 import serve
 from batch import pack
-from engine.options import engine_options
+from engine.options import Demand, engine_options
 from fake_server import DESCRIPTION, KEY, WEIGHTS, FakeServer, engine_of, sampler_over, synced
 from flags import EngineSettings, Sampling
 from forked import SERVERS, begin, launched
@@ -287,7 +287,7 @@ def folder(tmp_path_factory):
 
 def start_real(folder, log):
     settings = EngineSettings(1024, dtype="float32", gpu_memory_utilization=0.5)
-    return start_server(engine_options(str(folder), settings, False, 1, most_sequences=64), "gloo", KEY, log)
+    return start_server(engine_options(str(folder), settings, False, 1, Demand(64)), "gloo", KEY, log)
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ import numpy as np
 from batch import Metrics, Rollout
 from data import PromptData, most_images
 from flags import FLAGS as OF_TRAINING
-from flags import GROUPS, INF, EngineSettings, Sampling, flag, take
+from flags import GROUPS, INF, EngineSettings, Sampling, Settings, flag
 from fsdp_utils import gather_from_ranks, init_world, is_main_process
 from grading import Grade
 from inputs.checks import check_common_flags, check_ranges, default_dtype, ks_of_pass
@@ -68,8 +68,7 @@ class Result:
         return metrics
 
 
-@dataclass(frozen=True)
-class Evaluator:
+class Evaluator(Settings):
     """Evaluation during training: the held-out sets, how each is sampled, and when."""
 
     sets: Sequence[PromptData]
@@ -272,7 +271,7 @@ def main() -> None:
     from rollout import Engine, largest_share  # vLLM takes seconds to import: errors come first
 
     longest = args.max_prompt_tokens + max(args.max_completion_tokens)
-    settings = take(EngineSettings, args, max_model_len=longest, load_format="auto")
+    settings = EngineSettings.from_flags(args, max_model_len=longest, load_format="auto")
     sizes = [(len(data.rows), sampling.num_samples) for data, sampling in zip(sets, samplings, strict=True)]
     most = largest_share(sizes, world)
     try:

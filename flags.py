@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import dataclass, fields
-from typing import NamedTuple, TypeVar, dataclass_transform
+from typing import NamedTuple, Self, dataclass_transform
 
 from runtime.cards import GPUS
 
@@ -20,7 +20,6 @@ MOST_LAG = 4  # --partial_rollouts: steps that the oldest token may be behind; i
 
 INF = math.inf
 TINY = 1e-9  # as the smallest value: above 0
-Settings = TypeVar("Settings")
 
 
 class Flag(NamedTuple):
@@ -307,17 +306,29 @@ FLAGS = {each.name: each for group in GROUPS.values() for each in group}
 
 
 @dataclass_transform(frozen_default=True)
-def settings(kind: type[Settings]) -> type[Settings]:
-    """A frozen dataclass. A field with the name of a flag has the flag's default, if none is given."""
-    for name in kind.__annotations__:
-        if f"--{name}" in FLAGS and name not in vars(kind):
-            value = FLAGS[f"--{name}"].value
-            setattr(kind, name, tuple(value) if isinstance(value, list) else value)
-    return dataclass(frozen=True)(kind)
+class Settings:
+    """Base of frozen dataclasses. A field with the name of a flag has the flag's default, if none is given."""
+
+    def __init_subclass__(cls, kw_only: bool = False) -> None:
+        for name in cls.__annotations__:
+            if f"--{name}" in FLAGS and name not in vars(cls):
+                setattr(cls, name, as_field(FLAGS[f"--{name}"].value))
+        dataclass(frozen=True, kw_only=kw_only)(cls)
+
+    @classmethod
+    def from_flags(cls, args: argparse.Namespace, **overrides: object) -> Self:
+        """The record of `overrides`, then of the flags with the names of fields, then of the fields' own defaults."""
+        names = [field.name for field in fields(cls) if hasattr(args, field.name)]
+        values = {name: as_field(getattr(args, name)) for name in names}
+        return cls(**values | overrides)
 
 
-@settings
-class PromptFormat:  # how a row becomes a prompt
+def as_field(value: object) -> object:
+    """The value of a flag as a frozen record holds it: a tuple in place of a list."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+class PromptFormat(Settings):  # how a row becomes a prompt
     prompt_column: str
     answer_column: str | None  # None: answers are not read
     list_answers: str
@@ -332,8 +343,7 @@ class PromptFormat:  # how a row becomes a prompt
     today: str = ""  # date for the chat template, as 2026-01-31; "": that of the clock
 
 
-@settings
-class Grading:  # how completions are graded
+class Grading(Settings):  # how completions are graded
     reward: str
     reward_timeout: float
     reward_workers: int
@@ -342,24 +352,21 @@ class Grading:  # how completions are graded
     overlong_cache_tokens: int | None
 
 
-@settings
-class Turning:  # who replies to completions, and how often
+class Turning(Settings):  # who replies to completions, and how often
     environment: str | None
     tools: str | None
     max_turns: int
     max_turn_tokens: int | None
 
 
-@settings
-class Lora:  # which adapters are trained; rank 0: none, but all weights
+class Lora(Settings):  # which adapters are trained; rank 0: none, but all weights
     lora_rank: int
     lora_alpha: float
     lora_dropout: float
     lora_targets: tuple[str, ...] | None
 
 
-@settings
-class Memory:  # precision, and what is kept where
+class Memory(Settings):  # precision, and what is kept where
     dtype: str = "bfloat16"  # of a GPU
     head_dtype: str | None  # of the logits; None: `dtype`
     param_dtype: str
@@ -373,8 +380,7 @@ class Memory:  # precision, and what is kept where
     share_prompts: bool
 
 
-@settings
-class AdamW:  # the optimizer
+class AdamW(Settings):  # the optimizer
     learning_rate: float = 1e-6  # of all weights
     weight_decay: float
     adam_beta1: float
@@ -382,8 +388,7 @@ class AdamW:  # the optimizer
     max_grad_norm: float
 
 
-@settings
-class Stalls:  # when ranks that make no progress are reported
+class Stalls(Settings):  # when ranks that make no progress are reported
     stall_seconds: float | None
     timeout_minutes: float
 
@@ -393,8 +398,7 @@ class Stalls:  # when ranks that make no progress are reported
         return self.stall_seconds or min(600.0, 0.8 * 60 * self.timeout_minutes)
 
 
-@settings
-class EngineSettings:  # the engine; `max_model_len` is in tokens, prompt and completion together
+class EngineSettings(Settings):  # the engine; `max_model_len` is in tokens, prompt and completion together
     max_model_len: int
     dtype: str = "bfloat16"  # of a GPU
     head_dtype: str | None
@@ -406,38 +410,33 @@ class EngineSettings:  # the engine; `max_model_len` is in tokens, prompt and co
     load_format: str = "dummy"  # "auto": weights from the disk, for an engine without a trainer
 
 
-@settings
-class Servers:  # where generation servers are, and how far they work ahead
+class Servers(Settings):  # where generation servers are, and how far they work ahead
     generation_gpus: tuple[int, ...]
     server_urls: tuple[str, ...]
     tensor_parallel_size: int
     in_flight: bool
 
 
-@settings
-class Sampling:  # how often and how a set of prompts is sampled: the training prompts, or a held-out set
+class Sampling(Settings):  # how often and how a set of prompts is sampled: the training prompts, or a held-out set
     num_samples: int
     temperature: float
     max_completion_tokens: int
     top_p: float = 1.0
 
 
-@settings
-class Recording:  # what a run tells and keeps
+class Recording(Settings):  # what a run tells and keeps
     quiet: bool
     track: str
     keep_rollouts: float
 
 
-@settings
-class Saving:  # when checkpoints are written, and which are kept
+class Saving(Settings):  # when checkpoints are written, and which are kept
     save_every: int
     keep_checkpoints: int
     keep_best: str | None
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(Settings, kw_only=True):
     """The arithmetic of batches and steps. One step = one rollout; one update = one optimizer step."""
 
     prompts_per_step: int
@@ -516,13 +515,6 @@ def most_lag(args: argparse.Namespace) -> int:
     return MOST_LAG if args.partial_rollouts else args.steps_ahead
 
 
-def take(kind: type[Settings], args: argparse.Namespace, **others: object) -> Settings:
-    """The object of this kind: its fields are `others`, then the flags of the same names, then their own defaults."""
-    names = [each.name for each in fields(kind) if each.name not in others]
-    values = {name: getattr(args, name) for name in names if f"--{name}" in FLAGS or hasattr(args, name)} | others
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
-
-
 def make_plan(args: argparse.Namespace, num_rows: int) -> Plan:
     """The plan for `num_rows` usable training rows. Raises ValueError if they do not fill one step."""
     if num_rows < args.prompts_per_step and not args.keep_last:
@@ -539,8 +531,7 @@ def make_plan(args: argparse.Namespace, num_rows: int) -> Plan:
         total_steps = args.total_episodes // completions_per_step
     updates_per_pass = args.prompts_per_step // args.prompts_per_update
     total_updates = total_steps * updates_per_pass * args.num_iterations
-    return take(
-        Plan,
+    return Plan.from_flags(
         args,
         completions_per_step=completions_per_step,
         updates_per_pass=updates_per_pass,

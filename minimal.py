@@ -13,7 +13,7 @@ import sys
 from dataclasses import replace
 
 from data import PromptData, most_images
-from flags import FLAGS, AdamW, EngineSettings, Lora, Memory, Sampling, make_plan, take
+from flags import FLAGS, AdamW, EngineSettings, Lora, Memory, Sampling, make_plan
 from fsdp_utils import init_world
 from inputs.checks import check_flags, ranks_per_engine
 from inputs.choices import algorithm_of
@@ -39,13 +39,13 @@ def main() -> None:
     world = init_world(ranks_per_engine(args), args.timeout_minutes, args.shard_ranks)
     grader = inputs.grader
     data = PromptData.mix([grader.check_keys(source, world) for source in inputs.train_data])
-    plan, memory = make_plan(args, len(data.rows)), take(Memory, args)
+    plan, memory = make_plan(args, len(data.rows)), Memory.from_flags(args)
     reference_path = (args.reference or args.model) if algorithm.kl_coef > 0 else None
     policy, reference, optimizer = build_policy(
-        args.model, memory, take(Lora, args), take(AdamW, args), reference_path, args.seed, world
+        args.model, memory, Lora.from_flags(args), AdamW.from_flags(args), reference_path, args.seed, world
     )
-    sampling = take(Sampling, args, num_samples=args.group_size)
-    settings = take(EngineSettings, args, max_model_len=args.max_prompt_tokens + args.max_completion_tokens)
+    sampling = Sampling.from_flags(args, num_samples=args.group_size)
+    settings = EngineSettings.from_flags(args, max_model_len=args.max_prompt_tokens + args.max_completion_tokens)
     engine = Engine(args.model, inputs.tokenizer, world, settings, inputs.vision, most_images([data]))
     engine.sync(policy.full_weights())
     guard = UpdateGuard(world)  # leaves an update out that is not finite

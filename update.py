@@ -31,7 +31,7 @@ from batch import (
     to_positions,
 )
 from engine.drift import check_gap
-from flags import Memory, Plan, UpdateStep, settings
+from flags import Memory, Plan, Settings, UpdateStep
 from fsdp_utils import (
     World,
     begin_micro_batch,
@@ -332,8 +332,7 @@ def update_flops(policy: Policy, cost: float) -> float:
 NOT_FINITE, BEYOND_KL = "optim/skipped_not_finite", "optim/skipped_max_kl"  # metrics: updates of a step, by reason
 
 
-@settings
-class Bounds:  # of updates
+class Bounds(Settings):  # of updates
     max_kl: float
     max_skipped_updates: int
 

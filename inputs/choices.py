@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 import grpo
-from flags import FLAGS, most_lag, take
+from flags import FLAGS, most_lag
 from grading.own import load_function
 from grpo import ADVANTAGES, AGGREGATIONS, CORRECTIONS, KL, LOSSES, Algorithm, Graded, Loss, Tokens, check_returned
 from inputs.checks import given, leave
@@ -51,15 +51,21 @@ def algorithm_of(args: argparse.Namespace) -> Algorithm:
         if functions[name] not in CHOICES[name].values():
             needs_gradient = name == "--policy_loss" or (name == "--kl_estimator" and args.kl_in == "loss")
             metrics += try_out(name, args, bound[name], needs_gradient)
-    return take(
-        Algorithm,
-        args,
+    return Algorithm(
         **{name.removeprefix("--"): function for name, function in bound.items()},
+        old_logprobs=args.old_logprobs,
         loss_metrics=metrics,
         is_corrected=args.rollout_correction != "none",
-        most_lag=most_lag(args),
+        kl_coef=args.kl_coef,
+        kl_in=args.kl_in,
+        kl_over=args.kl_over,
         has_teacher=bool(args.reference or args.hint_column or args.kl_over == "vocabulary"),
         kl_clamp=bound["--kl_estimator"].keywords.get("kl_clamp", 0.0) if args.kl_over == "sampled" else 0.0,
+        entropy_coef=args.entropy_coef,
+        group_size=args.group_size,
+        temperature=args.temperature,
+        num_iterations=args.num_iterations,
+        most_lag=most_lag(args),
         description=describe(args, bound),
     )
 

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from flags import FLAGS as OF_TRAINING
-from flags import GROUPS, INF, Grading, flag, take
+from flags import GROUPS, INF, Grading, flag
 from grading import Case, Grade, key_text
 from grading.own import EXTRAS
 from inputs.checks import check_ranges
@@ -91,7 +91,7 @@ def main() -> None:
         check_ranges(args, FLAGS)
         rows, cases = read_cases(args.input, args.max_completion_tokens, args.list_answers)
         check_output(Path(args.output), Path(args.input))
-        grading = take(Grading, args)
+        grading = Grading.from_flags(args)
         grader = Grader(grading, workers_per_engine(grading))
         check_needs(grader, len(rows), args.group_size)
     except (ValueError, OSError, RuntimeError) as error:

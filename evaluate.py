@@ -163,11 +163,11 @@ AS_IN_TRAINING = ("stop_tokens", "seed", "dtype", "head_dtype", "tensor_parallel
 # fmt: off
 FLAGS = {
     "evaluation": [
-        flag("--model", str, "folder in Hugging Face format (runs/x/step_90) or hub id", is_required=True),
-        flag("--data", str, "sets, each WHAT[@SPLIT][#ROWS]: see docs/data.md", is_list=True, is_required=True),
-        flag("--like", str, "folder of a run: reward, columns, prompts, limits and precision are by default as there"),
-        flag("--out_dir", str, "new folder for the results; default: eval/NAME/TIME beside the model"),
-        flag("--published", [str], "published numbers to show beside ours, one text per set"),
+        flag("--model", None, "folder in Hugging Face format (runs/x/step_90) or hub id", is_required=True),
+        flag("--data", None, "sets, each WHAT[@SPLIT][#ROWS]: see docs/data.md", is_list=True, is_required=True),
+        flag("--like", None, "folder of a run: reward, columns, prompts, limits and precision are by default as there"),
+        flag("--out_dir", None, "new folder for the results; default: eval/NAME/TIME beside the model"),
+        flag("--published", [], "published numbers to show beside ours, one text per set"),
         flag("--max_completion_tokens", [1024], "completions are truncated after this many tokens", (1, INF)),
         flag("--gpu_memory_utilization", 0.9, "CUDA: share of GPU memory that vLLM may take", (0.01, 1)),
         *(OF_TRAINING[f"--eval_{name}"]._replace(name=f"--{name}") for name in ("samples", "temperature", "top_p")),

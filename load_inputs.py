@@ -222,7 +222,7 @@ def start_grader(
         turns = Turns(Turning.from_flags(args), grading, prompt_format, tokenizer, num_workers)
     kind = f"--reward {args.reward}: the class of --environment"
     if turns and turns.environments and turns.environments.has_reward:
-        if args.reward not in ("none", FLAGS["--reward"].value):
+        if args.reward not in ("none", FLAGS["--reward"].default):
             raise ValueError(f"{kind} has a reward(); leave one of them out.")
         grading = replace(grading, reward="none")
     elif turns and turns.environments and args.reward == "none" and getattr(args, "advantage", "") != "zero":

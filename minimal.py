@@ -31,7 +31,7 @@ LEFT_OUT = "engine", "partial_rollouts", "dynamic_sampling", "truncated", "envir
 def main() -> None:
     args = parse_flags()
     check_flags(args)
-    if given := [f"--{name}" for name in LEFT_OUT if getattr(args, name) != FLAGS[f"--{name}"].value]:
+    if given := [f"--{name}" for name in LEFT_OUT if FLAGS[f"--{name}"].is_changed(args)]:
         sys.exit(f"error: minimal.py leaves out {', '.join(given)}; start train_grpo.py with them.")
 
     # Set-up: data and reward, ranks, the sharded policy, and an engine that gets the policy's weights.

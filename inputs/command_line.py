@@ -71,12 +71,12 @@ def add_flags(parser: argparse.ArgumentParser, groups: dict[str, list[Flag]]) ->
     for title, group in groups.items():
         add = parser.add_argument_group(title).add_argument
         for each in group:
-            if each.default is False:
+            if each.type is bool:
                 add(each.name, action="store_true", help=each.help)
                 continue
-            options = {"type": each.type, "default": each.value, "choices": each.choices, "help": each.help}
-            if each.is_list or isinstance(each.default, list):
-                options["nargs"] = "*" if each.value == [] else "+"
+            options = {"type": each.type, "default": each.default, "choices": each.choices, "help": each.help}
+            if each.is_list:
+                options["nargs"] = "*" if each.default == [] else "+"
             add(each.name, required=each.is_required, **options)
 
 

@@ -27,10 +27,11 @@ from runtime.files import whole
 
 # fmt: off
 FILES = [
-    flag("--input", str, "a .jsonl file, one JSON object per line; or a .json file, an array of objects",
+    flag("--input", None, "a .jsonl file, one JSON object per line; or a .json file, an array of objects",
          is_required=True),
-    flag("--output", str, "the graded rows, one per line; written at the end, replaced if it exists", is_required=True),
-    flag("--max_completion_tokens", int, "reward `length`: for rows without max_tokens", (1, INF)),
+    flag("--output", None, "the graded rows, one per line; written at the end, replaced if it exists",
+         is_required=True),
+    flag("--max_completion_tokens", None, "reward `length`: for rows without max_tokens", (1, INF), type=int),
     flag("--group_size", 1, "consecutive rows that are completions of one prompt, for a reward that compares them",
          (1, INF)),
     OF_TRAINING["--list_answers"],

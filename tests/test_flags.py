@@ -64,7 +64,7 @@ def test_each_flag_is_declared_once_and_its_default_is_within_its_range():
     assert len(declared) == len(set(declared)) == len(FLAGS)
     for each in FLAGS.values():
         low, high = each.within or (float("-inf"), float("inf"))
-        values = each.value if isinstance(each.value, list) else [each.value]
+        values = each.default if isinstance(each.default, list) else [each.default]
         assert not each.within or all(value is None or low <= value <= high for value in values), each.name
         assert each.only_with is None or each.only_with in FLAGS, each.name
 

@@ -33,7 +33,7 @@ from batch import Metrics, Rollout
 from data import PromptData, most_images
 from engine.options import Demand
 from flags import FLAGS as OF_TRAINING
-from flags import GROUPS, INF, EngineSettings, Sampling, flag, take
+from flags import GROUPS, INF, EngineSettings, Sampling, Settings, flag
 from fsdp_utils import gather_from_ranks, init_world, is_main_process
 from grading import Grade
 from inputs.checks import check_common_flags, check_ranges, default_dtype, ks_of_pass
@@ -68,8 +68,7 @@ class Result:
         return metrics
 
 
-@dataclass(frozen=True)
-class Evaluator:
+class Evaluator(Settings):
     """Evaluation during training: the held-out sets, how each is sampled, and when."""
 
     sets: Sequence[PromptData]
@@ -164,11 +163,11 @@ AS_IN_TRAINING = ("stop_tokens", "seed", "dtype", "head_dtype", "tensor_parallel
 # fmt: off
 FLAGS = {
     "evaluation": [
-        flag("--model", str, "folder in Hugging Face format (runs/x/step_90) or hub id", is_required=True),
-        flag("--data", str, "sets, each WHAT[@SPLIT][#ROWS]: see docs/data.md", is_list=True, is_required=True),
-        flag("--like", str, "folder of a run: reward, columns, prompts, limits and precision are by default as there"),
-        flag("--out_dir", str, "new folder for the results; default: eval/NAME/TIME beside the model"),
-        flag("--published", [str], "published numbers to show beside ours, one text per set"),
+        flag("--model", None, "folder in Hugging Face format (runs/x/step_90) or hub id", is_required=True),
+        flag("--data", None, "sets, each WHAT[@SPLIT][#ROWS]: see docs/data.md", is_list=True, is_required=True),
+        flag("--like", None, "folder of a run: reward, columns, prompts, limits and precision are by default as there"),
+        flag("--out_dir", None, "new folder for the results; default: eval/NAME/TIME beside the model"),
+        flag("--published", [], "published numbers to show beside ours, one text per set"),
         flag("--max_completion_tokens", [1024], "completions are truncated after this many tokens", (1, INF)),
         flag("--gpu_memory_utilization", 0.9, "CUDA: share of GPU memory that vLLM may take", (0.01, 1)),
         *(OF_TRAINING[f"--eval_{name}"]._replace(name=f"--{name}") for name in ("samples", "temperature", "top_p")),
@@ -272,7 +271,7 @@ def main() -> None:
     from rollout import Engine, largest_share  # vLLM takes seconds to import: errors come first
 
     longest = args.max_prompt_tokens + max(args.max_completion_tokens)
-    settings = take(EngineSettings, args, max_model_len=longest, load_format="auto")
+    settings = EngineSettings.from_flags(args, max_model_len=longest, load_format="auto")
     sizes = [(len(data.rows), sampling.num_samples) for data, sampling in zip(sets, samplings, strict=True)]
     demand = Demand(largest_share(sizes, world), most_images(sets), vision)
     try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import dataclass, fields
-from typing import NamedTuple, TypeVar, dataclass_transform
+from typing import NamedTuple, Self, dataclass_transform
 
 from runtime.cards import GPUS
 
@@ -20,55 +20,58 @@ MOST_LAG = 4  # --partial_rollouts: steps that the oldest token may be behind; i
 
 INF = math.inf
 TINY = 1e-9  # as the smallest value: above 0
-Settings = TypeVar("Settings")
 
 
 class Flag(NamedTuple):
-    """One flag. `default`: its value; or its type: then None; or [its type]: then an empty list."""
+    """One flag."""
 
     name: str
-    default: object
+    default: object  # its value where it is not given
     help: str
-    within: tuple[float, float] | None = None  # smallest and largest value
+    within: tuple[float, float] | None  # smallest and largest value
+    type: type  # of a single value
+    is_list: bool = False  # any number of values
     choices: tuple[str, ...] | None = None
-    is_list: bool = False  # any number of values, but None where it is not given
     is_required: bool = False
     free_on_resume: bool = False  # may change when a run continues, because it does not change what a step computes
     only_with: str | None = None  # the flag without which this one has no effect
-
-    @property
-    def type(self) -> type:
-        """The type of a single value."""
-        example = self.default[0] if isinstance(self.default, list) else self.default
-        return example if isinstance(example, type) else type(example)
-
-    @property
-    def value(self) -> object:
-        """The value where the flag is not given."""
-        if isinstance(self.default, list):
-            return [] if isinstance(self.default[0], type) else self.default
-        return None if isinstance(self.default, type) else self.default
 
     def of(self, args: argparse.Namespace) -> object:
         """Its value in `args`."""
         return getattr(args, self.name.removeprefix("--"))
 
+    def is_changed(self, args: argparse.Namespace) -> bool:
+        """Whether its value in `args` is another one than the default."""
+        return self.of(args) != self.default
 
-flag = Flag
+
+def flag(
+    name: str, default: object, help: str, within: tuple[float, float] | None = None, type: type = str, **more: object
+) -> Flag:
+    """A flag, whose default shows its type. `type`: that of a single value where the default is None or []."""
+    example = default
+    if isinstance(default, list):
+        more["is_list"] = True
+        example = default[0] if default else None
+    if example is not None:
+        type = example.__class__
+    return Flag(name, default, help, within, type, **more)
+
+
 DRY_RUN = "dry run (starts nothing; exit code 3: does not fit)"
 GROUPS: dict[str, list[Flag]] = {}
 # A flag takes one line, or two.
 # fmt: off
 GROUPS["model and data"] = [
-    flag("--model", str, "starting policy, also reference and tokenizer: folder in Hugging Face format, or hub id",
+    flag("--model", None, "starting policy, also reference and tokenizer: folder in Hugging Face format, or hub id",
          is_required=True),
-    flag("--train_data", str, "training problems: one or more sources WHAT[@SPLIT][#ROWS], see docs/data.md",
+    flag("--train_data", None, "training problems: one or more sources WHAT[@SPLIT][#ROWS], see docs/data.md",
          is_list=True, is_required=True),
     flag("--shuffle", "on", "an epoch is a new permutation of the rows (on), or keeps the order of the files (off)",
          choices=("on", "off")),
     flag("--keep_last", False, "fill an epoch's last partial step from the next epoch instead of dropping it"),
-    flag("--eval_data", [str], "held-out problems: sources, each reported under its own name"),
-    flag("--out_dir", str, "run folder; made if missing, continued if it holds a run of the same flags",
+    flag("--eval_data", [], "held-out problems: sources, each reported under its own name"),
+    flag("--out_dir", None, "run folder; made if missing, continued if it holds a run of the same flags",
          is_required=True, free_on_resume=True),
 ]
 GROUPS["prompts"] = [
@@ -76,13 +79,13 @@ GROUPS["prompts"] = [
     flag("--answer_column", "answer", "column of the correct answer, for the reward; objects become JSON text"),
     flag("--list_answers", "any", "of several answers in a list, a completion must give any or all (math, exact)",
          choices=("any", "all")),
-    flag("--image_column", str, "column of the images, one or a list: files, relative to the data, or encoded bytes"),
-    flag("--max_pixels", int, "larger images are scaled down to this many pixels; default: the processor's limit",
-         (1, INF), only_with="--image_column"),
+    flag("--image_column", None, "column of the images, one or a list: files, relative to the data, or encoded bytes"),
+    flag("--max_pixels", None, "larger images are scaled down to this many pixels; default: the processor's limit",
+         (1, INF), only_with="--image_column", type=int),
     flag("--prompt_format", "chat", "chat: by the model's chat template; raw: the text as it is",
          choices=("chat", "raw")),
-    flag("--template_args", [str], "variables of the chat template, NAME=VALUE each: enable_thinking=false"),
-    flag("--system_prompt", str, "text, or a file with it; replaces the data's own system message"),
+    flag("--template_args", [], "variables of the chat template, NAME=VALUE each: enable_thinking=false"),
+    flag("--system_prompt", None, "text, or a file with it; replaces the data's own system message"),
     flag("--prompt_suffix", "", "appended to the last user message as it is: begin it with a space or a line break"),
     flag("--max_prompt_tokens", 1024, "longer prompts, template included, are dropped and counted", (1, INF)),
 ]
@@ -98,31 +101,34 @@ GROUPS["reward"] = [
          "functions that only wait, such as for a server", (1, 1000), free_on_resume=True),
     flag("--truncated", "score", "completions cut at their token limit: graded like the others (score), reward 0 "
          "(zero), or graded but left out of the loss (mask)", choices=("score", "zero", "mask")),
-    flag("--overlong_cache_tokens", int, "reward `length`: it falls from 0 to -1 over this many last tokens; "
-         "default: 1/5 of the limit", (1, INF)),
+    flag("--overlong_cache_tokens", None, "reward `length`: it falls from 0 to -1 over this many last tokens; "
+         "default: 1/5 of the limit", (1, INF), type=int),
 ]
 GROUPS["turns"] = [  # docs/turns.md
-    flag("--environment", str, "my_environment.py:Class: what replies to a completion, so that an episode has turns"),
-    flag("--tools", str, "my_tools.py:function,my_tools.py:other: tools that the model may call; what they return is "
+    flag("--environment", None, "my_environment.py:Class: what replies to a completion, so that an episode has turns"),
+    flag("--tools", None, "my_tools.py:function,my_tools.py:other: tools that the model may call; what they return is "
          "the reply"),
     flag("--max_turns", 4, "turns of the policy in an episode", (1, 1000)),
-    flag("--max_turn_tokens", int, "a turn is cut after this many tokens; default: the limit of the completion, which "
-         "counts all turns and replies", (1, INF)),
+    flag("--max_turn_tokens", None, "a turn is cut after this many tokens; default: the limit of the completion, which "
+         "counts all turns and replies", (1, INF), type=int),
 ]
 GROUPS["batch, counted in prompts"] = [
     flag("--prompts_per_step", 32, "P: prompts sampled each step, over all ranks; a multiple of the engines", (1, INF)),
     flag("--group_size", 8, "G: completions per prompt, compared with each other", (1, INF)),
-    flag("--prompts_per_update", int, "prompts per optimizer step, over all ranks; divides P; default: P", (1, INF)),
+    flag("--prompts_per_update", None, "prompts per optimizer step, over all ranks; divides P; default: P",
+         (1, INF), type=int),
     flag("--num_iterations", 1, "passes over each rollout; all but the first are off-policy", (1, INF)),
     flag("--micro_batch_tokens", 8192, "maximum tokens that one rank packs into a forward and backward pass",
          (1, INF), free_on_resume=True),
     flag("--share_prompts", False, "compute a prompt once for all its completions that are packed together",
          free_on_resume=True),
-    flag("--total_steps", int, "length of training in steps (give this, or one of the next two)", (1, INF)),
-    flag("--epochs", int, "length of training in passes over the data; their last partial steps are dropped", (1, INF)),
-    flag("--total_episodes", int, "length of training in completions, rounded down to whole steps", (1, INF)),
-    flag("--stop_after", int, "stop after this step, with a checkpoint; the learning-rate schedule stays that of the "
-         "whole length", (1, INF), free_on_resume=True),
+    flag("--total_steps", None, "length of training in steps (give this, or one of the next two)", (1, INF), type=int),
+    flag("--epochs", None, "length of training in passes over the data; their last partial steps are dropped",
+         (1, INF), type=int),
+    flag("--total_episodes", None, "length of training in completions, rounded down to whole steps",
+         (1, INF), type=int),
+    flag("--stop_after", None, "stop after this step, with a checkpoint; the learning-rate schedule stays that of the "
+         "whole length", (1, INF), free_on_resume=True, type=int),
 ]
 GROUPS["sampling"] = [
     # vLLM would silently raise a temperature below 0.01; the trainer would not. It refuses one above 2.
@@ -130,7 +136,7 @@ GROUPS["sampling"] = [
     flag("--max_completion_tokens", 1024, "completions are truncated after this many tokens", (1, INF)),
     flag("--partial_rollouts", False, "a step ends when its prompts' worth of groups is finished, out of half as many "
          "again; unfinished completions go on in the next one, under its weights; only with --engine colocated"),
-    flag("--stop_tokens", [str], "tokens, as text, at which completions end beside those of the model's folder, for "
+    flag("--stop_tokens", [], "tokens, as text, at which completions end beside those of the model's folder, for "
          "example <|im_end|> for a base model with a chat template; exported with the policy"),
     flag("--tensor_parallel_size", 1, "ranks per vLLM engine, which divide the number of ranks; or GPUs per server",
          (1, INF), free_on_resume=True),
@@ -143,10 +149,10 @@ GROUPS["sampling"] = [
 GROUPS["generation servers"] = [  # docs/generation.md
     flag("--engine", "colocated", "who samples: vLLM in the ranks, which takes turns with the trainer (colocated), or "
          "vLLM servers on GPUs of their own (server)", choices=("colocated", "server"), free_on_resume=True),
-    flag("--generation_gpus", [int], "GPUs of this node, by index, on which servers are started, "
+    flag("--generation_gpus", [], "GPUs of this node, by index, on which servers are started, "
          "--tensor_parallel_size for each; the ranks take the first ones; on CPUs only their number counts", (0, INF),
-         free_on_resume=True, only_with="--engine"),
-    flag("--server_urls", [str], "servers that you have started, http://HOST:PORT each; the environment variable "
+         free_on_resume=True, only_with="--engine", type=int),
+    flag("--server_urls", [], "servers that you have started, http://HOST:PORT each; the environment variable "
          "VLLM_API_KEY has the key that scripts/serve.py got or printed", free_on_resume=True, only_with="--engine"),
     flag("--steps_ahead", 0, "steps whose prompts the servers sample while the ranks train an earlier one: the most "
          "that the sampling weights are behind", (0, 16), only_with="--engine"),
@@ -171,15 +177,15 @@ GROUPS["policy loss"] = [
     flag("--sapo_tau_pos", 1.0, "steepness of SAPO's gate where A > 0", (TINY, INF)),
     flag("--sapo_tau_neg", 1.05, "steepness of SAPO's gate where A <= 0", (TINY, INF)),
     flag("--loss_aggregation", "token_mean", "how the losses of the tokens add up:"),
-    flag("--loss_constant_tokens", int, "constant of seq_mean_token_sum_norm; default: --max_completion_tokens",
-         (1, INF)),
+    flag("--loss_constant_tokens", None, "constant of seq_mean_token_sum_norm; default: --max_completion_tokens",
+         (1, INF), type=int),
     flag("--old_logprobs", "trainer", "whose log-probs are pi_old: computed by the trainer, or those of the sampler "
          "(rollout), which need no pass and take the mismatch of the two into the ratio (DPPO)",
          choices=("trainer", "rollout")),
     flag("--entropy_coef", 0.0, "weight of the entropy of the token distribution, subtracted from the loss", (0, INF)),
 ]
 GROUPS["KL to the reference"] = [  # docs/algorithm.md, A teacher
-    flag("--reference", str, "the reference, or teacher: folder or hub id, of any size, with the vocabulary of "
+    flag("--reference", None, "the reference, or teacher: folder or hub id, of any size, with the vocabulary of "
          "--model; default: --model", only_with="--kl_coef"),
     flag("--kl_coef", 0.0, "weight of KL(policy || reference); 0: no reference is loaded", (0, INF)),
     flag("--kl_estimator", "k3", "estimate of the KL of a token:", only_with="--kl_coef"),
@@ -191,11 +197,11 @@ GROUPS["KL to the reference"] = [  # docs/algorithm.md, A teacher
          choices=("sampled", "vocabulary"), only_with="--kl_coef"),
     flag("--kl_direction", "reverse", "divergence over the vocabulary:", only_with="--kl_over"),
     flag("--kl_beta", 0.5, "beta of jsd: towards 0 it behaves as forward, towards 1 as reverse", (0.001, 0.999)),
-    flag("--hint_column", str, "column of a hint, for example a worked solution, that is in the reference's prompt and "
-         "not in the policy's", only_with="--kl_coef"),
+    flag("--hint_column", None, "column of a hint, for example a worked solution, that is in the reference's prompt "
+         "and not in the policy's", only_with="--kl_coef"),
 ]
 GROUPS["sampler-trainer mismatch"] = [
-    flag("--rollout_correction", str, "weight of a token's loss, from the ratio trainer / sampler of its log-prob; "
+    flag("--rollout_correction", None, "weight of a token's loss, from the ratio trainer / sampler of its log-prob; "
          "default: none; token_truncate with --steps_ahead or --partial_rollouts:"),
     flag("--rollout_correction_max", 2.0, "largest ratio (truncated importance sampling: 2; IcePop: 5)", (TINY, INF)),
     flag("--rollout_correction_min", 0.5, "smallest ratio that is not masked (IcePop: 0.5)", (0, INF)),
@@ -206,11 +212,12 @@ GROUPS["LoRA"] = [
          (TINY, INF), only_with="--lora_rank"),
     flag("--lora_dropout", 0.0, "share of an adapter's inputs that is dropped, in the update only",
          (0, 0.99), only_with="--lora_rank"),
-    flag("--lora_targets", str, "names of the linear layers that get an adapter, for example q_proj v_proj; default: "
+    flag("--lora_targets", None, "names of the linear layers that get an adapter, for example q_proj v_proj; default: "
          "all of the decoder but the head", is_list=True, only_with="--lora_rank"),
 ]
 GROUPS["optimizer (AdamW)"] = [
-    flag("--learning_rate", float, "peak learning rate; default: 1e-6, and ten times that with --lora_rank", (0, INF)),
+    flag("--learning_rate", None, "peak learning rate; default: 1e-6, and ten times that with --lora_rank",
+         (0, INF), type=float),
     flag("--lr_schedule", "constant", "learning rate after the warm-up; cosine and linear fall to 0",
          choices=("constant", "cosine", "linear")),
     flag("--warmup_ratio", 0.0, "share of all updates in which the rate rises linearly to its peak", (0, 1)),
@@ -221,9 +228,9 @@ GROUPS["optimizer (AdamW)"] = [
 ]
 DTYPES = ("bfloat16", "float32")
 GROUPS["precision and memory"] = [
-    flag("--dtype", str, "arithmetic of trainer and sampler; default: bfloat16 on GPUs and with --param_dtype "
+    flag("--dtype", None, "arithmetic of trainer and sampler; default: bfloat16 on GPUs and with --param_dtype "
          "bfloat16, else float32, because many CPUs only emulate bfloat16", choices=DTYPES),
-    flag("--head_dtype", str, "arithmetic of the head's logits in trainer and sampler, for example float32 beside "
+    flag("--head_dtype", None, "arithmetic of the head's logits in trainer and sampler, for example float32 beside "
          "--dtype bfloat16; default: that of --dtype", choices=DTYPES),
     flag("--param_dtype", "float32", "parameters, gradients, Adam's moments: 16 bytes per parameter (float32), or 10 "
          "(bfloat16, updated as fp32 ones: model/optimizer.py)", choices=DTYPES),
@@ -231,8 +238,8 @@ GROUPS["precision and memory"] = [
          "GPU; all: also parameters and gradients", choices=("none", "optimizer", "all"), free_on_resume=True),
     flag("--offload_reference", False, "keep the reference in host RAM; layers are fetched as they are needed",
          free_on_resume=True, only_with="--kl_coef"),
-    flag("--shard_ranks", int, "ranks that share a copy of the policy (HSDP), for example the GPUs of a node; default: "
-         "all ranks share one", (1, INF), free_on_resume=True),
+    flag("--shard_ranks", None, "ranks that share a copy of the policy (HSDP), for example the GPUs of a node; "
+         "default: all ranks share one", (1, INF), free_on_resume=True, type=int),
     flag("--gradient_checkpointing", False, "recompute each decoder layer in the backward pass instead of keeping it",
          free_on_resume=True),
     flag("--compile", False, "torch.compile of the decoder layers, for fewer passes over memory between their matrix "
@@ -248,8 +255,8 @@ GROUPS["evaluation and checkpoints, counted in steps"] = [
     flag("--eval_samples", [1], "k: completions per held-out problem; one number for all sets, or one each", (1, INF)),
     flag("--eval_temperature", [1.0], "temperature of held-out sampling; 0 is greedy; for all sets, or each", (0, 2)),
     flag("--eval_top_p", [1.0], "nucleus sampling in evaluation; for all sets, or each", (TINY, 1)),
-    flag("--eval_max_completion_tokens", int, "token limit in evaluation; for all sets, or each; default: the "
-         "training's", (1, INF), is_list=True),
+    flag("--eval_max_completion_tokens", None, "token limit in evaluation; for all sets, or each; default: the "
+         "training's", (1, INF), is_list=True, type=int),
     flag("--save_every", 0, "write a checkpoint every so many steps; after the last there always is one",
          (0, INF), free_on_resume=True),
     flag("--keep_checkpoints", 3, "remove the oldest checkpoints beyond this many; 0: keep all",
@@ -261,18 +268,18 @@ GROUPS["records"] = [  # docs/runs.md
          choices=("none", "tensorboard", "wandb", "trackio"), free_on_resume=True),
     flag("--keep_rollouts", 20.0, "GiB that OUT_DIR/rollouts may take: all completions of the last steps, with tokens, "
          "log-probs and rewards; 0: none are kept", (0, 1e6), free_on_resume=True),
-    flag("--replay", str, "folder of a run whose rollouts are trained on again, without an engine; nothing is "
+    flag("--replay", None, "folder of a run whose rollouts are trained on again, without an engine; nothing is "
          "evaluated"),
     flag("--from_step", 1, "first step of the replay; it begins with that run's checkpoint of the step before",
          (1, INF), only_with="--replay"),
 ]
 GROUPS["faults"] = [  # docs/faults.md
-    flag("--keep_best", str, "also keep the checkpoint with the largest value of this metric, for example "
+    flag("--keep_best", None, "also keep the checkpoint with the largest value of this metric, for example "
          "eval/SET/avg@K; OUT_DIR/best points to it", free_on_resume=True),
     flag("--grace_seconds", 120.0, "after SIGTERM, SIGUSR1 or Ctrl-C: seconds in which the run saves and ends",
          (1, 1e6), free_on_resume=True),
-    flag("--stall_seconds", float, "say which rank the others wait for after so long without progress; default: 600, "
-         "or 0.8 of --timeout_minutes where that is less", (1, 1e6), free_on_resume=True),
+    flag("--stall_seconds", None, "say which rank the others wait for after so long without progress; default: 600, "
+         "or 0.8 of --timeout_minutes where that is less", (1, 1e6), free_on_resume=True, type=float),
     flag("--max_rollout_gap", 0.05, "largest policy/rollout_gap_mean, and largest relative difference of the "
          "temperatures of sampler and trainer, times the share of the gap that it explains; beyond it the run ends; 0: "
          "no bound", (0, INF), free_on_resume=True),
@@ -284,20 +291,21 @@ GROUPS["faults"] = [  # docs/faults.md
 GROUPS[DRY_RUN] = [  # all of them may change when a run continues
     flag("--dry_run", False, "print batches, memory, time and what would have to change, and stop; needs no GPU"),
     flag("--json", False, "print one JSON object instead"),
-    flag("--plan_gpus", int, "GPUs of the ranks, over all nodes; those of generation servers come on top; default: the "
-         "ranks that the same command starts without --dry_run", (1, INF)),
-    flag("--plan_nodes", int, "nodes that the GPUs of the ranks are on; default: those of the launcher", (1, INF)),
+    flag("--plan_gpus", None, "GPUs of the ranks, over all nodes; those of generation servers come on top; default: "
+         "the ranks that the same command starts without --dry_run", (1, INF), type=int),
+    flag("--plan_nodes", None, "nodes that the GPUs of the ranks are on; default: those of the launcher",
+         (1, INF), type=int),
     flag("--plan_gpu", "H100-80GB", f"card: {', '.join(GPUS)}; or memory that a process can take, dense bf16 "
          "speed and bandwidth of another one, such as 23.5GiB:71TFLOPs:0.94TBs"),
     flag("--plan_host_memory_gib", 1000.0, "RAM of a node", (TINY, INF)),
-    flag("--plan_rows", int, "usable training rows; default: #ROWS of --train_data, lines of a .jsonl file, or a "
-         "table", (1, INF)),
+    flag("--plan_rows", None, "usable training rows; default: #ROWS of --train_data, lines of a .jsonl file, or a "
+         "table", (1, INF), type=int),
     flag("--plan_flops_share", 0.5, "share of peak FLOPs in matrix products, what lies between them apart; fitted to "
          "published runs, see benchmarks/README.md", (TINY, 1)),
-    flag("--plan_prompt_tokens", float, "mean length of a prompt, hint included; default: half of "
-         "--max_prompt_tokens", (1, INF)),
-    flag("--plan_completion_tokens", float, "mean length of a completion; default: half of --max_completion_tokens",
-         (1, INF)),
+    flag("--plan_prompt_tokens", None, "mean length of a prompt, hint included; default: half of "
+         "--max_prompt_tokens", (1, INF), type=float),
+    flag("--plan_completion_tokens", None, "mean length of a completion; default: half of --max_completion_tokens",
+         (1, INF), type=float),
 ]
 # fmt: on
 FLAGS = {each.name: each for group in GROUPS.values() for each in group}
@@ -307,17 +315,29 @@ FLAGS = {each.name: each for group in GROUPS.values() for each in group}
 
 
 @dataclass_transform(frozen_default=True)
-def settings(kind: type[Settings]) -> type[Settings]:
-    """A frozen dataclass. A field with the name of a flag has the flag's default, if none is given."""
-    for name in kind.__annotations__:
-        if f"--{name}" in FLAGS and name not in vars(kind):
-            value = FLAGS[f"--{name}"].value
-            setattr(kind, name, tuple(value) if isinstance(value, list) else value)
-    return dataclass(frozen=True)(kind)
+class Settings:
+    """Base of frozen dataclasses. A field with the name of a flag has the flag's default, if none is given."""
+
+    def __init_subclass__(cls, kw_only: bool = False) -> None:
+        for name in cls.__annotations__:
+            if f"--{name}" in FLAGS and name not in vars(cls):
+                setattr(cls, name, as_field(FLAGS[f"--{name}"].default))
+        dataclass(frozen=True, kw_only=kw_only)(cls)
+
+    @classmethod
+    def from_flags(cls, args: argparse.Namespace, **overrides: object) -> Self:
+        """The record of `overrides`, then of the flags with the names of fields, then of the fields' own defaults."""
+        names = [field.name for field in fields(cls) if hasattr(args, field.name)]
+        values = {name: as_field(getattr(args, name)) for name in names}
+        return cls(**values | overrides)
 
 
-@settings
-class PromptFormat:  # how a row becomes a prompt
+def as_field(value: object) -> object:
+    """The value of a flag as a frozen record holds it: a tuple in place of a list."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+class PromptFormat(Settings):  # how a row becomes a prompt
     prompt_column: str
     answer_column: str | None  # None: answers are not read
     list_answers: str
@@ -332,8 +352,7 @@ class PromptFormat:  # how a row becomes a prompt
     today: str = ""  # date for the chat template, as 2026-01-31; "": that of the clock
 
 
-@settings
-class Grading:  # how completions are graded
+class Grading(Settings):  # how completions are graded
     reward: str
     reward_timeout: float
     reward_workers: int
@@ -342,24 +361,21 @@ class Grading:  # how completions are graded
     overlong_cache_tokens: int | None
 
 
-@settings
-class Turning:  # who replies to completions, and how often
+class Turning(Settings):  # who replies to completions, and how often
     environment: str | None
     tools: str | None
     max_turns: int
     max_turn_tokens: int | None
 
 
-@settings
-class Lora:  # which adapters are trained; rank 0: none, but all weights
+class Lora(Settings):  # which adapters are trained; rank 0: none, but all weights
     lora_rank: int
     lora_alpha: float
     lora_dropout: float
     lora_targets: tuple[str, ...] | None
 
 
-@settings
-class Memory:  # precision, and what is kept where
+class Memory(Settings):  # precision, and what is kept where
     dtype: str = "bfloat16"  # of a GPU
     head_dtype: str | None  # of the logits; None: `dtype`
     param_dtype: str
@@ -373,8 +389,7 @@ class Memory:  # precision, and what is kept where
     share_prompts: bool
 
 
-@settings
-class AdamW:  # the optimizer
+class AdamW(Settings):  # the optimizer
     learning_rate: float = 1e-6  # of all weights
     weight_decay: float
     adam_beta1: float
@@ -382,8 +397,7 @@ class AdamW:  # the optimizer
     max_grad_norm: float
 
 
-@settings
-class Stalls:  # when ranks that make no progress are reported
+class Stalls(Settings):  # when ranks that make no progress are reported
     stall_seconds: float | None
     timeout_minutes: float
 
@@ -393,8 +407,7 @@ class Stalls:  # when ranks that make no progress are reported
         return self.stall_seconds or min(600.0, 0.8 * 60 * self.timeout_minutes)
 
 
-@settings
-class EngineSettings:  # the engine; `max_model_len` is in tokens, prompt and completion together
+class EngineSettings(Settings):  # the engine; `max_model_len` is in tokens, prompt and completion together
     max_model_len: int
     dtype: str = "bfloat16"  # of a GPU
     head_dtype: str | None
@@ -406,38 +419,33 @@ class EngineSettings:  # the engine; `max_model_len` is in tokens, prompt and co
     load_format: str = "dummy"  # "auto": weights from the disk, for an engine without a trainer
 
 
-@settings
-class Servers:  # where generation servers are, and how far they work ahead
+class Servers(Settings):  # where generation servers are, and how far they work ahead
     generation_gpus: tuple[int, ...]
     server_urls: tuple[str, ...]
     tensor_parallel_size: int
     in_flight: bool
 
 
-@settings
-class Sampling:  # how often and how a set of prompts is sampled: the training prompts, or a held-out set
+class Sampling(Settings):  # how often and how a set of prompts is sampled: the training prompts, or a held-out set
     num_samples: int
     temperature: float
     max_completion_tokens: int
     top_p: float = 1.0
 
 
-@settings
-class Recording:  # what a run tells and keeps
+class Recording(Settings):  # what a run tells and keeps
     quiet: bool
     track: str
     keep_rollouts: float
 
 
-@settings
-class Saving:  # when checkpoints are written, and which are kept
+class Saving(Settings):  # when checkpoints are written, and which are kept
     save_every: int
     keep_checkpoints: int
     keep_best: str | None
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(Settings, kw_only=True):
     """The arithmetic of batches and steps. One step = one rollout; one update = one optimizer step."""
 
     prompts_per_step: int
@@ -516,13 +524,6 @@ def most_lag(args: argparse.Namespace) -> int:
     return MOST_LAG if args.partial_rollouts else args.steps_ahead
 
 
-def take(kind: type[Settings], args: argparse.Namespace, **others: object) -> Settings:
-    """The object of this kind: its fields are `others`, then the flags of the same names, then their own defaults."""
-    names = [each.name for each in fields(kind) if each.name not in others]
-    values = {name: getattr(args, name) for name in names if f"--{name}" in FLAGS or hasattr(args, name)} | others
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
-
-
 def make_plan(args: argparse.Namespace, num_rows: int) -> Plan:
     """The plan for `num_rows` usable training rows. Raises ValueError if they do not fill one step."""
     if num_rows < args.prompts_per_step and not args.keep_last:
@@ -539,8 +540,7 @@ def make_plan(args: argparse.Namespace, num_rows: int) -> Plan:
         total_steps = args.total_episodes // completions_per_step
     updates_per_pass = args.prompts_per_step // args.prompts_per_update
     total_updates = total_steps * updates_per_pass * args.num_iterations
-    return take(
-        Plan,
+    return Plan.from_flags(
         args,
         completions_per_step=completions_per_step,
         updates_per_pass=updates_per_pass,

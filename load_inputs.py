@@ -21,7 +21,7 @@ from transformers.utils import cached_file
 
 from data import PromptData, check_vocabulary, describe_template
 from engine.options import stop_ids
-from flags import FLAGS, Grading, Lora, PromptFormat, Sampling, Stalls, Turning, make_plan, take
+from flags import FLAGS, Grading, Lora, PromptFormat, Sampling, Stalls, Turning, make_plan
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
 from grading.own import files_of
 from inputs.agreement import ROOT, check_same_start, digest, digests_of
@@ -70,7 +70,7 @@ def load_inputs(args: Namespace) -> Inputs:
     today = first_day(args.out_dir, args.replay)
     config, tokenizer, vision, load = load_model_files(args, longest, today)
     if args.lora_rank:
-        check_lora(model_of_shapes(args.model, config), take(Lora, args))
+        check_lora(model_of_shapes(args.model, config), Lora.from_flags(args))
     generation = load_generation_config(args.model, config, stop_ids(tokenizer, args.stop_tokens))
     if args.reference:
         check_reference(args, config, tokenizer, longest)
@@ -147,7 +147,7 @@ def load_model_files(
     model_of_shapes(args.model, config)
     answers = None if args.reward == "none" else args.answer_column
     system_prompt = read_system_prompt(args.system_prompt)
-    prompt_format = take(PromptFormat, args, system_prompt=system_prompt, answer_column=answers, today=today)
+    prompt_format = PromptFormat.from_flags(args, system_prompt=system_prompt, answer_column=answers, today=today)
     tokenizer, vision = load_processor(args.model, config, prompt_format)
     num_rows, added = config.get_text_config().vocab_size, tokenizer.get_added_vocab()
 
@@ -182,7 +182,7 @@ def check_reference(
         theirs = load_config(path)
         check_config(path, theirs, (args.max_prompt_tokens, longest), tensor_parallel_size=1)
         model_of_shapes(path, theirs)
-        other, _ = load_processor(path, None, take(PromptFormat, args))
+        other, _ = load_processor(path, None, PromptFormat.from_flags(args))
     except (ValueError, OSError) as error:  # these know the policy alone
         raise ValueError(str(error).replace("--model", "--reference")) from None
     if args.image_column and getattr(theirs, "vision_config", None) is None:
@@ -215,14 +215,14 @@ def start_grader(
     args: Namespace, tokenizer: PreTrainedTokenizerBase, num_ranks: int, today: str
 ) -> tuple[Grader, Turns | None]:
     """The grader of an engine, and who plays episodes; the first rank has their workers."""
-    grading, turns = take(Grading, args), None
+    grading, turns = Grading.from_flags(args), None
     num_workers = workers_per_engine(grading, num_ranks) if is_engine_leader_process(num_ranks) else 0
     if args.environment or args.tools:
-        prompt_format = take(PromptFormat, args, system_prompt=None, today=today)
-        turns = Turns(take(Turning, args), grading, prompt_format, tokenizer, num_workers)
+        prompt_format = PromptFormat.from_flags(args, system_prompt=None, today=today)
+        turns = Turns(Turning.from_flags(args), grading, prompt_format, tokenizer, num_workers)
     kind = f"--reward {args.reward}: the class of --environment"
     if turns and turns.environments and turns.environments.has_reward:
-        if args.reward not in ("none", FLAGS["--reward"].value):
+        if args.reward not in ("none", FLAGS["--reward"].default):
             raise ValueError(f"{kind} has a reward(); leave one of them out.")
         grading = replace(grading, reward="none")
     elif turns and turns.environments and args.reward == "none" and getattr(args, "advantage", "") != "zero":
@@ -248,7 +248,7 @@ def check_world(args: Namespace, world: World) -> None:
     """What only ranks together can know; then they watch each other. ValueError or RuntimeError, on every rank."""
     check_shared(Path(args.out_dir))
     check_same_start(vars(args))
-    limit = take(Stalls, args).seconds
+    limit = Stalls.from_flags(args).seconds
     Watch(Path(args.out_dir) / "ranks", world.trainer_rank, world.num_trainers, limit).start()
     check_device(world.device, args.share_prompts)
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from data import PromptData, most_images
 from engine.options import Demand
-from flags import FLAGS, AdamW, EngineSettings, Lora, Memory, Sampling, make_plan, take
+from flags import FLAGS, AdamW, EngineSettings, Lora, Memory, Sampling, make_plan
 from fsdp_utils import init_world
 from inputs.checks import check_flags, ranks_per_engine
 from inputs.choices import algorithm_of
@@ -32,7 +32,7 @@ LEFT_OUT = "engine", "partial_rollouts", "dynamic_sampling", "truncated", "envir
 def main() -> None:
     args = parse_flags()
     check_flags(args)
-    if given := [f"--{name}" for name in LEFT_OUT if getattr(args, name) != FLAGS[f"--{name}"].value]:
+    if given := [f"--{name}" for name in LEFT_OUT if FLAGS[f"--{name}"].is_changed(args)]:
         sys.exit(f"error: minimal.py leaves out {', '.join(given)}; start train_grpo.py with them.")
 
     # Set-up: data and reward, ranks, the sharded policy, and an engine that gets the policy's weights.
@@ -40,13 +40,13 @@ def main() -> None:
     world = init_world(ranks_per_engine(args), args.timeout_minutes, args.shard_ranks)
     grader = inputs.grader
     data = PromptData.mix([grader.check_keys(source, world) for source in inputs.train_data])
-    plan, memory = make_plan(args, len(data.rows)), take(Memory, args)
+    plan, memory = make_plan(args, len(data.rows)), Memory.from_flags(args)
     reference_path = (args.reference or args.model) if algorithm.kl_coef > 0 else None
     policy, reference, optimizer = build_policy(
-        args.model, memory, take(Lora, args), take(AdamW, args), reference_path, args.seed, world
+        args.model, memory, Lora.from_flags(args), AdamW.from_flags(args), reference_path, args.seed, world
     )
-    sampling = take(Sampling, args, num_samples=args.group_size)
-    settings = take(EngineSettings, args, max_model_len=args.max_prompt_tokens + args.max_completion_tokens)
+    sampling = Sampling.from_flags(args, num_samples=args.group_size)
+    settings = EngineSettings.from_flags(args, max_model_len=args.max_prompt_tokens + args.max_completion_tokens)
     demand = Demand(images=most_images([data]), vision=inputs.vision)
     engine = Engine(args.model, inputs.tokenizer, world, settings, demand)
     engine.sync(policy.full_weights())

@@ -91,7 +91,7 @@ def _check_same_run(
     is there now is what is meant.
     """
     before = digests_of(out_dir) or inputs
-    found = {name: found.get(name, FLAGS[f"--{name}"].value if f"--{name}" in FLAGS else None) for name in config}
+    found = {name: found.get(name, FLAGS[f"--{name}"].default if f"--{name}" in FLAGS else None) for name in config}
     changed = [name for name in sorted(set(config) - free) if found[name] != config[name]]
     different = [x for x in changed if _held(x, found[x], before) != _held(x, config[x], inputs)]
     if different:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from batch import Metrics, Rollout, Row, Sampled, State
-from flags import Sampling
+from flags import Sampling, Settings
 from inputs.agreement import check_same_step
 from metrics import lag_metrics, rollout_metrics
 
@@ -30,8 +30,7 @@ if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come 
 MOST_ROUNDS = 10  # of a step; verl's recipe of DAPO sets max_num_gen_batches to it
 
 
-@dataclass(frozen=True)
-class Draws:
+class Draws(Settings):
     """Which prompts a step samples, and which of its groups it trains on."""
 
     prompts_per_step: int

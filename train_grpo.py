@@ -37,7 +37,6 @@ from flags import (
     Servers,
     free_on_resume,
     make_plan,
-    take,
 )
 from fsdp_utils import close_world, init_world, is_main_process, set_allocator
 from grpo import Algorithm
@@ -66,11 +65,11 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run, save
     if inputs.turns:
         run.say(inputs.turns.describe())
     limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
-    settings = take(EngineSettings, args, max_model_len=sum(limits))
+    settings = EngineSettings.from_flags(args, max_model_len=sum(limits))
     if args.engine == "server":
         from servers.engine import build_servers
 
-        servers, weights = take(Servers, args), policy.describe_weights()
+        servers, weights = Servers.from_flags(args), policy.describe_weights()
         return build_servers(args.model, settings, servers, inputs, weights, run, saved_step)
     from rollout import Engine, largest_share  # vLLM takes seconds to import: mistakes are reported before
 
@@ -92,11 +91,11 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run, save
 def build_sampler(
     args: Namespace, inputs: Inputs, data: PromptData, engine: Engine | ServerEngine, run: Run
 ) -> Sampler:
-    sampling = take(Sampling, args, num_samples=args.group_size)
+    sampling = Sampling.from_flags(args, num_samples=args.group_size)
     kind = PartialSampler if args.partial_rollouts else Sampler
     if args.replay:
         kind = partial(ReplaySampler, folder=Path(args.replay))
-    return kind(engine, inputs.grader, data, take(Draws, args), sampling, run)
+    return kind(engine, inputs.grader, data, Draws.from_flags(args), sampling, run)
 
 
 def finish(run: Run, step: int) -> None:
@@ -149,33 +148,33 @@ def open_run(args: Namespace) -> tuple[Inputs, PromptData, list[PromptData], Pla
         watch = watch_memory(args, len(train_data.rows), world)
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
-    run = Run(out_dir, lock, world, watch, plan.total_steps, take(Recording, args), inputs.tokenizer)
+    run = Run(out_dir, lock, world, watch, plan.total_steps, Recording.from_flags(args), inputs.tokenizer)
     return inputs, train_data, eval_sets, plan, run
 
 
 def main(args: Namespace, algorithm: Algorithm) -> None:
     inputs, train_data, eval_sets, plan, run = open_run(args)
-    world, out_dir, memory = run.world, run.out_dir, take(Memory, args)
+    world, out_dir, memory = run.world, run.out_dir, Memory.from_flags(args)
     run.say(f"{world.describe()}; {plan.describe()}\n{algorithm.description}")
     run.describe_data([train_data, *eval_sets])
     last_step = min(plan.total_steps, args.stop_after or plan.total_steps)
     saved_step, saved = starting_point(args, run, last_step)
     logged = run.logged(saved_step)
     held_out = {"sets": eval_sets, "samplings": inputs.eval_samplings, "grader": inputs.grader}
-    evaluator = take(Evaluator, args, **held_out, folder=out_dir / "eval")
+    evaluator = Evaluator.from_flags(args, **held_out, folder=out_dir / "eval")
     must_evaluate = evaluator.is_missing(saved_step, saved_step == last_step, logged)
     if saved_step >= last_step and not must_evaluate:
         end_complete(run, saved_step, last_step)
         return
-    lora, adamw = take(Lora, args), take(AdamW, args)
+    lora, adamw = Lora.from_flags(args), AdamW.from_flags(args)
     teacher = args.reference or args.model if algorithm.kl_coef > 0 else None
     with run.loading(saved_step):
         policy, reference, optimizer = build_policy(args.model, memory, lora, adamw, teacher, args.seed, world)
         engine = build_engine(args, inputs, policy, run, saved_step)
     run.say(policy.describe())
     sampler = build_sampler(args, inputs, train_data, engine, run)
-    writer = Writer(out_dir, inputs.companions, take(Saving, args), world, run.say)
-    guard = UpdateGuard(world, take(Bounds, args))
+    writer = Writer(out_dir, inputs.companions, Saving.from_flags(args), world, run.say)
+    guard = UpdateGuard(world, Bounds.from_flags(args))
     with run.memory.phase("load"):
         if saved:
             sampler.restore(guard.restore(load(saved, policy, optimizer)))

@@ -31,7 +31,7 @@ from batch import (
     to_positions,
 )
 from engine.drift import check_gap
-from flags import Memory, Plan, UpdateStep, settings
+from flags import Memory, Plan, Settings, UpdateStep
 from fsdp_utils import (
     World,
     begin_micro_batch,
@@ -385,8 +385,7 @@ def update_flops(policy: Policy, cost: float) -> float:
 NOT_FINITE, BEYOND_KL = "optim/skipped_not_finite", "optim/skipped_max_kl"  # metrics: updates of a step, by reason
 
 
-@settings
-class Bounds:
+class Bounds(Settings):
     """What an update may do, and how many in a row may be left out."""
 
     max_kl: float

@@ -21,7 +21,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from batch import Rollout, Row, Update
-from flags import AdamW, Lora, Memory, make_plan, take
+from flags import AdamW, Lora, Memory, make_plan
 from fsdp_utils import World
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
@@ -116,9 +116,9 @@ class Trainer:
     """What a run with these flags trains, and its update of a whole rollout, as in the loop of `train_grpo.py`."""
 
     def __init__(self, args: argparse.Namespace, world: World) -> None:
-        self.world, self.memory, self.plan = world, take(Memory, args), make_plan(args, args.prompts_per_step)
+        self.world, self.memory, self.plan = world, Memory.from_flags(args), make_plan(args, args.prompts_per_step)
         self.algorithm = replace(algorithm_of(args), group_size=1)  # the advantage is the reward: groups do not matter
-        lora, adamw = take(Lora, args), take(AdamW, args)
+        lora, adamw = Lora.from_flags(args), AdamW.from_flags(args)
         reference = (args.reference or args.model) if self.algorithm.kl_coef > 0 else None
         self.policy, self.reference, self.optimizer = build_policy(
             args.model, self.memory, lora, adamw, reference, args.seed, world

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -31,40 +32,46 @@ def check_same_start(flags: dict[str, object]) -> None:
     own = {f"--{name}": repr(value) for name, value in flags.items()}
     files = sorted(file for room in ROOMS for file in (ROOT / room).glob("*.py"))
     code = {str(file.relative_to(ROOT)): digest([file.read_bytes()]) for file in files}
-    if found := differences(gather_from_ranks(own | code | versions())):
-        raise ValueError(f"{found}; start all ranks with the same command, code and packages.")
+    difference = differences(gather_from_ranks(own | code | versions()))
+    if difference:
+        raise ValueError(f"{difference}; start all ranks with the same command, code and packages.")
 
 
 def check_same_step(**parts: Iterable[np.ndarray]) -> None:
     """Raises RunError, on every rank, if the ranks are in different places or do not have the same `parts`."""
     own = {"step": str(BOARD.step), "phase": BOARD.phase}
-    if found := differences(gather_from_ranks(own | {name: digest(pieces) for name, pieces in parts.items()})):
-        where = f"step {BOARD.step}, {BOARD.phase}"
-        raise RunError(f"the ranks have diverged ({where}): {found}. The last checkpoint is of before.")
+    own |= {name: digest(pieces) for name, pieces in parts.items()}
+    difference = differences(gather_from_ranks(own))
+    if difference:
+        raise RunError(
+            f"the ranks have diverged (step {BOARD.step}, {BOARD.phase}): {difference}. "
+            "The last checkpoint is of before."
+        )
 
 
-def differences(of_ranks: list[dict[str, str]]) -> str:
+def differences(ranks: list[dict[str, str]]) -> str:
     """For example "rank 3 has --seed 2 (the others: 1)"; "" if all ranks say the same.
 
     What most ranks say counts as right; if as many say something else, what the first of them says.
     """
-    said: dict[int, list[str]] = defaultdict(list)  # of each rank that differs
-    for name in dict.fromkeys(name for own in of_ranks for name in own):
-        values = [own.get(name, "none") for own in of_ranks]
+    deviations: dict[int, list[str]] = defaultdict(list)  # by rank
+    for name in dict.fromkeys(chain.from_iterable(ranks)):
+        values = [own.get(name, "none") for own in ranks]
         common = Counter(values).most_common(1)[0][0]
-        for rank in [rank for rank, value in enumerate(values) if value != common]:
-            said[rank].append(f"{name} {values[rank]} (the others: {common})")
-    first = {rank: ", ".join(texts[:4]) for rank, texts in sorted(said.items())}  # these will do
-    return "; ".join(f"rank {rank} has {texts}" for rank, texts in first.items())
+        for rank, value in enumerate(values):
+            if value != common:
+                deviations[rank].append(f"{name} {value} (the others: {common})")
+    # The first four of a rank will do.
+    return "; ".join(f"rank {rank} has {', '.join(texts[:4])}" for rank, texts in sorted(deviations.items()))
 
 
 def digest(pieces: Iterable[np.ndarray | bytes]) -> str:
-    """Of all bytes, and of where a piece ends."""
-    whole = hashlib.sha1(usedforsecurity=False)  # the fastest that hashlib has
+    """Twelve hexadecimal digits, which differ if a byte or the end of a piece does."""
+    sha1 = hashlib.sha1(usedforsecurity=False)  # the fastest that hashlib has
     for piece in pieces:
-        whole.update(len(piece).to_bytes(8))
-        whole.update(piece)
-    return whole.hexdigest()[:12]
+        sha1.update(len(piece).to_bytes(8))
+        sha1.update(piece)
+    return sha1.hexdigest()[:12]
 
 
 def digests_of(folder: str | Path) -> dict[str, str]:
@@ -74,9 +81,9 @@ def digests_of(folder: str | Path) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Those of the packages that a run computes with, where they are installed."""
-    found = {}
+    """Package -> version, of those that a run computes with and that are installed."""
+    installed = {}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            installed[name] = metadata.version(name)
+    return installed

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 
 import grpo
 import losses
-from flags import FLAGS, most_lag, take
+from flags import FLAGS, most_lag
 from grading.own import load_function
 from grpo import AGGREGATIONS, CORRECTIONS, KL, Algorithm, Graded, Loss, Tokens, check_returned
 from inputs.checks import given, leave
@@ -29,6 +30,10 @@ CHOICES: dict[str, dict[str, Callable]] = {
     "--rollout_correction": CORRECTIONS,
 }
 OWN = ("--advantage", "--policy_loss", "--kl_estimator")  # may also name a function of the user's, FILE.py:FUNCTION
+ALSO_DESCRIBED = (
+    "--old_logprobs", "--kl_coef", "--kl_in", "--entropy_coef", "--dynamic_sampling", "--truncated",
+    "--num_iterations", "--temperature",
+)  # fmt: skip
 
 
 def summary(function: Callable) -> str:
@@ -39,7 +44,7 @@ def summary(function: Callable) -> str:
 def parameters_of(function: Callable) -> dict[str, object]:
     """The parameters after `*`, and their defaults: the flags that have an effect."""
     parameters = inspect.signature(function).parameters.values()
-    return {each.name: each.default for each in parameters if each.kind == each.KEYWORD_ONLY}
+    return {parameter.name: parameter.default for parameter in parameters if parameter.kind == parameter.KEYWORD_ONLY}
 
 
 def algorithm_of(args: argparse.Namespace) -> Algorithm:
@@ -50,17 +55,25 @@ def algorithm_of(args: argparse.Namespace) -> Algorithm:
     metrics: tuple[str, ...] = ()
     for name in OWN:
         if functions[name].__module__ != "grpo":  # it may have metrics of its own
-            needs_gradient = name == "--policy_loss" or (name == "--kl_estimator" and args.kl_in == "loss")
-            metrics += try_out(name, args, bound[name], needs_gradient)
-    return take(
-        Algorithm,
-        args,
+            metrics += try_out(name, args, bound[name])
+    kl_clamp = 0.0
+    if args.kl_over == "sampled":
+        kl_clamp = bound["--kl_estimator"].keywords.get("kl_clamp", 0.0)
+    return Algorithm(
         **{name.removeprefix("--"): function for name, function in bound.items()},
+        old_logprobs=args.old_logprobs,
         loss_metrics=metrics,
         is_corrected=args.rollout_correction != "none",
-        most_lag=most_lag(args),
+        kl_coef=args.kl_coef,
+        kl_in=args.kl_in,
+        kl_over=args.kl_over,
         has_teacher=bool(args.reference or args.hint_column or args.kl_over == "vocabulary"),
-        kl_clamp=bound["--kl_estimator"].keywords.get("kl_clamp", 0.0) if args.kl_over == "sampled" else 0.0,
+        kl_clamp=kl_clamp,
+        entropy_coef=args.entropy_coef,
+        group_size=args.group_size,
+        temperature=args.temperature,
+        num_iterations=args.num_iterations,
+        most_lag=most_lag(args),
         description=describe(args, bound),
     )
 
@@ -70,33 +83,42 @@ def choose(name: str, choice: str) -> Callable:
     if choice in CHOICES[name]:
         return CHOICES[name][choice]
     path, _, function_name = choice.rpartition(":")
-    if name in OWN and path.endswith(".py"):
-        try:
-            return load_function(path, function_name)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything
-            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            raise ValueError(f"{name} {choice} cannot be loaded: {reason}") from None
-    raise ValueError(f"{name} {choice}: use {', '.join(CHOICES[name])}{' or FILE.py:FUNCTION' * (name in OWN)}.")
+    if name not in OWN:
+        raise ValueError(f"{name} {choice}: use {', '.join(CHOICES[name])}.")
+    if not path.endswith(".py"):
+        raise ValueError(f"{name} {choice}: use {', '.join(CHOICES[name])} or FILE.py:FUNCTION.")
+    try:
+        return load_function(path, function_name)
+    except ValueError as error:
+        raise ValueError(f"{name} {choice} cannot be loaded: {error}") from None
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything
+        raise ValueError(f"{name} {choice} cannot be loaded: {type(error).__name__}: {error}") from None
 
 
 def check_effects(args: argparse.Namespace, functions: dict[str, Callable]) -> None:
     """Raises ValueError for a flag that was changed, but that none of the chosen functions has as a parameter."""
     used = {key for function in functions.values() for key in parameters_of(function)}
     for name in functions:
-        others = {choice: parameters_of(function) for choice, function in CHOICES[name].items()}
-        for key in {key: None for parameters in others.values() for key in parameters if key not in used}:
-            each = FLAGS.get(f"--{key}")  # None: a parameter with a default of its own
-            if each and each.of(args) != each.value:
-                wrong = f"{given(each, args)} has no effect with {given(FLAGS[name], args)}"
-                needed = ", ".join(choice for choice, parameters in others.items() if key in parameters)
-                raise ValueError(f"{wrong}, only with {name} {needed}: {leave(each)}.")
+        users = defaultdict(list)  # parameter -> the choices that have it
+        for choice, function in CHOICES[name].items():
+            for key in parameters_of(function):
+                users[key].append(choice)
+        for key, choices in users.items():
+            flag = FLAGS.get(f"--{key}")  # None: a parameter with a default of its own
+            if flag and key not in used and flag.is_changed(args):
+                raise ValueError(
+                    f"{given(flag, args)} has no effect with {given(FLAGS[name], args)}, "
+                    f"only with {name} {', '.join(choices)}: {leave(flag)}."
+                )
 
 
 def bind(name: str, function: Callable, args: argparse.Namespace) -> partial:
-    """The function with those of its parameters after `*` that are flags. ValueError for others without a default."""
-    values = {key: getattr(args, key) for key in parameters_of(function) if f"--{key}" in FLAGS}
+    """Binds those parameters after `*` that are flags. Raises ValueError for one that is neither flag nor default."""
+    values = {}
     for key, default in parameters_of(function).items():
-        if key not in values and default is inspect.Parameter.empty:
+        if f"--{key}" in FLAGS:
+            values[key] = getattr(args, key)
+        elif default is inspect.Parameter.empty:
             raise ValueError(f"{given(FLAGS[name], args)}: its parameter {key} is no flag; give it a default.")
     if values.get("loss_constant_tokens", 0) is None:
         values["loss_constant_tokens"] = args.max_completion_tokens
@@ -104,54 +126,71 @@ def bind(name: str, function: Callable, args: argparse.Namespace) -> partial:
 
 
 def describe(args: argparse.Namespace, bound: dict[str, partial]) -> str:
-    """What the flags amount to, for the first lines of the log: the functions in words, the rest as it was written."""
-    parts, is_sampled = [], args.kl_over == "sampled"
-    unused = {"--kl_estimator": not args.kl_coef or not is_sampled, "--kl_direction": not args.kl_coef or is_sampled}
-    unused["--rollout_correction"] = args.rollout_correction == "none"
+    """Says in one log line what the flags amount to: the functions in words, the rest as it was written."""
+    unused = {"--kl_estimator", "--kl_direction"}
+    if args.kl_coef:
+        unused = {"--kl_direction" if args.kl_over == "sampled" else "--kl_estimator"}
+    if args.rollout_correction == "none":
+        unused.add("--rollout_correction")
+    parts = []
     for name, function in bound.items():
-        if not unused.get(name):
-            values = [f"--{key} {value}" for key, value in function.keywords.items()]
-            parts.append(f"{' '.join([given(FLAGS[name], args), *values])}: {summary(function.func)}")
-    others = ["old_logprobs", "kl_coef", "kl_in", "entropy_coef", "dynamic_sampling", "truncated", "num_iterations"]
-    written = " ".join(given(FLAGS[f"--{name}"], args) for name in [*others, "temperature"])
-    return "algorithm: " + "; ".join([*parts, written])
+        if name not in unused:
+            values = "".join(f" --{key} {value}" for key, value in function.keywords.items())
+            parts.append(f"{given(FLAGS[name], args)}{values}: {summary(function.func)}")
+    parts.append(" ".join(given(FLAGS[name], args) for name in ALSO_DESCRIBED))
+    return f"algorithm: {'; '.join(parts)}"
 
 
-def try_out(flag: str, args: argparse.Namespace, function: Callable, needs_gradient: bool) -> tuple[str, ...]:
-    """The names of its own metrics, found on a trial. Raises ValueError if the trial fails."""
-    named, size = given(FLAGS[flag], args), args.group_size
-    logprobs, old_logprobs, rollout_logprobs, x = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)) - 3.0
-    logprobs.requires_grad_()
-    x.requires_grad_()
-    sequence_ids = torch.repeat_interleave(torch.tensor([4, 3]))
-    is_trained = torch.arange(7) > 0  # not all are: a function must not drop what the mask leaves out
-    tokens = Tokens(
-        logprobs=logprobs, old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, mask=is_trained,
-        advantages=sequence_ids - 0.5, sequence_ids=sequence_ids, entropies=rollout_logprobs.exp(),
-        ref_logprobs=old_logprobs if args.kl_coef else None,
-    )  # fmt: skip
-    rewards_PG, lengths_B = torch.arange(size)[None] % 2.0, torch.full((size,), 2)
-    returns_T, mask_T = torch.repeat_interleave(rewards_PG[0], lengths_B), torch.ones(2 * size).bool()
-    parts = {}
-    if flag == "--advantage":
-        from grading.score import parse_reward  # takes seconds
-
-        parts = dict.fromkeys(parse_reward(args.reward), rewards_PG)
-        if ".py:" in args.reward or args.environment:  # with sub-scores, whose names are not known yet
-            parts = defaultdict(lambda: rewards_PG, parts)
-    turns = {"turn_rewards_PGK": rewards_PG[..., None], "turns_T": 0 * mask_T.long()} if args.environment else {}
-    graded = Graded(
-        rewards_PG=rewards_PG, returns_T=returns_T, lengths_B=lengths_B, mask_T=mask_T, parts=parts,
-        is_correct_PG=rewards_PG > 0, is_truncated_PG=rewards_PG > 0, **turns,
-    )  # fmt: skip
+def try_out(name: str, args: argparse.Namespace, function: Callable) -> tuple[str, ...]:
+    """Calls the function once. Returns the names of its own metrics; raises ValueError if it fails."""
+    written, shapes = given(FLAGS[name], args), [(7,)]
+    needs_gradient = name == "--policy_loss" or (name == "--kl_estimator" and args.kl_in == "loss")
+    random = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)) - 3.0
+    if name == "--advantage":
+        argument, shapes = made_up_grades(args), [(2 * args.group_size,), (1, args.group_size)]
+    elif name == "--policy_loss":
+        argument = made_up_tokens(*random[:3], has_reference=args.kl_coef != 0)
+    else:
+        argument = random[3].requires_grad_()
     try:
-        found = function({"--advantage": graded, "--policy_loss": tokens, "--kl_estimator": x}[flag])
+        returned = function(argument)
     except Exception as error:  # noqa: BLE001  the user's code may raise anything
-        raise ValueError(f"{named} fails on a trial with random values: {type(error).__name__}: {error}") from None
-    values, metrics = (found.per_token, found.metrics) if isinstance(found, Loss) else (found, None)
-    check_returned(named, values, [(2 * size,), (1, size)] if flag == "--advantage" else [(7,)])
-    for name, metric in (metrics or {}).items():
-        check_returned(f"{named}, metric {name}:", metric, [(7,)])
+        raise ValueError(f"{written} fails on a trial with random values: {type(error).__name__}: {error}") from None
+    values, metrics = returned, {}
+    if isinstance(returned, Loss):
+        values, metrics = returned.per_token, returned.metrics or {}
+    check_returned(written, values, shapes)
+    for metric, metric_values in metrics.items():
+        check_returned(f"{written}, metric {metric}:", metric_values, shapes)
     if needs_gradient and not values.requires_grad:
-        raise ValueError(f"{named} returned values without a gradient; compute them from the log-probs it is named.")
-    return tuple(metrics or ())
+        raise ValueError(f"{written} returned values without a gradient; compute them from the log-probs it is named.")
+    return tuple(metrics)
+
+
+def made_up_tokens(logprobs: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor, has_reference: bool) -> Tokens:
+    """Two sequences of 4 and 3 tokens. The first is not trained: a loss must not drop what the mask leaves out."""
+    sequence_ids = torch.tensor([0, 0, 0, 0, 1, 1, 1])
+    return Tokens(
+        logprobs=logprobs.requires_grad_(), old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs,
+        advantages=sequence_ids - 0.5, mask=torch.arange(7) > 0, sequence_ids=sequence_ids,
+        entropies=rollout_logprobs.exp(), ref_logprobs=old_logprobs if has_reference else None,
+    )  # fmt: skip
+
+
+def made_up_grades(args: argparse.Namespace) -> Graded:
+    """One group, whose completions have two tokens each and the rewards 0, 1, 0, 1, ..."""
+    from grading.score import parse_reward  # takes seconds
+
+    rewards_PG = torch.arange(args.group_size)[None] % 2.0
+    parts = dict.fromkeys(parse_reward(args.reward), rewards_PG)
+    if ".py:" in args.reward or args.environment:  # with sub-scores, whose names are not known yet
+        parts = defaultdict(lambda: rewards_PG, parts)
+    mask_T = torch.ones(2 * args.group_size, dtype=torch.bool)
+    turn_fields = {}
+    if args.environment:
+        turn_fields = {"turn_rewards_PGK": rewards_PG[..., None], "turns_T": 0 * mask_T.long()}
+    return Graded(
+        rewards_PG=rewards_PG, returns_T=rewards_PG[0].repeat_interleave(2), mask_T=mask_T,
+        lengths_B=torch.full((args.group_size,), 2), parts=parts,
+        is_correct_PG=rewards_PG > 0, is_truncated_PG=rewards_PG > 0, **turn_fields,
+    )  # fmt: skip

@@ -25,6 +25,82 @@ continues from the last checkpoint."""
 FREE_TEXTS = ("system_prompt", "prompt_suffix", "stop_tokens")
 
 
+def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
+    """The flags of training. Defaults that depend on other flags are filled in."""
+    args = parser_of(GROUPS, DESCRIPTION, USAGE).parse_args(argv)
+    is_planned = args.dry_run or args.plan_gpus  # for GPUs
+    args.dtype = args.dtype or default_dtype(bool(is_planned) or args.param_dtype == "bfloat16")
+    if args.prompts_per_update is None:
+        args.prompts_per_update = args.prompts_per_step
+    if args.learning_rate is None:
+        args.learning_rate = 1e-5 if args.lora_rank else 1e-6  # "LoRA Without Regret"
+    if args.rollout_correction is None:
+        has_gap = most_lag(args) and args.old_logprobs == "trainer"
+        args.rollout_correction = "token_truncate" if has_gap else "none"
+    if args.quiet:
+        os.environ[OFF] = "1"
+    if args.replay:  # the command is that of a run, with one flag more
+        args.eval_every, args.eval_before_training, args.keep_best = 0, False, None
+    args.eval_max_completion_tokens = args.eval_max_completion_tokens or [args.max_completion_tokens]
+    return args
+
+
+def parser_of(groups: dict[str, list[Flag]], description: str, usage: str | None = None) -> argparse.ArgumentParser:
+    """The parser of a program with these flags. It ends the process with a sentence if they cannot be read."""
+    print_any_text()
+    parser = Parser(usage=usage, description=description, formatter_class=HelpFormatter, allow_abbrev=False)
+    parser._negative_number_matcher = re.compile(r"-[\d.]+(e[-+]?\d+)?$|-inf$|-nan$", re.IGNORECASE)  # also -1e-5
+    add_flags(parser, groups)
+    return parser
+
+
+def add_flags(parser: argparse.ArgumentParser, groups: dict[str, list[Flag]]) -> None:
+    for title, flags in groups.items():
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            if flag.type is bool:
+                group.add_argument(flag.name, action="store_true", help=flag.help)
+                continue
+            nargs = None
+            if flag.is_list:
+                nargs = "*" if flag.default == [] else "+"
+            group.add_argument(
+                flag.name, type=flag.type, default=flag.default, choices=flag.choices, nargs=nargs,
+                required=flag.is_required, help=flag.help,
+            )  # fmt: skip
+
+
+class Parser(argparse.ArgumentParser):
+    def parse_args(self, *given: list[str] | None) -> argparse.Namespace:
+        """The flags. A text that is empty, no UTF-8, or with a ~ that the shell has left, ends the process."""
+        args = super().parse_args(*given)
+        for name, value in vars(args).items():
+            for text in value if isinstance(value, list) else [value]:
+                if re.search("[\ud800-\udfff]", str(text)):  # as Python reads such bytes; Parquet takes no such name
+                    self.error(
+                        f"--{name} {text!r}: it has bytes that are no UTF-8; give the file or text another name."
+                    )
+                if name in FREE_TEXTS or not re.search(r"^\s*$|^~$|(^|,)~([a-z_][\w.-]*)?/", str(text)):
+                    continue
+                if "~" in text:
+                    advice = "the shell leaves a ~ after = and in quotes as it is; write $HOME."
+                else:
+                    advice = "give a value; is a variable not set?"
+                self.error(f"--{name} {text!r}: {advice}")
+        return args
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with exit status 2 and one sentence, which names the flag that was perhaps meant."""
+        unknown = re.match(r"unrecognized arguments: -+([^\s=]+)", message)
+        if unknown:
+            given = f"--{unknown[1].replace('-', '_')}"
+            for name in difflib.get_close_matches(given, self._option_string_actions, n=1):
+                message += f"; did you mean {name}?"
+        if not note_reason(message, "mistake") and os.environ.get("RANK", "0") == "0":
+            print(f"error: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
 class HelpFormatter(argparse.HelpFormatter):
     """Wide lines, the type in the place of the value, the algorithm's choices from `grpo.py`, and the defaults."""
 
@@ -39,74 +115,13 @@ class HelpFormatter(argparse.HelpFormatter):
 
         text, name = action.help, action.option_strings[0]
         if name in CHOICES:
-            words = [f"{choice} = {summary(function)}" for choice, function in CHOICES[name].items()]
-            text = f"{text} {'; '.join(words + ['or FILE.py:FUNCTION'] * (name in OWN))}".replace("%", "%%")
-        has_default = action.default not in (None, [], "") and action.nargs != 0 and not action.required
-        return f"{text} (default: %(default)s)" if has_default else text
-
-
-class Parser(argparse.ArgumentParser):
-    def parse_args(self, *given: list[str] | None) -> argparse.Namespace:
-        """The flags. A text that is empty, no UTF-8, or with a ~ that the shell has left, ends the process."""
-        args = super().parse_args(*given)
-        for name, value in vars(args).items():
-            for text in value if isinstance(value, list) else [value]:
-                if name not in FREE_TEXTS and re.search(r"^\s*$|^~$|(^|,)~([a-z_][\w.-]*)?/", str(text)):
-                    tilde = "the shell leaves a ~ after = and in quotes as it is; write $HOME."
-                    self.error(f"--{name} {text!r}: {tilde if '~' in text else 'give a value; is a variable not set?'}")
-                if re.search("[\ud800-\udfff]", str(text)):  # as Python reads such bytes; Parquet takes no such name
-                    self.error(
-                        f"--{name} {text!r}: it has bytes that are no UTF-8; give the file or text another name."
-                    )
-        return args
-
-    def error(self, message: str) -> NoReturn:
-        """Ends the process with exit status 2 and one sentence, which names the flag that was perhaps meant."""
-        if unknown := re.match(r"unrecognized arguments: -+([^\s=]+)", message):
-            given = f"--{unknown[1].replace('-', '_')}"
-            known = difflib.get_close_matches(given, self._option_string_actions, 1)
-            message += "".join(f"; did you mean {name}?" for name in known)
-        if not note_reason(message, "mistake") and os.environ.get("RANK", "0") == "0":
-            print(f"error: {message}", file=sys.stderr)
-        sys.exit(2)
-
-
-def add_flags(parser: argparse.ArgumentParser, groups: dict[str, list[Flag]]) -> None:
-    for title, group in groups.items():
-        add = parser.add_argument_group(title).add_argument
-        for each in group:
-            if each.default is False:
-                add(each.name, action="store_true", help=each.help)
-                continue
-            options = {"type": each.type, "default": each.value, "choices": each.choices, "help": each.help}
-            if each.is_list or isinstance(each.default, list):
-                options["nargs"] = "*" if each.value == [] else "+"
-            add(each.name, required=each.is_required, **options)
-
-
-def parser_of(groups: dict[str, list[Flag]], description: str, usage: str | None = None) -> argparse.ArgumentParser:
-    """The parser of a program with these flags. It ends the process with a sentence if they cannot be read."""
-    print_any_text()
-    parser = Parser(usage=usage, description=description, formatter_class=HelpFormatter, allow_abbrev=False)
-    parser._negative_number_matcher = re.compile(r"-[\d.]+(e[-+]?\d+)?$|-inf$|-nan$", re.IGNORECASE)  # also -1e-5
-    add_flags(parser, groups)
-    return parser
-
-
-def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
-    args = parser_of(GROUPS, DESCRIPTION, USAGE).parse_args(argv)
-    args.dtype = args.dtype or default_dtype(bool(args.dry_run or args.plan_gpus) or args.param_dtype == "bfloat16")
-    args.prompts_per_update = args.prompts_per_step if args.prompts_per_update is None else args.prompts_per_update
-    if args.learning_rate is None:
-        args.learning_rate = 1e-5 if args.lora_rank else 1e-6  # "LoRA Without Regret"
-    if args.rollout_correction is None:
-        args.rollout_correction = "token_truncate" if most_lag(args) and args.old_logprobs == "trainer" else "none"
-    if args.quiet:
-        os.environ[OFF] = "1"
-    if args.replay:  # the command is that of a run, with one flag more
-        args.eval_every, args.eval_before_training, args.keep_best = 0, False, None
-    args.eval_max_completion_tokens = args.eval_max_completion_tokens or [args.max_completion_tokens]
-    return args
+            choices = [f"{choice} = {summary(function)}" for choice, function in CHOICES[name].items()]
+            if name in OWN:
+                choices.append("or FILE.py:FUNCTION")
+            text = f"{text} {'; '.join(choices)}".replace("%", "%%")
+        if action.default in (None, [], "") or action.nargs == 0:  # nothing to say, or a switch
+            return text
+        return f"{text} (default: %(default)s)"
 
 
 def exit_with_error(error: Exception) -> NoReturn:

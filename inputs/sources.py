@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,6 +27,47 @@ if TYPE_CHECKING:
     from pyarrow import DataType, Schema
 
 
+class Record(NamedTuple):
+    """A row as it was read."""
+
+    where: str  # "train.jsonl, line 17", counted from 1; "hiyouga/math12k@train, row 17", from 0 as `datasets` counts
+    columns: dict[str, object]
+    folder: Path  # where the relative paths of images start
+
+
+def read_records(source: str, seed: int, is_shuffled: bool = True) -> list[Record]:
+    """The rows in their order; with #ROWS in that of drawing, unless an epoch is to keep theirs."""
+    what, split, count = parse_source(source)
+    check_source(source, what)
+    splits = _load_splits(source, what, split)
+    split = split or ("train" if len(splits) > 1 else next(iter(splits)))
+    if split not in splits:
+        raise ValueError(f"data {source!r}: no split {split!r} (@SPLIT), but {', '.join(splits)}; choose one of them.")
+    rows = splits[split]
+    if isinstance(rows, list):
+        rows = [record for file in map(Path, rows) for record in READERS[file.suffix.lower()](file)]
+    if len(rows) < (count or 1):
+        raise ValueError(f"data {source!r} holds {len(rows) or 'no'} rows; needed are at least {count or 1}.")
+    indices = np.arange(len(rows))
+    if count is not None:  # from another stream than any epoch's, [seed, epoch]
+        indices = np.random.default_rng([seed, 0, 0, 1]).permutation(indices)[:count]
+        if not is_shuffled:
+            indices.sort()
+    if isinstance(rows, list):
+        return [rows[i] for i in indices]
+    path = Path(what)
+    folder = path if path.is_dir() else path.parent
+    drawn = rows.select(indices)
+    records = []
+    for i, columns in zip(indices, drawn.to_list(), strict=True):  # images stay encoded
+        columns = exact_floats(columns, drawn.data.schema)
+        records.append(Record(f"{what}@{split}, row {i}", columns, folder))
+    return records
+
+
+# Sources --------------------------------------------------------------------------------------------------------------
+
+
 def parse_source(source: str) -> tuple[str, str | None, int | None]:
     """(WHAT, SPLIT, ROWS) of WHAT[@SPLIT][#ROWS]. A path that exists is taken literally."""
     what, split, count = source, None, None
@@ -36,17 +78,160 @@ def parse_source(source: str) -> tuple[str, str | None, int | None]:
     return what, split, count
 
 
-class Record(NamedTuple):
-    """A row as it was read."""
+def name_of_source(source: str) -> str:
+    """`math500` for x/math500.jsonl, `gsm8k_test` for openai/gsm8k/main@test#100: the <set> in eval/<set>/..."""
+    what, split, _ = parse_source(source)
+    path = Path(what)
+    is_file = path.suffix.lower() in FILE_ENDINGS
+    if what.count("/") == 2 and HUB_ID.fullmatch(what) and not is_file and not path.exists():
+        path = path.parent  # the configuration says nothing without the name
+    name = path.stem if is_file else path.name
+    return f"{name}_{split}" if split else name
 
-    where: str  # "train.jsonl, line 17", counted from 1; "hiyouga/math12k@train, row 17", from 0 as `datasets` counts
-    columns: dict[str, object]
-    folder: Path  # where the relative paths of images start
+
+def check_source(source: str, what: str) -> None:
+    """Raises ValueError or FileNotFoundError for a source that is not there, or of a kind that is not read."""
+    path, ending = Path(what), Path(what).suffix.lower()
+    kinds = f"a file ({', '.join(READERS)}, .parquet), a folder of them, or a data set on the hub (owner/name)"
+    if not path.exists():
+        is_below_folder = "/" in what and path.parent.is_dir()
+        if not HUB_ID.fullmatch(what) or ending in FILE_ENDINGS or is_below_folder:
+            raise FileNotFoundError(
+                f"data {source!r}: {what} does not exist (looked in {Path.cwd()}); "
+                f"needed is WHAT[@SPLIT][#ROWS], ROWS 1 or more, where WHAT is {kinds}."
+            )
+    elif not path.is_dir() and ending not in (".xlsx", ".npz"):  # zip archives that stay packed
+        check_content(path)
+    if path.is_file() and ending not in READERS and ending != ".parquet":
+        raise ValueError(f"data {source!r}: a file of this kind is not read; needed is {kinds}.")
 
 
-PACKED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\0": "xz", b"BZh": "bzip2"}
+def _load_splits(source: str, what: str, split: str | None) -> dict[str, Dataset | list[str]]:
+    """The rows of each split, or of the split asked for: a Dataset, or files for READERS. Raises ValueError."""
+    path = Path(what)
+    if path.is_file() and path.suffix.lower() in READERS:
+        return {"train": [what]}
+    import datasets
+    from huggingface_hub import errors
+    from pyarrow import ArrowException
+    from yaml import YAMLError  # a README with broken settings
+
+    if os.environ.get(OFF) or not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    full = str(path.resolve())  # because names such as json and parquet are readers of `datasets`
+    mistakes = (
+        OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, ArrowException, YAMLError,
+        errors.HTTPError, IndexError,  # the last for a saved split without rows
+    )  # fmt: skip
+    try:
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():  # of save_to_disk
+            loaded = datasets.load_from_disk(full)
+            split = "train"
+        elif path.is_dir():
+            if not any(endings(file) & TABLES for file in path.rglob("*")):
+                raise ValueError(f"the folder does not contain any data files ({', '.join(sorted(TABLES))})")
+            data_files = datasets.load_dataset_builder(full).config.data_files
+            files = [Path(file) for file in chain.from_iterable(data_files.values())]
+            check_folder(path, files)
+            if all(file.suffix.lower() in READERS for file in files):
+                return {str(key): names for key, names in data_files.items()}
+            for file in files:  # also `train.jsonl.gz`: `datasets` would unpack it, and guess its types
+                if endings(file) & {*READERS, ".parquet"}:
+                    check_content(file)
+            loaded = datasets.load_dataset(full, split=split)
+        elif path.is_file():
+            loaded = datasets.load_dataset("parquet", data_files=glob.escape(full), split=split)
+        else:
+            datasets.config.HF_HUB_OFFLINE = not has_hub()
+            loaded = datasets.load_dataset(*HUB_ID.fullmatch(what).groups(), split=split)
+    except mistakes as error:
+        reason = " ".join(str(error.__cause__ or error).split())[:500]
+        if not path.exists():
+            reason += f" (or: hf download --repo-type dataset {what} --local-dir FOLDER, and name that folder)"
+        raise ValueError(f"data {source!r} cannot be loaded: {reason}") from None
+    return loaded if isinstance(loaded, dict) else {split: loaded}
+
+
+def endings(file: Path) -> set[str]:
+    """All endings of the name: {".jsonl", ".gz"}."""
+    return {suffix.lower() for suffix in file.suffixes}
+
+
+def check_folder(path: Path, read: list[Path]) -> None:
+    """Raises ValueError if the folder holds more data than the files that `datasets` would read.
+
+    As soon as one file has a split in its name, such as `train`, it leaves out those that have none. A README with
+    `data_files` says what belongs together.
+    """
+    readme = path / "README.md"
+    if readme.is_file() and "data_files:" in readme.read_text("utf-8", "replace"):
+        return
+    known = {file.resolve() for file in read}
+    left_out = []
+    for file in sorted(path.rglob("*")):
+        is_data = file.suffix.lower() in (*READERS, ".parquet", ".arrow") and file.name not in ABOUT_DATA
+        if is_data and file.resolve() not in known:
+            left_out.append(str(file.relative_to(path)))
+    if left_out:
+        raise ValueError(
+            f"folder {path}: {len(read)} of its files would be read ({read[0].name}), "
+            f"others not ({', '.join(left_out[:3])}); "
+            "name the file or the folder that you mean, or move the others away."
+        )
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+def read_json_file(path: Path) -> list[Record]:
+    """The rows of a .jsonl file (an object per line) or a .json file (also an array, or one object).
+
+    Raises ValueError with file and line. `datasets` does not read these files: it guesses one type per column, so ISO
+    dates become timestamps and 1 beside 2.5 becomes 1.0 (no completion equals that), and its errors name no line.
+    """
+    is_json = path.suffix.lower() == ".json"
+    form = "an array of objects, one object, or one object per line" if is_json else "one JSON object per line"
+
+    def parse(where: str, text: bytes) -> object:
+        try:
+            return json.loads(text.decode())
+        except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, too deeply nested
+            hint, encoding = "cut off?", ""
+            if b"\0" in text:
+                encoding = "UTF-16"
+            elif isinstance(error, UnicodeDecodeError):
+                encoding = "GB18030"
+            if encoding:
+                hint = f"{encoding}? iconv -f {encoding} -t UTF-8 {path} > NEW_FILE"
+            raise ValueError(f"{where}: not valid JSON ({error}); {hint} The file must be {form}, in UTF-8.") from None
+
+    check_content(path)
+    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # UTF-8's byte order mark, which Windows writes
+    name = str(path).encode(errors="backslashreplace").decode()  # in a folder one may have bytes that are no UTF-8
+    lines = [(f"{name}, line {i}", line) for i, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
+    if is_json and lines and not re.fullmatch(rb"\s*\{.*\}\s*", lines[0][1]):
+        value = parse(str(path), content)
+        rows = value if isinstance(value, list) else [value]
+        values = [(f"{name}, row {i}", row) for i, row in enumerate(rows)]
+    else:
+        values = [(where, parse(where, line)) for where, line in lines]
+    for where, value in values:
+        if not isinstance(value, dict):
+            raise ValueError(f"{where}: expected a JSON object, found {type(value).__name__}; the file must be {form}.")
+    return [Record(where, value, path.parent) for where, value in values]
+
+
+ABOUT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # files of `datasets`
+READERS: dict[str, Callable[[Path], list[Record]]] = {".jsonl": read_json_file, ".json": read_json_file}
+TABLES = {*READERS, ".parquet", ".arrow", ".csv", ".tsv", ".txt"}  # what is read in a folder
+OTHERS = ".md .yaml .yml .py .pkl .npy .npz .xlsx .gz .zip .zst .xz .bz2 .tar"
+FILE_ENDINGS = TABLES | {*OTHERS.split()}  # what ends like this is no data set on the hub
+HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?:/([\w.-]+))?")  # data set, configuration
 CONTENTS = {  # first bytes -> what a file is that has them, whatever its name says, and what to do
-    **{mark: f"compressed; unpack it: {program} -dc < {{path}} > NEW_FILE" for mark, program in PACKED.items()},
+    b"\x1f\x8b": "compressed; unpack it: gzip -dc < {path} > NEW_FILE",
+    b"\x28\xb5\x2f\xfd": "compressed; unpack it: zstd -dc < {path} > NEW_FILE",
+    b"\xfd7zXZ\0": "compressed; unpack it: xz -dc < {path} > NEW_FILE",
+    b"BZh": "compressed; unpack it: bzip2 -dc < {path} > NEW_FILE",
     b"PK\3\4": "a zip archive; unpack it: unzip {path}",
     b"PAR1": "a Parquet file; give it a name that ends in .parquet",
     b"version https://git-lfs": "a pointer of Git LFS in place of the file; fetch that: git lfs pull",
@@ -64,150 +249,9 @@ def check_content(path: Path) -> None:
     except OSError as error:
         raise ValueError(f"data file {path} cannot be read: {error.strerror}.") from None
     for mark, what in CONTENTS.items():
-        if start.startswith(mark) and not (mark == b"PAR1" and path.suffix.lower() == ".parquet"):
+        is_parquet = mark == b"PAR1" and path.suffix.lower() == ".parquet"
+        if start.startswith(mark) and not is_parquet:
             raise ValueError(f"{path} is {what.format(path=path)}.")
-
-
-def check_folder(path: Path, read: list[Path]) -> None:
-    """Raises ValueError if the folder holds more data than the files that `datasets` would read.
-
-    As soon as one file has a split in its name, such as `train`, it leaves out those that have none. A README with
-    `data_files` says what belongs together.
-    """
-    if (readme := path / "README.md").is_file() and "data_files:" in readme.read_text("utf-8", "replace"):
-        return
-    files = [file for file in path.rglob("*") if file.suffix.lower() in (*READERS, ".parquet", ".arrow")]
-    known = {file.resolve() for file in read}
-    others = [file for file in sorted(files) if file.resolve() not in known and file.name not in ABOUT_DATA]
-    if others:
-        listed = ", ".join(str(file.relative_to(path)) for file in others[:3])
-        wrong = f"folder {path}: {len(read)} of its files would be read ({read[0].name}), others not ({listed})"
-        raise ValueError(f"{wrong}; name the file or the folder that you mean, or move the others away.")
-
-
-def read_json_file(path: Path) -> list[Record]:
-    """The rows of a .jsonl file (an object per line) or a .json file (also an array, or one object).
-
-    Raises ValueError with file and line. `datasets` does not read these files: it guesses one type per column, so ISO
-    dates become timestamps and 1 beside 2.5 becomes 1.0 (no completion equals that), and its errors name no line.
-    """
-    is_json = path.suffix.lower() == ".json"
-    form = "an array of objects, one object, or one object per line" if is_json else "one JSON object per line"
-
-    def parse(where: str, text: bytes) -> object:
-        try:
-            return json.loads(text.decode())
-        except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, too deeply nested
-            others = "UTF-16" if b"\0" in text else "GB18030" if isinstance(error, UnicodeDecodeError) else ""
-            hint = f"{others}? iconv -f {others} -t UTF-8 {path} > NEW_FILE" if others else "cut off?"
-            raise ValueError(f"{where}: not valid JSON ({error}); {hint} The file must be {form}, in UTF-8.") from None
-
-    check_content(path)
-    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # UTF-8's byte order mark, which Windows writes
-    name = str(path).encode(errors="backslashreplace").decode()  # in a folder one may have bytes that are no UTF-8
-    lines = [(f"{name}, line {i}", line) for i, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
-    if is_json and lines and not re.fullmatch(rb"\s*\{.*\}\s*", lines[0][1]):
-        whole = parse(str(path), content)
-        values = [(f"{name}, row {i}", value) for i, value in enumerate(whole if isinstance(whole, list) else [whole])]
-    else:
-        values = [(where, parse(where, line)) for where, line in lines]
-    for where, value in values:
-        if not isinstance(value, dict):
-            raise ValueError(f"{where}: expected a JSON object, found {type(value).__name__}; the file must be {form}.")
-    return [Record(where, value, path.parent) for where, value in values]
-
-
-ABOUT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # of `datasets`
-READERS: dict[str, Callable[[Path], list[Record]]] = {".jsonl": read_json_file, ".json": read_json_file}
-TABLES = {*READERS, ".parquet", ".arrow", ".csv", ".tsv", ".txt"}  # what is read in a folder
-OTHERS = ".md .yaml .yml .py .pkl .npy .npz .xlsx .gz .zip .zst .xz .bz2 .tar"
-FILE_ENDINGS = TABLES | {*OTHERS.split()}  # what ends like this is no data set on the hub
-HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?:/([\w.-]+))?")  # data set, configuration
-
-
-def name_of_source(source: str) -> str:
-    """`math500` for x/math500.jsonl, `gsm8k_test` for openai/gsm8k/main@test#100: the <set> in eval/<set>/..."""
-    what, split, _ = parse_source(source)
-    path, is_file = Path(what), Path(what).suffix.lower() in FILE_ENDINGS
-    if what.count("/") == 2 and HUB_ID.fullmatch(what) and not is_file and not path.exists():
-        path = path.parent  # the configuration says nothing without the name
-    return (path.stem if is_file else path.name) + (f"_{split}" if split else "")
-
-
-def _open(source: str, what: str, split: str | None) -> dict[str, Dataset | list[str]]:
-    """The rows of each split, or of the split asked for: a Dataset, or files for READERS. Raises ValueError."""
-    path = Path(what)
-    if path.is_file() and path.suffix.lower() in READERS:
-        return {"train": [what]}
-    import datasets
-    from huggingface_hub import errors
-    from pyarrow import ArrowException
-    from yaml import YAMLError  # a README with broken settings
-
-    if os.environ.get(OFF) or not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-    full = str(path.resolve())  # because names such as json and parquet are readers of `datasets`
-    mistakes = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError, ArrowException, YAMLError)
-    mistakes += (errors.HTTPError, IndexError)  # the last of a saved split without rows
-    try:
-        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():  # of save_to_disk
-            loaded = datasets.load_from_disk(full)
-            return loaded if isinstance(loaded, dict) else {"train": loaded}
-        if path.is_dir():
-            if not any(TABLES & {suffix.lower() for suffix in file.suffixes} for file in path.rglob("*")):
-                raise ValueError(f"the folder does not contain any data files ({', '.join(sorted(TABLES))})")
-            files = {str(key): names for key, names in datasets.load_dataset_builder(full).config.data_files.items()}
-            local = [file for names in files.values() for file in map(Path, names)]
-            check_folder(path, local)
-            if all(file.suffix.lower() in READERS for file in local):
-                return files
-            for file in local:  # also `train.jsonl.gz`: `datasets` would unpack it, and guess its types
-                if {*READERS, ".parquet"} & {suffix.lower() for suffix in file.suffixes}:
-                    check_content(file)
-            loaded = datasets.load_dataset(full, split=split)
-        elif path.is_file():
-            loaded = datasets.load_dataset("parquet", data_files=glob.escape(full), split=split)
-        else:
-            datasets.config.HF_HUB_OFFLINE = not has_hub()
-            loaded = datasets.load_dataset(*HUB_ID.fullmatch(what).groups(), split=split)
-    except mistakes as error:
-        advice = f" (or: hf download --repo-type dataset {what} --local-dir FOLDER, and name that folder)"
-        reason = " ".join(str(error.__cause__ or error).split())[:500] + ("" if path.exists() else advice)
-        raise ValueError(f"data {source!r} cannot be loaded: {reason}") from None
-    return loaded if isinstance(loaded, dict) else {split: loaded}
-
-
-def read_records(source: str, seed: int, is_shuffled: bool = True) -> list[Record]:
-    """The rows in their order; with #ROWS in that of drawing, unless an epoch is to keep theirs."""
-    what, split, count = parse_source(source)
-    path, ending, given = Path(what), Path(what).suffix.lower(), f"data {source!r}"
-    kinds = f"a file ({', '.join(READERS)}, .parquet), a folder of them, or a data set on the hub (owner/name)"
-    is_on_hub = HUB_ID.fullmatch(what) and ending not in FILE_ENDINGS and not ("/" in what and path.parent.is_dir())
-    if not path.exists() and not is_on_hub:
-        absent = f"{what} does not exist (looked in {Path.cwd()}); needed is WHAT[@SPLIT][#ROWS], ROWS 1 or more"
-        raise FileNotFoundError(f"{given}: {absent}, where WHAT is {kinds}.")
-    if path.exists() and not path.is_dir() and ending not in (".xlsx", ".npz"):  # zip archives that stay packed
-        check_content(path)
-    if path.is_file() and ending not in READERS and ending != ".parquet":
-        raise ValueError(f"{given}: a file of this kind is not read; needed is {kinds}.")
-    splits = _open(source, what, split)
-    split = split or ("train" if len(splits) > 1 else next(iter(splits)))
-    if split not in splits:
-        raise ValueError(f"{given}: no split {split!r} (@SPLIT), but {', '.join(splits)}; choose one of them.")
-    rows = splits[split]
-    if isinstance(rows, list):
-        rows = [record for file in map(Path, rows) for record in READERS[file.suffix.lower()](file)]
-    if len(rows) < (count or 1):
-        raise ValueError(f"{given} holds {len(rows) or 'no'} rows; needed are at least {count or 1}.")
-    indices = np.arange(len(rows))
-    if count is not None:  # from another stream than any epoch's, [seed, epoch]
-        indices = np.random.default_rng([seed, 0, 0, 1]).permutation(indices)[:count]
-        indices = indices if is_shuffled else np.sort(indices)
-    if isinstance(rows, list):
-        return [rows[i] for i in indices]
-    folder, drawn = path if path.is_dir() else path.parent, rows.select(indices)
-    values = [exact_floats(columns, drawn.data.schema) for columns in drawn.to_list()]  # images stay encoded
-    return [Record(f"{what}@{split}, row {i}", columns, folder) for i, columns in zip(indices, values, strict=True)]
 
 
 def exact_floats(value: object, kind: DataType | Schema) -> object:
@@ -229,6 +273,8 @@ def read_system_prompt(text: str | None) -> str | None:
         return Path(text).read_text(encoding="utf-8-sig").rstrip("\r\n")
     except (OSError, UnicodeDecodeError) as error:
         if isinstance(error, UnicodeDecodeError) or re.search(r"\.(txt|md)$|^\S*/\S*$", text):
-            wrong = f"--system_prompt {text!r}: no such file, or it cannot be read as UTF-8 text"
-            raise ValueError(f"{wrong}. If this is the text itself, put a space at its end.") from None
+            raise ValueError(
+                f"--system_prompt {text!r}: no such file, or it cannot be read as UTF-8 text. "
+                "If this is the text itself, put a space at its end."
+            ) from None
     return text

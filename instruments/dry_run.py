@@ -14,7 +14,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
-from flags import EngineSettings, Lora, Memory, PromptFormat, Saving, make_plan, take
+from flags import EngineSettings, Lora, Memory, PromptFormat, Saving, make_plan
 from fsdp_utils import is_main_process
 from inputs.checks import check_flags, launched_world_size
 from inputs.choices import algorithm_of
@@ -78,8 +78,8 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     check_flags(args, gpus)
     limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     check_config(args.model, config, limits, args.tensor_parallel_size)
-    check_images(args.model, config, take(PromptFormat, args))
-    model, lora = shape_of(config, args.model), take(Lora, args)
+    check_images(args.model, config, PromptFormat.from_flags(args))
+    model, lora = shape_of(config, args.model), Lora.from_flags(args)
     if lora.lora_rank:
         check_lora(model_of_shapes(args.model, config), lora)
     algorithm_of(args)  # raises for choices that do not exist, or flags without effect
@@ -90,14 +90,14 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     plan = make_plan(args, args.prompts_per_step if num_rows is None else num_rows)
     has_kl = args.kl_coef != 0
     needs_first = args.num_iterations > 1 or (has_kl and args.kl_in == "reward") or lora.lora_dropout > 0
-    run = take(
-        RunShape, args, num_rows=num_rows, has_kl=has_kl, over_vocabulary=args.kl_over == "vocabulary",
+    run = RunShape.from_flags(
+        args, num_rows=num_rows, has_kl=has_kl, over_vocabulary=args.kl_over == "vocabulary",
         mean_prompt_tokens=mean_tokens("prompt", args.plan_prompt_tokens, args.max_prompt_tokens),
         mean_completion_tokens=mean_tokens("completion", args.plan_completion_tokens, args.max_completion_tokens),
         needs_first_logprobs=needs_first,
-        num_checkpoints=most_checkpoints(take(Saving, args), min(plan.total_steps, args.stop_after or math.inf)),
+        num_checkpoints=most_checkpoints(Saving.from_flags(args), min(plan.total_steps, args.stop_after or math.inf)),
     )  # fmt: skip
-    engine = take(EngineSettings, args, max_model_len=sum(limits))
+    engine = EngineSettings.from_flags(args, max_model_len=sum(limits))
     of_servers = len(args.generation_gpus) or max(1, len(args.server_urls)) * args.tensor_parallel_size
     gpu_memory, flops, memory_speed, link_speed, host_speed = gpu_figures(args.plan_gpu)
     hardware = Hardware(
@@ -109,7 +109,7 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     )  # fmt: skip
     other = args.reference if args.reference != args.model else None
     teacher = shape_of(config_of(other), other) if other and has_kl else None
-    return Setup(model, take(Memory, args), lora, engine, plan, run, hardware, teacher)
+    return Setup(model, Memory.from_flags(args), lora, engine, plan, run, hardware, teacher)
 
 
 def mean_tokens(kind: str, mean: float | None, limit: int) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 from transformers import PretrainedConfig
 
-from flags import EngineSettings, Lora, Memory, Plan
+from flags import EngineSettings, Lora, Memory, Plan, Settings
 from model.sizes import head_dim
 from model.vision import tower_of
 from model.weights import model_of_shapes
@@ -71,8 +71,7 @@ def num_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-@dataclass(frozen=True)
-class RunShape:
+class RunShape(Settings, kw_only=True):
     """What the flags say of a step, beside `Plan`, `Memory` and `EngineSettings`."""
 
     num_rows: int | None  # usable training rows; None: not known

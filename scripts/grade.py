@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from flags import FLAGS as OF_TRAINING
-from flags import GROUPS, INF, Grading, flag, take
+from flags import GROUPS, INF, Grading, flag
 from grading import Case, Grade, key_text
 from grading.own import EXTRAS
 from inputs.checks import check_ranges
@@ -27,10 +27,11 @@ from runtime.files import whole
 
 # fmt: off
 FILES = [
-    flag("--input", str, "a .jsonl file, one JSON object per line; or a .json file, an array of objects",
+    flag("--input", None, "a .jsonl file, one JSON object per line; or a .json file, an array of objects",
          is_required=True),
-    flag("--output", str, "the graded rows, one per line; written at the end, replaced if it exists", is_required=True),
-    flag("--max_completion_tokens", int, "reward `length`: for rows without max_tokens", (1, INF)),
+    flag("--output", None, "the graded rows, one per line; written at the end, replaced if it exists",
+         is_required=True),
+    flag("--max_completion_tokens", None, "reward `length`: for rows without max_tokens", (1, INF), type=int),
     flag("--group_size", 1, "consecutive rows that are completions of one prompt, for a reward that compares them",
          (1, INF)),
     OF_TRAINING["--list_answers"],
@@ -91,7 +92,7 @@ def main() -> None:
         check_ranges(args, FLAGS)
         rows, cases = read_cases(args.input, args.max_completion_tokens, args.list_answers)
         check_output(Path(args.output), Path(args.input))
-        grading = take(Grading, args)
+        grading = Grading.from_flags(args)
         grader = Grader(grading, workers_per_engine(grading))
         check_needs(grader, len(rows), args.group_size)
     except (ValueError, OSError, RuntimeError) as error:

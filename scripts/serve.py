@@ -25,10 +25,11 @@ from servers.start import server_command, server_environment
 
 # fmt: off
 FLAGS = {"server": [
-    flag("--model", str, "the run's --model; its weights are not read", is_required=True),
-    flag("--max_model_len", int, "the run's --max_prompt_tokens + its longest completion", (1, INF), is_required=True),
-    flag("--dtype", str, "the run's --dtype, which has the same default", choices=DTYPES),
-    flag("--head_dtype", str, "the run's --head_dtype; leave it out if the run does", choices=DTYPES),
+    flag("--model", None, "the run's --model; its weights are not read", is_required=True),
+    flag("--max_model_len", None, "the run's --max_prompt_tokens + its longest completion", (1, INF),
+         is_required=True, type=int),
+    flag("--dtype", None, "the run's --dtype, which has the same default", choices=DTYPES),
+    flag("--head_dtype", None, "the run's --head_dtype; leave it out if the run does", choices=DTYPES),
     flag("--tensor_parallel_size", 1, "GPUs that share the model", (1, INF)),
     flag("--enforce_eager", False, "no CUDA graphs: the server starts faster and samples slower"),
     flag("--gpu_memory_utilization", 0.9, "share of a GPU's memory that the server takes", (0.01, 1)),

@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from batch import Row
 from data import PromptData, describe_template
 from flags import FLAGS as OF_TRAINING
-from flags import GROUPS, INF, Grading, PromptFormat, Turning, flag, take
+from flags import GROUPS, INF, Grading, PromptFormat, Turning, flag
 from grading.episode import Turn, columns_for
-from inputs.checks import all_given, check_ranges, of_turns
+from inputs.checks import check_ranges, check_turns
 from inputs.command_line import parser_of
 from inputs.sources import read_system_prompt
 from model.vision import load_processor
@@ -29,8 +29,8 @@ from turns import Turns
 
 # fmt: off
 DATA = [
-    flag("--data", str, "sources, each WHAT[@SPLIT][#ROWS]", is_list=True, is_required=True),
-    flag("--model", str, "model with the tokenizer: folder or hub id", is_required=True),
+    flag("--data", None, "sources, each WHAT[@SPLIT][#ROWS]", is_list=True, is_required=True),
+    flag("--model", None, "model with the tokenizer: folder or hub id", is_required=True),
     OF_TRAINING["--seed"],
     OF_TRAINING["--reward_timeout"],
     flag("--show", 2, "number of prompts to show of each source", (0, INF)),
@@ -66,14 +66,14 @@ def main() -> None:
         config = None  # a folder with a tokenizer alone is enough to look at texts
     try:
         check_ranges(args, FLAGS)
-        for sentence in of_turns(args, all_given(args)):
-            raise ValueError(sentence)
-        prompt_format = take(PromptFormat, args, system_prompt=read_system_prompt(args.system_prompt))
+        check_turns(args)
+        prompt_format = PromptFormat.from_flags(args, system_prompt=read_system_prompt(args.system_prompt))
         tokenizer, vision = load_processor(args.model, config, prompt_format)
         parts = [PromptData.load(source, prompt_format, tokenizer, args.seed, vision) for source in args.data]
         turns = None
         if args.environment or args.tools:
-            turns = Turns(take(Turning, args), Grading(reward_timeout=args.reward_timeout), prompt_format, tokenizer, 1)
+            grading = Grading(reward_timeout=args.reward_timeout)
+            turns = Turns(Turning.from_flags(args), grading, prompt_format, tokenizer, 1)
     except (ValueError, OSError) as error:
         sys.exit("error: " + " ".join(str(error).split()))
     for data in parts:

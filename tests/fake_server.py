@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from aiohttp import web
 
-from flags import Sampling, take
+from flags import Sampling
 from helpers import flags, make_grade, make_row
 from policy import Policy
 from sampling import Draws, Sampler
@@ -196,4 +196,5 @@ def sampler_over(engine, **changes) -> Sampler:
         indices_from=lambda start, count, _: np.arange(start, start + count),
     )
     run = SimpleNamespace(phase=lambda _: nullcontext(), reward_failures=lambda *_: None)
-    return Sampler(engine, StubGrader(), data, take(Draws, args), take(Sampling, args, num_samples=2, top_p=1.0), run)
+    sampling = Sampling.from_flags(args, num_samples=2, top_p=1.0)
+    return Sampler(engine, StubGrader(), data, Draws.from_flags(args), sampling, run)

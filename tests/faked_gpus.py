@@ -99,7 +99,7 @@ def main(kind: str, engines: str, output: str) -> None:
     import vllm.envs
 
     from engine.options import Demand, engine_options
-    from flags import EngineSettings, take
+    from flags import EngineSettings
     from fsdp_utils import World
     from inputs.command_line import parse_flags
     from rollout import largest_share
@@ -110,7 +110,7 @@ def main(kind: str, engines: str, output: str) -> None:
         args = parse_flags(engine["flags"])
         world = World(0, engine["ranks"], args.tensor_parallel_size, torch.device("cuda"))
         limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
-        settings = take(EngineSettings, args, max_model_len=sum(limits))
+        settings = EngineSettings.from_flags(args, max_model_len=sum(limits))
         vision = SimpleNamespace(size={"shortest_edge": 3136, "longest_edge": args.max_pixels})
         sequences = largest_share([(args.prompts_per_step, args.group_size)], world)
         demand = Demand(sequences, 1, vision) if args.image_column else Demand(sequences)

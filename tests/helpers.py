@@ -21,7 +21,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from batch import Rollout, Update
-from flags import AdamW, Lora, Memory, UpdateStep, make_plan, take
+from flags import AdamW, Lora, Memory, UpdateStep, make_plan
 from forked import ENVIRONMENT, ROOT, run_ranks
 from fsdp_utils import World, gather_from_ranks
 from inputs.choices import algorithm_of
@@ -151,7 +151,7 @@ def command_line(values: dict[str, object]) -> list[str]:
 
 def build(args: argparse.Namespace, world: World) -> tuple[Policy, Policy | None, torch.optim.Optimizer]:
     """What a run with these flags trains."""
-    objects = (take(Memory, args), take(Lora, args), take(AdamW, args))
+    objects = (Memory.from_flags(args), Lora.from_flags(args), AdamW.from_flags(args))
     reference = (args.reference or args.model) if args.kl_coef else None
     return build_policy(args.model, *objects, reference, args.seed, world)
 
@@ -159,7 +159,7 @@ def build(args: argparse.Namespace, world: World) -> tuple[Policy, Policy | None
 def whole_update(rollout: Rollout, args: argparse.Namespace, policy: Policy, world: World) -> Update:
     """The whole rollout as one update, with the advantages that it comes with."""
     plan = replace(make_plan(args, args.prompts_per_step), completions_per_step=len(rollout.rows))
-    (update,) = pack_updates(rollout, plan, algorithm_of(args), take(Memory, args), policy, world)
+    (update,) = pack_updates(rollout, plan, algorithm_of(args), Memory.from_flags(args), policy, world)
     return replace(update, batches=[with_advantages(rollout, batch) for batch in update.batches])
 
 
@@ -169,7 +169,7 @@ def train_once(
 ) -> dict[str, float]:  # fmt: skip
     """The metrics of one optimizer step, the first of its rollout and at the rate 0, unless `changes` say otherwise."""
     step = UpdateStep(index=0, rate=0.0, is_first=True, max_grad_norm=args.max_grad_norm, seed=args.seed)
-    settings = algorithm_of(args), step._replace(**changes), take(Memory, args)
+    settings = algorithm_of(args), step._replace(**changes), Memory.from_flags(args)
     return update_policy(policy, optimizer, update, *settings, UpdateGuard(world))
 
 

@@ -12,7 +12,7 @@ import torch
 
 import update
 from batch import Rollout
-from flags import Memory, UpdateStep, take
+from flags import Memory, UpdateStep
 from fsdp_utils import World
 from helpers import whole_update
 from inputs.choices import algorithm_of
@@ -24,7 +24,7 @@ META = World(trainer_rank=0, num_trainers=1, tp_size=1, device=torch.device("met
 def run_passes(policy: Policy, args: Namespace, rollout: Rollout) -> int:
     """The passes for log-probs and the update's loop over micro-batches; returns how many of these there were."""
     policy.to("meta")
-    algorithm, memory = algorithm_of(args), take(Memory, args)
+    algorithm, memory = algorithm_of(args), Memory.from_flags(args)
     packed = whole_update(rollout, args, policy, META)
     step = UpdateStep(index=0, rate=0.0, is_first=False, max_grad_norm=1.0, seed=0)
     for field in ("old_logprobs_N", "ref_logprobs_N"):

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from data import PromptData
 from engine.options import Demand
-from flags import MOST_LAG, EngineSettings, PromptFormat, Sampling, take
+from flags import MOST_LAG, EngineSettings, PromptFormat, Sampling
 from fsdp_utils import close_world, init_world
 from helpers import Ear, flags, unpacked_logprobs
 from rollout import Engine
@@ -59,7 +59,7 @@ def main(path: str, tp_size: str) -> None:
     engine = Engine(path, tokenizer, world, EngineSettings(128, "float32"), Demand(at_once))
     data = PromptData.load(f"{path}/train.jsonl", PromptFormat(max_prompt_tokens=8), tokenizer, seed=0)
     data.rows[:] = [replace(row, where=f"row {i}") for i, row in enumerate(data.rows[: PROMPTS * STEPS])]
-    draws = take(Draws, flags(prompts_per_step=PROMPTS, group_size=GROUP, partial_rollouts=True))
+    draws = Draws.from_flags(flags(prompts_per_step=PROMPTS, group_size=GROUP, partial_rollouts=True))
     run = SimpleNamespace(last_step=STEPS, phase=lambda _: nullcontext(), reward_failures=lambda *_: None)
     sampler = PartialSampler(engine, Ear(), data, draws, Sampling(GROUP, TEMPERATURE, LIMIT), run)
     models, found, metrics = [], [], []

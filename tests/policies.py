@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from flags import Lora, take
+from flags import Lora
 from model.lora import add_adapter
 from model.weights import fill
 from policy import Policy, empty_policy
@@ -24,7 +24,7 @@ def policy_of(args: Namespace, dtype: torch.dtype = torch.float32) -> Policy:
     """The policy of these flags: all weights are trained, or LoRA, whose adapter is not the zero that it starts as."""
     policy = load_policy(args.model, dtype, args.gradient_checkpointing)
     if args.lora_rank:
-        add_adapter(policy.model, take(Lora, args), args.seed, str(args.model))
+        add_adapter(policy.model, Lora.from_flags(args), args.seed, str(args.model))
         torch.manual_seed(2)
         for name, parameter in policy.named_parameters():
             if ".lora_B." in name:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from batch import Update, pack
-from flags import Memory, UpdateStep, take
+from flags import Memory, UpdateStep
 from helpers import ALONE, flags, make_rollout
 from inputs.choices import algorithm_of
 from policies import load_policy
@@ -83,7 +83,8 @@ def make_update(policy: Policy, change: float) -> Update:
 def test_a_bad_update_changes_no_bit_and_the_next_one_is_made(max_kl, change, policy):
     model = load_policy(str(policy), torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    guard, algorithm, memory = UpdateGuard(ALONE, Bounds(max_kl=max_kl)), algorithm_of(flags()), take(Memory, flags())
+    guard = UpdateGuard(ALONE, Bounds(max_kl=max_kl))
+    algorithm, memory = algorithm_of(flags()), Memory.from_flags(flags())
 
     def train(change: float, step: int) -> float:
         update = make_update(model, change)

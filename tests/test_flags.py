@@ -2,7 +2,7 @@
 
 import pytest
 
-from flags import FLAGS, GROUPS, AdamW, Lora, Memory, Sampling, free_on_resume, make_plan, take
+from flags import FLAGS, GROUPS, AdamW, Lora, Memory, Sampling, free_on_resume, make_plan
 from helpers import flags
 from inputs.command_line import parse_flags
 
@@ -64,7 +64,7 @@ def test_each_flag_is_declared_once_and_its_default_is_within_its_range():
     assert len(declared) == len(set(declared)) == len(FLAGS)
     for each in FLAGS.values():
         low, high = each.within or (float("-inf"), float("inf"))
-        values = each.value if isinstance(each.value, list) else [each.value]
+        values = each.default if isinstance(each.default, list) else [each.default]
         assert not each.within or all(value is None or low <= value <= high for value in values), each.name
         assert each.only_with is None or each.only_with in FLAGS, each.name
 
@@ -99,10 +99,10 @@ def test_the_arithmetic_is_bfloat16_on_gpus_and_float32_on_cpus(settings, given,
 
 
 def test_the_frozen_objects_have_the_defaults_of_the_flags_and_take_their_values():
-    assert Memory() == take(Memory, flags(dtype="bfloat16"))
-    assert AdamW() == take(AdamW, flags()) and Lora() == take(Lora, flags())
-    assert take(AdamW, flags(learning_rate=0.5, adam_beta2=0.95)) == AdamW(learning_rate=0.5, adam_beta2=0.95)
-    assert take(Lora, flags(lora_targets="q_proj")).lora_targets == ("q_proj",)
-    assert take(Sampling, flags(temperature=0.7), num_samples=5, top_p=0.9) == Sampling(5, 0.7, 1024, 0.9)
+    assert Memory() == Memory.from_flags(flags(dtype="bfloat16"))
+    assert AdamW() == AdamW.from_flags(flags()) and Lora() == Lora.from_flags(flags())
+    assert AdamW.from_flags(flags(learning_rate=0.5, adam_beta2=0.95)) == AdamW(learning_rate=0.5, adam_beta2=0.95)
+    assert Lora.from_flags(flags(lora_targets="q_proj")).lora_targets == ("q_proj",)
+    assert Sampling.from_flags(flags(temperature=0.7), num_samples=5, top_p=0.9) == Sampling(5, 0.7, 1024, 0.9)
     with pytest.raises(AttributeError):
         Memory().dtype = "float32"

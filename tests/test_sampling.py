@@ -11,7 +11,7 @@ import pytest
 
 from batch import OnFinished, Rollout, Row
 from data import PromptData
-from flags import Memory, Sampling, make_plan, take
+from flags import Memory, Sampling, make_plan
 from grading import Grade
 from helpers import ALONE, flags, make_grade, make_rollout, make_row
 from inputs.choices import algorithm_of
@@ -23,7 +23,7 @@ RIGHT, WRONG, MIXED = [1, 1], [0, 0], [0, 1]
 
 def draws(prompts: int, dynamic_sampling: str = "correct") -> Draws:
     changes = {"prompts_per_step": prompts, "prompts_per_update": prompts, "dynamic_sampling": dynamic_sampling}
-    return take(Draws, flags(group_size=2, **changes))
+    return Draws.from_flags(flags(group_size=2, **changes))
 
 
 def groups(*verdicts: list[int], first_row: int = 0, rewards: list[list[float]] | None = None) -> Rollout:
@@ -132,8 +132,8 @@ class StubGrader:
 
 def sampler_over(data: PromptData, args: argparse.Namespace, divisor: int = 2) -> Sampler:
     run = SimpleNamespace(phase=lambda _: nullcontext(), reward_failures=lambda *_: None)
-    sampling = take(Sampling, args, num_samples=2, top_p=1.0)
-    return Sampler(StubEngine(3), StubGrader(divisor), data, take(Draws, args), sampling, run)
+    sampling = Sampling.from_flags(args, num_samples=2, top_p=1.0)
+    return Sampler(StubEngine(3), StubGrader(divisor), data, Draws.from_flags(args), sampling, run)
 
 
 @pytest.mark.parametrize("dynamic_sampling", ["off", "correct"])
@@ -147,7 +147,7 @@ def test_exactly_the_truncated_completions_are_left_out_of_the_loss_by_mask(trun
     assert rollout.trained_lengths_B.tolist() == lengths
 
     policy, plan, algorithm = SimpleNamespace(parity_length=math.inf), make_plan(args, 3), algorithm_of(args)
-    (update,) = pack_updates(rollout, plan, algorithm, take(Memory, args), policy, ALONE)
+    (update,) = pack_updates(rollout, plan, algorithm, Memory.from_flags(args), policy, ALONE)
     rollout, (update,) = add_advantages(rollout, [update], algorithm)
     assert update.num_tokens == sum(lengths)
     (batch,) = update.batches

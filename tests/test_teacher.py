@@ -16,7 +16,7 @@ from batch import Rollout
 from data import check_vocabulary
 from data_files import byte_tokenizer
 from distributed_teacher import CASES, with_hints
-from flags import Grading, Sampling, take
+from flags import Grading, Sampling
 from grading import NOT_GRADED
 from helpers import (
     ALONE,
@@ -195,7 +195,7 @@ def test_without_a_reward_nothing_is_graded_and_no_answer_is_needed(policy, tmp_
     args = parse_flags(training_flags(policy, tmp_path / "run", reward="none", advantage="zero", **changes))
     inputs = load_inputs(args)
     assert [row.answer for row in inputs.train_data[0].rows] == [""] * 9
-    grader = Grader(take(Grading, args), num_workers=2)
+    grader = Grader(Grading.from_flags(args), num_workers=2)
     on_finished = grader.submit_to(inputs.train_data[0].rows[:1], Sampling(2, 1.0, 8))
     for b in (1, 0):
         on_finished(b, "3", [7], False)

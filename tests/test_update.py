@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import grpo
 import update
 from batch import Rollout, Update, pack, to_positions
-from flags import Memory, make_plan, take
+from flags import Memory, make_plan
 from helpers import ALONE, RAGGED, ROOT, flags, make_grade, make_rollout, make_row, train_once, unpacked_logprobs
 from inputs.choices import algorithm_of
 from no_waits import run_passes
@@ -79,7 +79,7 @@ def test_every_update_has_the_weights_of_its_own_sequences(kind, expected):
     policy = Namespace(parity_length=math.inf)
     changes = {"loss_aggregation": kind, "loss_constant_tokens": 10 if kind.endswith("norm") else None}
     args = flags(prompts_per_step=2, prompts_per_update=1, group_size=2, micro_batch_tokens=100, **changes)
-    updates = pack_updates(rollout, make_plan(args, 2), algorithm_of(args), take(Memory, args), policy, ALONE)
+    updates = pack_updates(rollout, make_plan(args, 2), algorithm_of(args), Memory.from_flags(args), policy, ALONE)
     assert [update.num_tokens for update in updates] == [2, 5]
     batches = [update.batches[0] for update in updates]
     assert [{x.index for x in batch.segments_S} for batch in batches] == [{0, 1}, {2, 3}]
@@ -236,7 +236,8 @@ def train_step(
     policy: Policy, args: Namespace, rollout: Rollout, reference: Policy | None = None
 ) -> Iterator[tuple[Update, dict[str, float]]]:
     """Steps 2 to 4 of the loop: each update and its metrics. Without a reference it is the policy itself."""
-    plan, algorithm, memory = make_plan(args, num_rows=args.prompts_per_step), algorithm_of(args), take(Memory, args)
+    plan = make_plan(args, num_rows=args.prompts_per_step)
+    algorithm, memory = algorithm_of(args), Memory.from_flags(args)
     updates = pack_updates(rollout, plan, algorithm, memory, policy, ALONE)
     updates = update.add_logprobs(updates, policy, (reference or policy) if args.kl_coef else None, algorithm)
     rollout, updates = add_advantages(rollout, updates, algorithm)

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from batch import Batch, Rollout, pack
 from data import PromptData
 from data_files import write_parquet
-from flags import PromptFormat, take
+from flags import PromptFormat
 from helpers import flags, make_rollout
 from model.vision import load_processor
 from policy import add_images
@@ -59,7 +59,7 @@ def vision_flags(folder: Path, **changes: object) -> Namespace:
 
 def vision_data(args: Namespace, source: Path | None = None) -> PromptData:
     """The five prompts of `make_vision_model`, or those of the source."""
-    prompt_format, path = take(PromptFormat, args), str(source or Path(args.model) / "train.parquet")
+    prompt_format, path = PromptFormat.from_flags(args), str(source or Path(args.model) / "train.parquet")
     tokenizer, vision = load_processor(args.model, AutoConfig.from_pretrained(args.model), prompt_format)
     return PromptData.load(path, prompt_format, tokenizer, 0, vision)
 

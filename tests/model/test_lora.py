@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 import checkpoint
 from batch import pack
 from distributed_lora import RANK, lora_flags
-from flags import Lora, take
+from flags import Lora
 from fsdp_utils import World
 from helpers import (
     copy_at,
@@ -53,7 +53,7 @@ def test_flags_that_make_no_sense_are_refused_with_a_way_out(changes, words):
     args = flags(**changes)
     with pytest.raises(ValueError) if words else nullcontext() as error:
         check_flags(args, 1)
-        check_lora(model_of_shapes("m", TINY), take(Lora, args))
+        check_lora(model_of_shapes("m", TINY), Lora.from_flags(args))
     for word in words:
         assert word in str(error.value)
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flags import AdamW, Memory, take
+from flags import AdamW, Memory
 from helpers import flags
 from model import sizes
 from model.optimizer import ChunkedAdamW, join, make_optimizer, round_stochastically, split
@@ -154,7 +154,7 @@ def test_the_state_is_there_before_the_first_step_and_trains_as_the_one_that_tor
     args = flags(learning_rate=SETTINGS["lr"], weight_decay=SETTINGS["weight_decay"], **changes)
     parameter = torch.nn.Parameter(torch.randn(1000).to(getattr(torch, args.param_dtype)))
     lazy = torch.nn.Parameter(parameter.detach().clone())
-    optimizer = make_optimizer(iter([parameter]), take(AdamW, args), take(Memory, args))
+    optimizer = make_optimizer(iter([parameter]), AdamW.from_flags(args), Memory.from_flags(args))
     tensors = dict(optimizer.state[parameter])
     assert all(tensor.eq(0).all() for tensor in tensors.values())
     train(optimizer, gradients(3))

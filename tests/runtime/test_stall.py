@@ -9,7 +9,7 @@ from types import SimpleNamespace as Some
 
 import pytest
 
-from flags import Stalls, take
+from flags import Stalls
 from helpers import ENVIRONMENT, ROOT, flags, wait_for
 from inputs.checks import check_flags
 from rollout import Engine
@@ -114,7 +114,7 @@ def test_an_engine_step_without_a_token_is_no_progress(board):
 
 
 def test_the_report_comes_before_the_collectives_time_out():
-    assert [take(Stalls, flags()).seconds, Stalls(None, 1).seconds, Stalls(59, 1).seconds] == [600, 48, 59]
+    assert [Stalls.from_flags(flags()).seconds, Stalls(None, 1).seconds, Stalls(59, 1).seconds] == [600, 48, 59]
     check_flags(flags(model="Qwen/Qwen3-4B", timeout_minutes=1, stall_seconds=60), num_ranks=1)  # it waits for nobody
 
 

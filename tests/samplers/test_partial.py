@@ -10,7 +10,7 @@ import pytest
 
 from batch import Completion
 from data import PromptData
-from flags import MOST_LAG, Sampling, make_plan, take
+from flags import MOST_LAG, Sampling, make_plan
 from helpers import ALONE, Ear, flags, make_row, metrics_of, torchrun, training_flags
 from samplers.partial import PartialSampler, prompts_in_the_air, shares_of
 from sampling import Draws
@@ -77,9 +77,9 @@ def sampler_of(lengths, last_step, prompts_per_step=8, **changes) -> PartialSamp
     rows = [make_row([1, 2], where=str(i)) for i in range(len(lengths))]
     args = flags(prompts_per_step=prompts_per_step, group_size=GROUP, partial_rollouts=True, **changes)
     run = SimpleNamespace(last_step=last_step, phase=lambda _: nullcontext(), reward_failures=lambda *_: None)
-    sampling = take(Sampling, args, num_samples=GROUP, top_p=1.0)
+    sampling = Sampling.from_flags(args, num_samples=GROUP, top_p=1.0)
     data = PromptData("data", rows)
-    return PartialSampler(CountingEngine(lengths), Ear(), data, take(Draws, args), sampling, run)
+    return PartialSampler(CountingEngine(lengths), Ear(), data, Draws.from_flags(args), sampling, run)
 
 
 def run_steps(sampler, first, last):

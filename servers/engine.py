@@ -140,15 +140,6 @@ class ServerEngine:
             self.fleet.close()
 
 
-def claim_of(out_dir: Path) -> dict[str, str]:
-    """Names a run, by a number that it keeps in its folder, and this start of it: servers belong to one run."""
-    file = out_dir / ".run_id"
-    if not file.exists():
-        file.write_text(secrets.token_hex(), "utf-8")
-    start = {"out_dir": str(out_dir.resolve()), "host": socket.gethostname(), "pid": str(os.getpid())}
-    return {"run": file.read_text("utf-8")} | start
-
-
 def build_servers(
     model: str,
     settings: EngineSettings,
@@ -173,6 +164,7 @@ def build_servers(
         log.say(f"waits for {', '.join(each.name for each in found)}")
         needed = fit_of(load_config(model), settings.max_model_len, settings.dtype, settings.head_dtype)
         stops, turns = stop_ids(inputs.tokenizer, settings.stop_tokens), {"turns": inputs.turns}
-        fleet = Fleet(found, stops, key, log.say, claim_of(log.out_dir), needed, **turns)
+        run = f"{log.out_dir.resolve()} on {socket.gethostname()} (process {os.getpid()})"
+        fleet = Fleet(found, stops, key, log.say, run, needed, **turns)
     set_allocator(is_expandable=True)  # as beside an engine in the ranks
     return ServerEngine(fleet, inputs.tokenizer, weights, device, version, servers.in_flight)

@@ -42,10 +42,15 @@ ANSWER = 5.0  # seconds that a server has to answer what is quickly said
 ENDING = 1.0  # seconds from a dying server's last words, which are those of its sockets, to its exit status
 LOOK = 1.0  # seconds between two looks at a server
 TAIL = 1500  # characters of the log that are shown when a server is lost
+TOKENS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")  # vLLM's metrics that tell progress
 
 
 class ServerFault(Exception):
     """A server has said or done something else than it was asked to."""
+
+
+class Taken(ServerFault):
+    """A server has other weights than those of this run."""
 
 
 UNREACHABLE = (aiohttp.ClientError, OSError)
@@ -62,7 +67,9 @@ Choice = msgspec.defstruct(
     [("token_ids", list[int]), ("logprobs", Logprobs), ("weight_versions", list[Versions]), ("finish_reason", Reason)],
 )
 Answer = msgspec.defstruct("Answer", [("prompt_token_ids", list[int]), ("choices", tuple[Choice])])
-Owned = msgspec.defstruct("Owned", [("tokens", float), ("num_workers", int, 0), ("fit", dict[str, object], {})])
+Worker = msgspec.defstruct("Worker", [("identity", str), ("fit", dict[str, object])])
+Workers = msgspec.defstruct("Workers", [("results", list[Worker])])
+WeightInfo = msgspec.defstruct("WeightInfo", [("weight_version", str)])
 
 
 @dataclass(eq=False)
@@ -83,6 +90,7 @@ class Server:
     state: str = "starts"  # then "ready", at last perhaps "lost"
     under_way: dict[asyncio.Task[None], Request] = field(default_factory=dict)
     num_workers: int = 1
+    identity: str = ""  # the same under each of its addresses; "": it is not known yet
     link: Link | None = None  # to its workers; None: they have not met the main rank
     update: asyncio.Task[None] | None = None  # waits until it has the weights that are being sent, and samples on
     tokens: float = 0.0  # by its own count
@@ -106,8 +114,18 @@ def reason_of(error: Exception) -> str:
     return str(error) or f"no answer ({type(error).__name__})"
 
 
-def read_completion(content: bytes, prompt: list[int], most_tokens: int) -> Completion:
-    """Raises ServerFault or msgspec's errors if it is not what was asked for."""
+def weights_of_run(version: str, run: str) -> int:
+    """The number of the weights that a server gives this version. Raises Taken if they are not this run's."""
+    sender, _, number = version.rpartition(":")
+    if not sender:
+        raise Taken("its weights were not sent: it was started anew")
+    if sender != run:
+        raise Taken(f"it has weights of the run {sender}; give each run servers of its own")
+    return int(number)
+
+
+def read_completion(content: bytes, prompt: list[int], most_tokens: int, run: str) -> Completion:
+    """Raises ServerFault or msgspec's errors if it is not what was asked for, or was made by another run's weights."""
     answer = msgspec.json.decode(content, type=Answer)
     (choice,) = answer.choices
     ids, logprobs, spans = choice.token_ids, choice.logprobs.content, choice.weight_versions
@@ -117,11 +135,12 @@ def read_completion(content: bytes, prompt: list[int], most_tokens: int) -> Comp
         "the log-probs are not those of its tokens": [each.token_id for each in logprobs] != ids,
         "it does not say which weights made which token": [0, *(span.end for span in spans)]
         != [*(span.start for span in spans), len(ids)],
-        "its weights were not sent: it was started anew": not all(span.version.isdecimal() for span in spans),
     }
     for mistake in (mistake for mistake, is_made in mistakes.items() if is_made):
         raise ServerFault(mistake)
-    versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
+    versions = []
+    for span in spans:
+        versions += [weights_of_run(span.version, run)] * (span.end - span.start)
     return Completion(ids, [each.logprob for each in logprobs], versions, choice.finish_reason)
 
 
@@ -133,7 +152,7 @@ class Fleet:
     stop_ids: list[int]
     key: str
     say: Callable[[str], None]
-    claim: dict[str, str]  # names this run and this start of it
+    run: str  # names this start of the run, to users of the same server, too
     needed: dict[str, object]  # flag of scripts/serve.py -> its value for this run
     timeout: float = TIMEOUT
     most: int = MOST_ON_GPU  # requests that a server gets at a time
@@ -181,24 +200,25 @@ class Fleet:
     async def _part(self, server: Server) -> None:
         if server.process is not None:
             await asyncio.to_thread(server.process.end)
-        elif server.state == "ready":  # it is this run's, and stays up for another
+        elif server.state == "ready" and server.link is not None:  # it stays up for another run
             with suppress(*FAULTS):
+                await self._check_run(server)
                 await self.ask(server, "shutdown_weight_transfer_engine", {}, ANSWER)
-                await self._own(server, "free")
         if server.link is not None:
             await asyncio.to_thread(server.link.destroy)
 
-    async def ask(self, server: Server, path: str, body: object = None, timeout: float | None = None) -> bytes:
+    async def ask(
+        self, server: Server, path: str, body: object = None, timeout: float | None = None, method: str = "POST"
+    ) -> bytes:
         """The body of the answer. Raises one of `FAULTS`. `timeout`: seconds; None: for ever."""
         limit = aiohttp.ClientTimeout(total=timeout, sock_connect=10)
-        async with self.session.post(f"{server.url}/{path}", json=body, timeout=limit) as response:
+        async with self.session.request(method, f"{server.url}/{path}", json=body, timeout=limit) as response:
             content = await response.read()
         if response.status == 401:
             raise ServerFault("it has another key; set VLLM_API_KEY to the one that scripts/serve.py got or printed")
         if response.status != 200:
             said = " ".join(content[:500].decode(errors="replace").split())
-            route = f"/{path.partition('?')[0]} answers with status {response.status}: "
-            raise ServerFault(said if response.status == 409 else f"{route}{said}")
+            raise ServerFault(f"/{path.partition('?')[0]} answers with status {response.status}: {said}")
         return content
 
     # Requests ---------------------------------------------------------------------------------------------------------
@@ -236,7 +256,8 @@ class Fleet:
             "stop_token_ids": self.stop_ids, "logprobs": 0, "detokenize": False,
         }  # fmt: skip
         body = {"token_ids": prompt, "sampling_params": params, "return_token_ids": True}
-        completion = read_completion(await self.ask(server, "inference/v1/generate", body), prompt, limit)
+        content = await self.ask(server, "inference/v1/generate", body)
+        completion = read_completion(content, prompt, limit, self.run)
         if request.episode is None:
             request.completion = completion
         else:
@@ -273,8 +294,10 @@ class Fleet:
 
     async def _prepare(self, server: Server, weights: dict[str, list], device: torch.device) -> None:
         if server.link is not None:  # unfinished completions stay; their keys and values are computed anew
+            await self._check_run(server)
             await self.ask(server, "pause?mode=keep&clear_cache=true")
         else:  # what it does, and holds, is left over from a run that has ended, perhaps amid an update
+            await self.ask(server, "update_weight_version", {"new_version": self.weight_version})
             await self.ask(server, "pause?mode=abort&clear_cache=true")
             for path in ("finish_weight_update", "shutdown_weight_transfer_engine"):
                 with suppress(ServerFault):
@@ -285,8 +308,18 @@ class Fleet:
 
     async def _update(self, server: Server, weights: dict[str, list]) -> None:
         await self.ask(server, "update_weights", {"update_info": weights})
-        await self.ask(server, "finish_weight_update", {"weight_version": str(self.version)})
+        await self.ask(server, "finish_weight_update", {"weight_version": self.weight_version})
         await self.ask(server, "resume")
+
+    @property
+    def weight_version(self) -> str:
+        """What servers call the weights that are sent; `weights_of_run` reads it."""
+        return f"{self.run}:{self.version}"
+
+    async def _check_run(self, server: Server) -> None:
+        """Raises Taken if the server has weights of another run, or was started anew; or another of `FAULTS`."""
+        answer = await self.ask(server, "weight_info", timeout=ANSWER, method="GET")
+        weights_of_run(msgspec.json.decode(answer, type=WeightInfo).weight_version, self.run)
 
     async def _meet(self, server: Server, device: torch.device) -> None:
         """Opens a process group with the server's workers. Each server has its own: a dead one hurts no other."""
@@ -355,11 +388,10 @@ class Fleet:
         """The server is lost. The others get its requests, before all that is pending; or the run ends."""
         if server.state == "lost" or self.error:
             return
-        is_starting = server.state == "starts"
+        is_starting, is_sending = server.state == "starts", self.phase == "sending"
         server.state = "lost"
-        reason, tail = reason_of(error), ""
+        reason, tail = await self._reason(server, error), ""
         if server.process is not None:
-            reason = server.process.how_it_ended(ENDING) or reason
             server.process.process.kill()
             tail = f". {server.process.log} ends with:\n{server.process.log.read_text('utf-8', 'replace')[-TAIL:]}"
         requests, tasks = list(server.under_way.values()), set(server.under_way) - {asyncio.current_task()}
@@ -367,60 +399,66 @@ class Fleet:
         for task in tasks:
             task.cancel()
         if is_starting:
-            await self._free()
             self.error = self.error or f"{server.name} cannot be used: {reason}{tail}"
-        elif self.phase == "sending" or all(each.state == "lost" for each in self.servers):
-            when = "amid a transfer of weights" if self.phase == "sending" else "and no other is left"
+        elif is_sending or all(each.state == "lost" for each in self.servers):
+            when = "amid a transfer of weights" if is_sending else "and no other is left"
             way_out = "the same command continues from the last checkpoint"
             if server.process is None:
                 way_out = f"start it again, then {way_out}"
             self.error = f"{server.name} was lost {when}: {reason}; {way_out}{tail}"
-            if self.phase == "sending":
+            if is_sending:
                 self.loop.call_later(0.0 if requested() else LEAVE, self._leave)
         else:
             moved = f"; {len(requests)} unfinished completions are sampled elsewhere" if requests else ""
             self.say(f"{server.name} is lost for the rest of this run: {reason}{moved}")
             await self.put(requests, is_first=True)
 
-    async def _free(self) -> None:
-        """Lets go of servers that somebody else has started: the run ends, and another may have them at once."""
-        taken = [each for each in self.servers if each.state == "ready" and each.process is None]
-        for each in self.servers:
-            each.state = "lost"  # or its watch would take it again
-        await asyncio.gather(*(self._own(each, "free") for each in taken), return_exceptions=True)
+    async def _reason(self, server: Server, error: Exception) -> str:
+        """How the server's process has ended, or whose weights it has now; else the error in words."""
+        if server.process is not None:
+            return server.process.how_it_ended(ENDING) or reason_of(error)
+        if server.link is not None:
+            try:
+                await self._check_run(server)
+            except Taken as taken:
+                return str(taken)
+            except FAULTS:
+                pass
+        return reason_of(error)
 
     def _leave(self) -> None:
         """Ends the process: its main thread may wait in a broadcast that nobody answers, over NCCL for ever."""
         end_at_once(1, self.error)
 
-    async def _own(self, server: Server, do: str) -> None:
-        """Tells the server that this run will "take", "keep" or "free" it. Raises one of `FAULTS`.
+    async def _check_fit(self, server: Server) -> None:
+        """Raises ServerFault unless the server has what the run needs, or a larger --max_model_len."""
+        answer = await self.ask(server, "collective_rpc", {"method": "own_fit"}, ANSWER)
+        workers = msgspec.json.decode(answer, type=Workers).results
+        fit, server.identity = workers[0].fit, workers[0].identity
+        for twin in self.servers:
+            if twin is not server and twin.identity == server.identity:
+                raise ServerFault(f"it is {twin.name} by another name; give each server once.")
+        mistakes = [
+            f"{name} {fit.get(name)}, needed is {needed}" for name, needed in self.needed.items()
+            if fit.get(name) != needed and not (name == "--max_model_len" and fit[name] > needed)
+        ]  # fmt: skip
+        if mistakes:
+            raise ServerFault(f"it does not fit this run: it has {'; '.join(mistakes)}.")
+        server.state, server.num_workers = "ready", len(workers)
 
-        One that is taken must have what the run needs, or a larger --max_model_len.
-        """
-        body = {"claim": self.claim | {"url": server.url}, "do": do}
-        found = msgspec.json.decode(await self.ask(server, "owner", body, ANSWER), type=Owned)
-        server.tokens = found.tokens
-        if do == "take":
-            wrong = [
-                f"{name} {found.fit.get(name)}, needed is {needed}" for name, needed in self.needed.items()
-                if found.fit.get(name) != needed and not (name == "--max_model_len" and found.fit[name] > needed)
-            ]  # fmt: skip
-            if wrong:
-                with suppress(*FAULTS):
-                    await self._own(server, "free")
-                raise ServerFault(f"it does not fit this run: it has {'; '.join(wrong)}.")
-            server.state, server.num_workers = "ready", found.num_workers
+    async def _count_tokens(self, server: Server) -> None:
+        lines = (await self.ask(server, "metrics", timeout=ANSWER, method="GET")).decode().splitlines()
+        server.tokens = sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(TOKENS))
 
     async def _watch(self, server: Server) -> None:
-        """Takes the server when it answers, keeps it, and sees whether it makes progress. Raises one of `FAULTS`."""
+        """Checks the server when it answers, then whether it makes progress. Raises one of `FAULTS`."""
         since = time.monotonic()
         while server.state != "lost":
             if server.process is not None and (how := server.process.how_it_ended()):
                 raise ServerFault(how)
             is_up, tokens = server.state == "ready", server.tokens
             with suppress(*((TimeoutError,) if is_up else UNREACHABLE)):
-                await self._own(server, "keep" if is_up else "take")
+                await (self._count_tokens(server) if is_up else self._check_fit(server))
                 if server.tokens != tokens or self.phase == "sending" or not server.under_way:
                     since = time.monotonic()
             if time.monotonic() - since > self.timeout:

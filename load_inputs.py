@@ -21,7 +21,7 @@ from transformers.utils import cached_file
 
 from data import PromptData, check_vocabulary, describe_template
 from engine.options import stop_ids
-from flags import FLAGS, Grading, Lora, PromptFormat, Sampling, Stalls, Turning, make_plan, take
+from flags import FLAGS, Grading, Lora, PromptFormat, Sampling, Stalls, TurnLimits, make_plan, take
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
 from grading.own import files_of
 from inputs.agreement import ROOT, check_same_start, digest, digests_of
@@ -219,7 +219,7 @@ def start_grader(
     num_workers = workers_per_engine(grading, num_ranks) if is_engine_leader_process(num_ranks) else 0
     if args.environment or args.tools:
         prompt_format = take(PromptFormat, args, system_prompt=None, today=today)
-        turns = Turns(take(Turning, args), grading, prompt_format, tokenizer, num_workers)
+        turns = Turns(take(TurnLimits, args), grading, prompt_format, tokenizer, num_workers)
     kind = f"--reward {args.reward}: the class of --environment"
     if turns and turns.environments and turns.environments.has_reward:
         if args.reward not in ("none", FLAGS["--reward"].value):

@@ -215,7 +215,7 @@ class Engine:
                 finished.append((number, Completion(list(done.token_ids), logprobs, [], done.finish_reason)))
         return finished
 
-    def withdraw(self) -> list[tuple[int, list[int], list[float]]]:
+    def abort_unfinished(self) -> list[tuple[int, list[int], list[float]]]:
         """Returns (number, token ids, log-probs) of each unfinished request, and aborts it.
 
         They are read out of vLLM, which returns a request at its end alone, or else all of it at every token.

@@ -26,9 +26,10 @@ from helpers import flags, make_grade, make_row
 from policy import Policy
 from sampling import Draws, Sampler
 from servers.engine import ServerEngine
-from servers.fleet import Fleet, Server, Turns
+from servers.fleet import Fleet, Server
 from servers.start import ServerProcess
 from servers.weights import Gloo
+from turns import Turns
 from warm_start import build_tokenizer
 
 TOKEN = 7
@@ -164,9 +165,15 @@ def engine_of(
     """An engine over these servers. `said` is what it told the console."""
     said, output = [], os.fstat(1)
     found = [each if isinstance(each, Server) else Server(each.url, each.url) for each in servers]
-    fleet = Fleet(found, [], KEY, said.append, run, needed or {}, timeout, most, turns=turns)
+    fleet = Fleet(
+        servers=found, stop_ids=[], key=KEY, say=said.append, run=run, needed=needed or {}, turns=turns,
+        timeout=timeout, most=most,
+    )  # fmt: skip
     weights = DESCRIPTION if policy is None else policy.describe_weights()
-    engine = ServerEngine(fleet, TOKENIZER, weights, torch.device("cpu"), version, in_flight)
+    engine = ServerEngine(
+        fleet=fleet, tokenizer=TOKENIZER, weights=weights, device=torch.device("cpu"), version=version,
+        in_flight=in_flight,
+    )  # fmt: skip
     engine.said, engine.policy = said, policy
     try:
         yield engine

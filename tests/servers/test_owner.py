@@ -92,18 +92,18 @@ def test_a_server_that_does_not_fit_is_refused_before_its_weights_change(changes
 def test_a_run_starts_its_servers_asks_for_model_length_and_dtypes_and_has_a_name(tmp_path, monkeypatch):
     given, started, log = [], [], SimpleNamespace(world=ALONE, out_dir=tmp_path, say=print)
     folder = make_model(tmp_path / "model")
-    monkeypatch.setattr("servers.engine.Fleet", lambda *all_of_them, turns: given.append(all_of_them))
+    monkeypatch.setattr("servers.engine.Fleet", lambda **settings: given.append(settings))
     monkeypatch.setattr("servers.engine.start_server", lambda *them: started.append(them) or SimpleNamespace(url=""))
     for head_dtype, gpus, size in ((None, (), 1), ("float32", (4, 5, 6, 7), 2)):  # on CPUs their number counts
         settings, servers = EngineSettings(96, "bfloat16", head_dtype), Servers(gpus, (), size, in_flight=False)
         build_servers(str(folder), settings, servers, INPUTS, DESCRIPTION, log, 0)
-    assert [[server.name for server in servers] for servers, *_ in given] == [["server 0"], ["server 0", "server 1"]]
+    names = [[server.name for server in settings["servers"]] for settings in given]
+    assert names == [["server 0"], ["server 0", "server 1"]]
     assert [log.name for *_, log, _ in started] == ["0.log", "0.log", "1.log"]
-    (*_, run, needed), _ = given
     model = "Qwen2ForCausalLM of 2 layers, hidden size 64, vocabulary of 64"
-    assert needed == {"--model": model, "--max_model_len": 96, "--dtype": "bfloat16", "--head_dtype": "bfloat16"}
-    assert [heads["--head_dtype"] for *_, heads in given] == ["bfloat16", "float32"]
-    assert run == f"{tmp_path} on {socket.gethostname()} (process {os.getpid()})"
+    needed = {"--model": model, "--max_model_len": 96, "--dtype": "bfloat16", "--head_dtype": "bfloat16"}
+    assert [settings["needed"] for settings in given] == [needed, needed | {"--head_dtype": "float32"}]
+    assert given[0]["run"] == f"{tmp_path} on {socket.gethostname()} (process {os.getpid()})"
 
 
 @pytest.mark.parametrize("hangs", ["pause", "init_weight_transfer_engine"])

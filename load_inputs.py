@@ -34,7 +34,7 @@ from model.vision import Vision, load_processor
 from model.weights import load_config, load_generation_config, model_of_shapes, weight_files
 from reward import Grader, workers_per_engine
 from runtime.machine import check_cpp_compiler, check_launch, choose_interface, local_world_size
-from runtime.stall import Watch
+from runtime.stall import StallWatch
 from turns import Turns
 
 OF_A_SET = ("samples", "temperature", "max_completion_tokens", "top_p")  # one value for all sets or one for each
@@ -249,7 +249,7 @@ def check_world(args: Namespace, world: World) -> None:
     check_shared(Path(args.out_dir))
     check_same_start(vars(args))
     limit = take(Stalls, args).seconds
-    Watch(Path(args.out_dir) / "ranks", world.trainer_rank, world.num_trainers, limit).start()
+    StallWatch(Path(args.out_dir) / "ranks", world.trainer_rank, world.num_trainers, limit).start()
     check_device(world.device, args.share_prompts)
 
 

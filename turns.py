@@ -45,8 +45,8 @@ LONGEST = 64  # characters of a token, at most: a reply of more than so many for
 class Next(Enum):
     """What an episode waits for after a reply."""
 
-    TURN = auto()  # of the policy
-    REPLY = auto()  # another one of the environment
+    TURN = auto()  # the policy's
+    REPLY = auto()  # another one from the environment
     END = auto()  # nothing: it is over
 
 
@@ -61,7 +61,7 @@ class Episode(Completion):
     transcript: str = ""  # all texts so far, with the template's tokens around replies
 
     def add(self, part: Completion, text: str, is_sampled: bool) -> None:
-        """A turn of the policy, or what comes before its next one."""
+        """Appends a turn of the policy, or what stands before its next one."""
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
         self.versions += part.versions
@@ -77,7 +77,7 @@ class Episode(Completion):
 
 
 class Template:
-    """How the chat template writes what comes between two turns of the policy, found out by a conversation of marks."""
+    """How the chat template writes what stands between two turns of the policy: learned from a text with marks."""
 
     def __init__(self, prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
         """Raises ValueError, with the reason, if the template cannot be continued."""

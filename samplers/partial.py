@@ -34,10 +34,10 @@ def num_unfinished_prompts(prompts: int, num_engines: int) -> int:
 class Group:
     """A prompt that is begun, not trained on. Its completions grow on the ranks of its engine alone."""
 
-    number: int  # of the prompt, in the order of the run
+    number: int  # the prompt's, in the order of the run
     row: Row
     engine: int
-    first_version: int  # of the weights that began it
+    first_version: int  # number of the weights that began it
     completions: list[Completion]
 
     @property
@@ -55,7 +55,7 @@ class PartialSampler(Sampler):
     The same on every rank.
     """
 
-    groups: list[Group] = field(default_factory=list)  # of all engines, the oldest first
+    groups: list[Group] = field(default_factory=list)  # those of all engines, the oldest first
     kept_tokens: int = 0  # sampled, of all engines, but not trained on yet
     waiting: list[int] = field(default_factory=list)  # numbers of prompts that were unfinished at the checkpoint
 

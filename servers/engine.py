@@ -48,7 +48,7 @@ class ServerEngine:
     tokenizer: PreTrainedTokenizerBase
     weights: dict[str, list]  # names, dtypes and shapes of what `sync` sends
     device: torch.device  # on which these are
-    version: int  # of the weights that the next `sync` brings
+    version: int  # number of the weights that the next `sync` brings
     in_flight: bool  # unfinished completions go on under new weights; otherwise a sync waits for them
     begun: dict[tuple[int, ...], list[SampleRequest]] = field(default_factory=dict)  # by the seed of their call
     last_progress: str = ""  # as the stall watch heard it
@@ -158,17 +158,13 @@ def build_servers(
         )
     set_allocator(is_expandable=True)  # as beside an engine in the ranks
     return ServerEngine(
-        fleet=fleet,
-        tokenizer=inputs.tokenizer,
-        weights=weights,
-        device=device,
-        version=version,
+        fleet=fleet, tokenizer=inputs.tokenizer, weights=weights, device=device, version=version,
         in_flight=servers.in_flight,
-    )
+    )  # fmt: skip
 
 
 def start_servers(options: dict[str, object], servers: Servers, key: str, run: Run) -> list[Server]:
-    """Servers of our own: on GPUs as many as fit on --generation_gpus; on CPUs one, or one for each number of these."""
+    """Starts as many as fit on --generation_gpus; on CPUs one, or one for each number of that flag."""
     is_cuda, size = run.world.device.type == "cuda", servers.tensor_parallel_size
     started = []
     for i in range(max(1, len(servers.generation_gpus) // size)):

@@ -88,17 +88,8 @@ class Answer(msgspec.Struct):
     choices: tuple[Choice]
 
 
-class Worker(msgspec.Struct):
-    identity: str
-    fit: dict[str, object]
-
-
-class Workers(msgspec.Struct):
-    results: list[Worker]
-
-
-class WeightInfo(msgspec.Struct):
-    weight_version: str
+class Fits(msgspec.Struct):
+    results: list[dict[str, object]]  # what `Extension.own_fit` says of each worker
 
 
 @dataclass(eq=False)
@@ -181,18 +172,15 @@ class Fleet:
     timeout: float = TIMEOUT
     most: int = MOST_ON_GPU  # requests that a server gets at a time
     pending: list[SampleRequest] = field(default_factory=list)
-    awaiting_reply: dict[int, SampleRequest] = field(default_factory=dict)  # of the environment, by episode number
+    awaiting_reply: dict[int, SampleRequest] = field(default_factory=dict)  # from environments, by episode number
     phase: str = "closed"  # "open": requests are given to servers; "sending": weights
-    version: int = -1  # of the servers' weights
+    version: int = -1  # number of the servers' weights
     last_sent: float = 0.0  # when the last tensor was sent
     error: str = ""  # why the run cannot go on
 
     def __post_init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.closing = asyncio.Event()
-        self.thread = threading.Thread(
-            target=self.loop.run_until_complete, args=[self._live()], name="servers", daemon=True
-        )
+        self.loop, self.closing = asyncio.new_event_loop(), asyncio.Event()
+        self.thread = threading.Thread(target=self.loop.run_until_complete, args=[self._live()], daemon=True)
         self.thread.start()
 
     def call(self, coroutine: Coroutine[None, None, object]) -> object:
@@ -282,27 +270,24 @@ class Fleet:
             server.requests[task] = request
 
     async def _complete(self, server: Server, request: SampleRequest) -> None:
-        prompt, limit = request.row.ids.tolist(), request.sampling.max_completion_tokens
-        if request.episode is not None:
-            prompt += request.episode.token_ids
-            limit = self.turns.room(request.episode, request.sampling)
+        sampling, episode = request.sampling, request.episode
+        prompt, limit = request.row.ids.tolist(), sampling.max_completion_tokens
+        if episode is not None:
+            prompt += episode.token_ids
+            limit = self.turns.room(episode, sampling)
         # Without a seed: with one, vLLM on CPU ends as soon as a prefill is chunked (v1/worker/gpu_model_runner.py).
         params = {
-            "temperature": request.sampling.temperature,
-            "top_p": request.sampling.top_p,
-            "max_tokens": limit,
-            "stop_token_ids": self.stop_ids,
-            "logprobs": 0,
-            "detokenize": False,
-        }
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "max_tokens": limit,
+            "stop_token_ids": self.stop_ids, "logprobs": 0, "detokenize": False,
+        }  # fmt: skip
         body = {"token_ids": prompt, "sampling_params": params, "return_token_ids": True}
         content = await self.ask(server, "inference/v1/generate", body)
         completion = read_completion(content, prompt, limit, self.run)
-        if request.episode is None:
+        if episode is None:
             request.completion = completion
         else:
-            self.awaiting_reply[request.episode.number] = request
-            self.turns.end_turn(request.episode, completion)
+            self.awaiting_reply[episode.number] = request
+            self.turns.end_turn(episode, completion)
         del server.requests[asyncio.current_task()]
         self._dispatch()
 
@@ -361,18 +346,16 @@ class Fleet:
     async def _check_run(self, server: Server) -> None:
         """Raises Taken if the server has weights of another run, or was started anew; or another of `FAULTS`."""
         answer = await self.ask(server, "weight_info", timeout=ANSWER, method="GET")
-        weights_of_run(msgspec.json.decode(answer, type=WeightInfo).weight_version, self.run)
+        weights_of_run(msgspec.json.decode(answer, type=dict[str, str])["weight_version"], self.run)
 
     async def _meet(self, server: Server, device: torch.device) -> None:
         """Opens a process group with the server's workers. Each server has its own: a dead one hurts no other."""
         host = own_address(urlsplit(server.url).hostname)
         listener = socket.create_server((host, 0))
         info = {
-            "master_address": host,
-            "master_port": listener.getsockname()[1],
-            "rank_offset": 1,
-            "world_size": 1 + server.num_workers,
-        }
+            "master_address": host, "master_port": listener.getsockname()[1],
+            "rank_offset": 1, "world_size": 1 + server.num_workers,
+        }  # fmt: skip
         answer = self.ask(server, "init_weight_transfer_engine", {"init_info": info})
         link = asyncio.to_thread(open_link, listener, server.num_workers, device, min(self.timeout, MEETING))
         try:
@@ -386,7 +369,7 @@ class Fleet:
         for server in self._not_lost():
             try:
                 server.link.broadcast(tensor.contiguous(), src=0, stream=stream)
-            except RuntimeError as error:  # of torch: the connection is broken
+            except RuntimeError as error:  # torch says so if the connection is broken
                 self.call(self._lose(server, error))
         self.last_sent = time.monotonic()
         if self.error:
@@ -486,19 +469,19 @@ class Fleet:
     async def _check_fit(self, server: Server) -> None:
         """Raises ServerFault unless the server has what the run needs, or a larger --max_model_len."""
         answer = await self.ask(server, "collective_rpc", {"method": "own_fit"}, ANSWER)
-        workers = msgspec.json.decode(answer, type=Workers).results
-        fit, server.identity = workers[0].fit, workers[0].identity
+        fits = msgspec.json.decode(answer, type=Fits).results
+        server.identity, server.num_workers = fits[0].get("identity"), len(fits)
         for twin in self.servers:
             if twin is not server and twin.identity == server.identity:
                 raise ServerFault(f"it is {twin.name} by another name; give each server once.")
         misfits = []
         for name, needed in self.needed.items():
-            is_enough = name == "--max_model_len" and fit[name] >= needed
-            if not is_enough and fit.get(name) != needed:
-                misfits.append(f"{name} {fit.get(name)}, needed is {needed}")
+            value = fits[0].get(name)
+            if value != needed and not (name == "--max_model_len" and value > needed):
+                misfits.append(f"{name} {value}, needed is {needed}")
         if misfits:
             raise ServerFault(f"it does not fit this run: it has {'; '.join(misfits)}.")
-        server.state, server.num_workers = "ready", len(workers)
+        server.state = "ready"
 
     async def _count_tokens(self, server: Server) -> None:
         text = await self.ask(server, "metrics", timeout=ANSWER, method="GET")

@@ -33,7 +33,7 @@ from vllm.utils.nccl import unpinned_nccl_env
 
 from engine.options import head_dtypes
 
-PATIENCE = timedelta(minutes=2)  # of a worker that waits for a tensor of a trainer that may have gone
+PATIENCE = timedelta(minutes=2)  # that a worker waits for a tensor of a trainer that may have gone
 
 
 # The trainer's side, and what both sides need -------------------------------------------------------------------------
@@ -42,8 +42,8 @@ PATIENCE = timedelta(minutes=2)  # of a worker that waits for a tensor of a trai
 class Gloo:
     """On CPUs what vLLM's PyNcclCommunicator is on GPUs."""
 
-    def __init__(self, rank: int, world_size: int, timeout: timedelta, **place: object) -> None:
-        store = create_tcp_store(**place, world_size=world_size, is_master=rank == 0, timeout=timeout)
+    def __init__(self, rank: int, world_size: int, timeout: timedelta, **address: object) -> None:
+        store = create_tcp_store(**address, world_size=world_size, is_master=rank == 0, timeout=timeout)
         self.group = ProcessGroupGloo(store, rank, world_size, timeout)
 
     def broadcast(self, tensor: Tensor, src: int, stream: None = None) -> None:
@@ -62,10 +62,10 @@ def open_link(listener: socket.socket, num_workers: int, device: torch.device, s
     It raises RuntimeError where the server has gone, on CPU within `seconds`.
     """
     host, port = listener.getsockname()
-    place = {"host": host, "port": port, "listen_socket": listener, "rank": 0, "world_size": 1 + num_workers}
+    group = {"host": host, "port": port, "listen_socket": listener, "rank": 0, "world_size": 1 + num_workers}
     if device.type == "cpu":
-        return Gloo(**place, timeout=timedelta(seconds=seconds))
-    meeting = StatelessProcessGroup.create(**place, store_timeout=int(seconds))
+        return Gloo(**group, timeout=timedelta(seconds=seconds))
+    meeting = StatelessProcessGroup.create(**group, store_timeout=int(seconds))
     with unpinned_nccl_env():  # as the workers do
         return PyNcclCommunicator(meeting, device)
 
@@ -74,7 +74,10 @@ def open_link(listener: socket.socket, num_workers: int, device: torch.device, s
 
 
 class NcclEngine(NCCLWeightTransferEngine):
-    """vLLM's own would wait for ever for a trainer that has gone, and looks through the whole model for each tensor."""
+    """NCCL with a deadline.
+
+    vLLM's own would wait for ever for a trainer that has gone, and looks through the whole model for each tensor.
+    """
 
     def receive(self, tensor: Tensor) -> None:
         """Fills it with what the trainer sends. Raises RuntimeError after `PATIENCE`; the next run connects anew."""
@@ -108,8 +111,8 @@ class GlooEngine(NcclEngine):
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         rank = init_info.rank_offset + self.parallel_config.rank
-        place = {"host": init_info.master_address, "port": init_info.master_port}
-        self.model_update_group = Gloo(rank, init_info.world_size, PATIENCE, **place)
+        address = {"host": init_info.master_address, "port": init_info.master_port}
+        self.model_update_group = Gloo(rank, init_info.world_size, PATIENCE, **address)
 
     def update_weights(self, update_info: dict[str, list]) -> None:
         # Not the base class's, which ends by synchronizing an accelerator.
@@ -141,16 +144,15 @@ def fit_of(config: PretrainedConfig, max_model_len: int, dtype: str, head_dtype:
 
 
 class Extension:
-    """Of vLLM's workers, which import this file for it."""
+    """Methods for vLLM's workers, which import this file for them."""
 
-    identity = ""  # of the server, under whatever address a run reaches it
+    identity = ""  # names the server, under whatever address a run reaches it
 
     def own_fit(self) -> dict[str, object]:
         config, heads = self.vllm_config.model_config, head_dtypes(self.get_model())
         dtype = str(config.dtype).removeprefix("torch.")
-        fit = fit_of(config.hf_config, config.max_model_len, dtype, ", ".join(heads))
         self.identity = self.identity or secrets.token_hex()
-        return {"identity": self.identity, "fit": fit}
+        return fit_of(config.hf_config, config.max_model_len, dtype, ", ".join(heads)) | {"identity": self.identity}
 
 
 async def check_key(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:

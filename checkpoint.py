@@ -41,7 +41,7 @@ from fsdp_utils import World, gather_from_ranks, wait_for_all
 from policy import Policy
 from report import read_metrics
 from runtime import files
-from runtime.files import Checksums, DiskError, cause, checkpoints, free_space, tolerated
+from runtime.files import Checksums, DiskError, best_effort, cause, checkpoints, free_space
 from runtime.progress import progress
 from runtime.stall import beat
 from runtime.start import RunError
@@ -199,7 +199,7 @@ class Writer:
         rest = [file for file in rest if str(file.relative_to(unfinished)) not in known]
         files.write_list(unfinished, unfinished / LIST, known | files.checksums(unfinished, rest))
         unfinished.rename(self.out_dir / unfinished.name.removeprefix("unfinished_"))
-        with tolerated(str(self.out_dir / "best"), ValueError):  # the checkpoint is whole, whatever happens now
+        with best_effort(str(self.out_dir / "best"), ValueError):  # the checkpoint is whole, whatever happens now
             files.flush(self.out_dir)
             self._remove_old()
 

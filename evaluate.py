@@ -41,7 +41,7 @@ from inputs.command_line import exit_with_error, parser_of
 from load_inputs import OF_A_SET, first_day, load_model_files, samplings_of, start_grader
 from model.special_tokens import describe_tags
 from reward import Grader
-from runtime.files import required, tolerated, write
+from runtime.files import best_effort, must_write, write
 from runtime.machine import check_launch
 from runtime.start import RunError, Stopped
 
@@ -109,7 +109,7 @@ def evaluate(
     rollout = engine.sample(data.rows, sampling, seed, f"evaluate {data.name}", on_finished)
     rollout = replace(rollout, grades=grader.collect_from_ranks())
     if is_main_process():
-        with tolerated(str(folder)):
+        with best_effort(str(folder)):
             folder.mkdir(parents=True, exist_ok=True)
             lines = [json.dumps(rollout.describe(b)) + "\n" for b in range(len(rollout.rows))]
             write(folder / f"{data.name}.jsonl", "".join(lines))
@@ -283,7 +283,7 @@ def main() -> None:
         results.append(evaluate(engine, data, sampling, grader, (args.seed, i), folder))
     if world.is_main:
         print(table(results, args.published), flush=True)
-        with required(folder / "results.json"):
+        with must_write(folder / "results.json"):
             write(folder / "results.json", results_json(vars(args), results))
         print(f"results.json and every completion with its grade: {folder}", flush=True)
     grader.close()

@@ -15,7 +15,7 @@ from typing import NamedTuple, Self, dataclass_transform
 
 from runtime.cards import GPUS
 
-MORE_IN_THE_AIR = 0.5  # --partial_rollouts: prompts under way beside those of a step, as a share of them
+MORE_UNFINISHED = 0.5  # --partial_rollouts: unfinished prompts beside those of a step, as a share of them
 MOST_LAG = 4  # --partial_rollouts: steps that the oldest token may be behind; its group is then waited for
 
 INF = math.inf
@@ -361,7 +361,7 @@ class Grading(Settings):  # how completions are graded
     overlong_cache_tokens: int | None
 
 
-class Turning(Settings):  # who replies to completions, and how often
+class TurnLimits(Settings):  # who replies to completions, and how often
     environment: str | None
     tools: str | None
     max_turns: int

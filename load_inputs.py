@@ -21,7 +21,7 @@ from transformers.utils import cached_file
 
 from data import PromptData, check_vocabulary, describe_template
 from engine.options import stop_ids
-from flags import FLAGS, Grading, Lora, PromptFormat, Sampling, Stalls, Turning, make_plan
+from flags import FLAGS, Grading, Lora, PromptFormat, Sampling, Stalls, TurnLimits, make_plan
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
 from grading.own import files_of
 from inputs.agreement import ROOT, check_same_start, digest, digests_of
@@ -34,7 +34,7 @@ from model.vision import Vision, load_processor
 from model.weights import load_config, load_generation_config, model_of_shapes, weight_files
 from reward import Grader, workers_per_engine
 from runtime.machine import check_cpp_compiler, check_launch, choose_interface, local_world_size
-from runtime.stall import Watch
+from runtime.stall import StallWatch
 from turns import Turns
 
 OF_A_SET = ("samples", "temperature", "max_completion_tokens", "top_p")  # one value for all sets or one for each
@@ -219,7 +219,7 @@ def start_grader(
     num_workers = workers_per_engine(grading, num_ranks) if is_engine_leader_process(num_ranks) else 0
     if args.environment or args.tools:
         prompt_format = PromptFormat.from_flags(args, system_prompt=None, today=today)
-        turns = Turns(Turning.from_flags(args), grading, prompt_format, tokenizer, num_workers)
+        turns = Turns(TurnLimits.from_flags(args), grading, prompt_format, tokenizer, num_workers)
     kind = f"--reward {args.reward}: the class of --environment"
     if turns and turns.environments and turns.environments.has_reward:
         if args.reward not in ("none", FLAGS["--reward"].default):
@@ -249,7 +249,7 @@ def check_world(args: Namespace, world: World) -> None:
     check_shared(Path(args.out_dir))
     check_same_start(vars(args))
     limit = Stalls.from_flags(args).seconds
-    Watch(Path(args.out_dir) / "ranks", world.trainer_rank, world.num_trainers, limit).start()
+    StallWatch(Path(args.out_dir) / "ranks", world.trainer_rank, world.num_trainers, limit).start()
     check_device(world.device, args.share_prompts)
 
 

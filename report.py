@@ -20,7 +20,7 @@ from pathlib import Path
 from instruments import reference
 from instruments.compare import compare
 from instruments.history import History, read_config, read_lines
-from runtime.files import whole
+from runtime.files import atomic_write
 from runtime.start import print_any_text
 
 PANELS = {  # title -> the metrics that it shows; * stands for any text
@@ -106,7 +106,7 @@ def plot(run_dir: Path) -> None:
         last.stackplot(list(seconds), heights, labels=phases)
         last.legend(fontsize=8, loc="upper right", ncols=2)
     figure.suptitle(drawable(str(run_dir)))
-    with whole(run_dir / "curves.png") as unfinished, warnings.catch_warnings():
+    with atomic_write(run_dir / "curves.png") as unfinished, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # without such a font they are boxes
         figure.savefig(unfinished, format="png", dpi=90)
 

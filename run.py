@@ -35,7 +35,7 @@ from instruments.console import Console
 from instruments.rollout_files import Keeper, bytes_of_tokens, file_of
 from metrics import merge_updates, throughput
 from model.special_tokens import describe_tags
-from runtime.files import DiskError, append, checkpoints, lock_file, required, tolerated, write
+from runtime.files import DiskError, append, best_effort, checkpoints, lock_file, must_write, write
 from runtime.stall import BOARD, in_phase
 from runtime.start import RunError
 
@@ -48,7 +48,7 @@ IDLE_STEPS = 5
 
 
 def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], inputs: dict[str, str]) -> TextIO:
-    """The lock of the run folder, which the caller keeps open while the run lasts. A missing folder is made.
+    """Locks the run folder; the caller keeps what is returned open while the run lasts. A missing folder is made.
 
     A run continues under the flags that it has, except for those in `free`, and with `inputs` (name -> digest) that it
     has, under whatever path. A folder in which no step was trained takes any flags: its first start may have failed for
@@ -57,66 +57,75 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], in
     Raises ValueError if the folder cannot be written, is in use, or holds something else: it stays as it is. Raises
     DiskError if the disk is full.
     """
-    where = f"--out_dir {str(out_dir)!r}"
+    given = f"--out_dir {str(out_dir)!r}"
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        lock = lock_file(out_dir / ".lock", where)
+        lock = lock_file(out_dir / ".lock", given)
     except OSError as error:
-        raise ValueError(f"{where} cannot be written ({error.strerror}); choose another folder.") from None
-    file, found = out_dir / "config.json", {}
+        raise ValueError(f"{given} cannot be written ({error.strerror}); choose another folder.") from None
+    file, old_config = out_dir / "config.json", {}
     with suppress(OSError, ValueError, TypeError):  # no file, or one that no run wrote: a model has a config.json, too
         content = json.loads(file.read_text("utf-8"))
-        found = content if "out_dir" in content else {}
-    others = sorted(path.name for path in out_dir.iterdir() if not path.name.startswith("."))
-    if others and not found:
+        old_config = content if "out_dir" in content else {}
+    names = sorted(path.name for path in out_dir.iterdir() if not path.name.startswith("."))
+    if names and not old_config:
         (out_dir / ".lock").unlink(missing_ok=True)
-        wrong = f"holds {', '.join(others[:5])} but no config.json of a run; choose another folder"
-        if "trainer" in others:
-            wrong = f"is a checkpoint; to continue its run, name its folder: {out_dir.absolute().parent}"
-        raise ValueError(f"{where} {wrong}.")
-    if "metrics.jsonl" in others or checkpoints(out_dir):
-        _check_same_run(found, config, free, inputs, out_dir)
-    with required(file):
+        if "trainer" in names:
+            parent = out_dir.absolute().parent
+            raise ValueError(f"{given} is a checkpoint; to continue its run, name its folder: {parent}.")
+        shown = ", ".join(names[:5])
+        raise ValueError(f"{given} holds {shown} but no config.json of a run; choose another folder.")
+    if "metrics.jsonl" in names or checkpoints(out_dir):
+        _check_same_run(old_config, config, free, inputs, out_dir)
+    with must_write(file):
         write(file, json.dumps(config, indent=2) + "\n")  # with what may change
         write(out_dir / INPUTS, json.dumps(inputs, indent=2) + "\n")
     return lock
 
 
 def _check_same_run(
-    found: dict[str, object], config: dict[str, object], free: set[str], inputs: dict[str, str], out_dir: Path
+    old_config: dict[str, object], config: dict[str, object], free: set[str], inputs: dict[str, str], out_dir: Path
 ) -> None:
-    """Raises ValueError for another flag than in `found`, or if what flags name has changed since.
+    """Refuses another flag than in `old_config`, and data, weights or own files that have changed since.
 
     A flag that is newer than the run had its default then. One that is gone is not compared. Without inputs.json, what
-    is there now is what is meant.
+    is there now is what is meant. Raises ValueError.
     """
-    before = digests_of(out_dir) or inputs
-    found = {name: found.get(name, FLAGS[f"--{name}"].default if f"--{name}" in FLAGS else None) for name in config}
-    changed = [name for name in sorted(set(config) - free) if found[name] != config[name]]
-    different = [x for x in changed if _held(x, found[x], before) != _held(x, config[x], inputs)]
-    if different:
-        listed = "; ".join(f"--{name} {found[name]!r} there, {config[name]!r} now" for name in different)
-        way_out = "give the same flags to continue it, or another --out_dir to start afresh"
-        raise ValueError(f"--out_dir {str(out_dir)!r} holds a run of another configuration ({listed}); {way_out}.")
-    changed = [name for name, digest in before.items() if inputs.get(name, digest) != digest]
+    old_inputs = digests_of(out_dir) or inputs
+    differences = []
+    for name in sorted(set(config) - free):
+        default = FLAGS[f"--{name}"].default if f"--{name}" in FLAGS else None
+        old, new = old_config.get(name, default), config[name]
+        if old != new and _by_digest(name, old, old_inputs) != _by_digest(name, new, inputs):
+            differences.append(f"--{name} {old!r} there, {new!r} now")
+    if differences:
+        raise ValueError(
+            f"--out_dir {str(out_dir)!r} holds a run of another configuration ({'; '.join(differences)}); "
+            "give the same flags to continue it, or another --out_dir to start afresh."
+        )
+    changed = [name for name, digest in old_inputs.items() if inputs.get(name, digest) != digest]
     # Files of one's own under another path, with what they import.
-    changed += [name for name in before.keys() - inputs if name.endswith(".py") and before[name] not in inputs.values()]
+    for name in old_inputs.keys() - inputs:
+        if name.endswith(".py") and old_inputs[name] not in inputs.values():
+            changed.append(name)
     if changed:
-        way_out = f"give another --out_dir to start afresh, or delete {out_dir / INPUTS} if the change is meant"
-        raise ValueError(f"{', '.join(changed)}: not the same as when this run began; {way_out}.")
+        raise ValueError(
+            f"{', '.join(changed)}: not the same as when this run began; "
+            f"give another --out_dir to start afresh, or delete {out_dir / INPUTS} if the change is meant."
+        )
 
 
-def _held(name: str, value: object, inputs: dict[str, str]) -> object:
-    """The value of a flag with digests in the place of paths; of a reward without the weight 1."""
+def _by_digest(name: str, value: object, inputs: dict[str, str]) -> object:
+    """The value of a flag, with digests in the place of paths; a reward without the weight 1."""
     if isinstance(value, list):
-        return [inputs.get(str(each), each) for each in value]
+        return [inputs.get(str(path), path) for path in value]
     value = inputs.get(f"--{name}", value)
     if not isinstance(value, str):
         return value
     if name == "reward":
         value = re.sub(r"\s|:\s*\+?1(\.0*)?(?=\s*(,|$))", "", value)
     # A file of one's own, before the name of a function.
-    return re.sub(r"[^:,]+\.py(?=:)", lambda x: inputs.get(str(Path(x[0].strip())), x[0]), value)
+    return re.sub(r"[^:,]+\.py(?=:)", lambda file: inputs.get(str(Path(file[0].strip())), file[0]), value)
 
 
 @dataclass
@@ -124,19 +133,19 @@ class Run:
     """The clock of a run, on every rank, and its records, which the main process writes."""
 
     out_dir: Path
-    lock: TextIO | None  # of `open_run_folder`, on the main process
+    lock: TextIO | None  # from `open_run_folder`, on the main process
     world: World
     memory: MemoryWatch
     total_steps: int
     recording: Recording
     tokenizer: PreTrainedTokenizerBase
     step: int = 0
-    is_last: bool = False  # of the steps
+    is_last: bool = False  # whether this is the last step
     last_step: int = 0
     num_done: int = 0  # steps that are trained and logged
-    start: float | None = None  # of the step, by the clock
-    seconds: dict[str, float] = field(default_factory=dict)  # of the step, by phase
-    updates: list[Metrics] = field(default_factory=list)  # of the step
+    start: float | None = None  # when the step began, by the clock
+    seconds: dict[str, float] = field(default_factory=dict)  # phase of the step -> its time
+    updates: list[Metrics] = field(default_factory=list)  # those of the step so far
     num_idle: int = 0  # steps in a row without an advantage
     rollouts: Keeper = field(init=False)
     console: Console = field(init=False)
@@ -179,7 +188,7 @@ class Run:
         self.updates.append(metrics)
 
     def metrics(self) -> Metrics:
-        """Returns those of the step so far: its updates as one, `time/<phase>_s`, `time/step_s` since the last line."""
+        """The step so far: its updates as one, `time/<phase>_s`, and `time/step_s` since the last line."""
         times = {f"time/{name}_s": seconds for name, seconds in self.seconds.items()}
         times["time/step_s"] = time.perf_counter() - self.start if self.start else 0.0
         return merge_updates(self.updates) | times
@@ -187,8 +196,12 @@ class Run:
     def log(self, step: int, metrics: Metrics, work: Work | None = None, seconds_RE: Sequence[np.ndarray] = ()) -> None:
         """Appends the line of a step to metrics.jsonl, prints it, starts the next clock. `work`: of a trained step."""
         memory, own = self.memory.metrics(), self.metrics()
-        metrics = own | metrics | (throughput(work, seconds_RE, own, self.world) if work else {}) | memory
-        self.start, self.seconds, self.updates = time.perf_counter(), {}, []
+        metrics = own | metrics
+        if work is not None:
+            metrics |= throughput(work, seconds_RE, own, self.world)
+        metrics |= memory
+        self.start = time.perf_counter()
+        self.seconds, self.updates = {}, []
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON knows no nan
         self._append_to_log({"step": step, **finite})
         self.console.tell_step(step, self.total_steps, metrics, report.seconds_of_phases(metrics))
@@ -198,18 +211,23 @@ class Run:
     def _remarks(self, metrics: Metrics) -> Iterator[str]:
         """Says it once when nothing was there to learn for some steps."""
         has_signal = metrics.get("reward/frac_groups_with_signal") != 0
-        self.num_idle = 0 if has_signal and metrics.get("optim/grad_norm") != 0 else self.num_idle + 1
+        if has_signal and metrics.get("optim/grad_norm") != 0:
+            self.num_idle = 0
+            return
+        self.num_idle += 1
         if self.num_idle == IDLE_STEPS:
-            found = "optim/grad_norm is 0, although rewards differ: see docs/symptoms.md, The reward does not rise"
+            reason = "optim/grad_norm is 0, although rewards differ: see docs/symptoms.md, The reward does not rise"
             if not has_signal:
-                found = "all rewards of a group are the same: see docs/symptoms.md, The reward is always 0"
-            yield f"warning: for {IDLE_STEPS} steps {found}"
+                reason = "all rewards of a group are the same: see docs/symptoms.md, The reward is always 0"
+            yield f"warning: for {IDLE_STEPS} steps {reason}"
 
     def logged(self, step: int) -> Metrics:
-        """Returns the step's line of metrics.jsonl, the same on every rank; {} if there is none."""
-        records = report.read_metrics(self.out_dir) if self.world.is_main else []
-        found = broadcast_from_main(next((record for record in records if record["step"] == step), {}))
-        return {name: math.nan if value is None else value for name, value in found.items() if name != "step"}
+        """The step's line of metrics.jsonl, the same on every rank; {} if there is none."""
+        metrics = {}
+        for line in report.read_metrics(self.out_dir) if self.world.is_main else ():
+            if line["step"] == step and not metrics:
+                metrics = {name: math.nan if x is None else x for name, x in line.items() if name != "step"}
+        return broadcast_from_main(metrics)
 
     def say(self, text: str) -> None:
         self.console.say(text)
@@ -222,17 +240,18 @@ class Run:
         self.console.start(resumed_from)
         if not self.world.is_main:
             return
-        commit, changes = _git("rev-parse", "HEAD").strip(), _git("diff", "HEAD") + _own_files(inputs)
+        changes = _git("diff", "HEAD") + _own_files(inputs)
         stamp = time.strftime("%Y%m%dT%H%M%S")
         if changes:
             self._write(f"changes_{stamp}.patch", changes)
-        is_gpu, device = self.world.device.type == "cuda", platform.processor() or platform.machine()
+        device = platform.processor() or platform.machine()
+        if self.world.device.type == "cuda":
+            device = torch.cuda.get_device_name(self.world.device)
         self._append("starts.jsonl", {
             "time": stamp, "resumed_from": resumed_from, "command": [sys.executable, *sys.argv],
             "world_size": self.world.num_trainers, "tensor_parallel_size": self.world.tp_size,
-            "device": torch.cuda.get_device_name(self.world.device) if is_gpu else device, "cores": os.cpu_count(),
-            "commit": commit or None, "has_uncommitted_changes": bool(changes), "python": platform.python_version(),
-            "packages": versions(),
+            "device": device, "cores": os.cpu_count(), "commit": _git("rev-parse", "HEAD").strip() or None,
+            "has_uncommitted_changes": bool(changes), "python": platform.python_version(), "packages": versions(),
             "predicted_gib": {phase: round(size / 2**30, 2) for phase, size in self.memory.predicted.items()},
         })  # fmt: skip
 
@@ -243,12 +262,16 @@ class Run:
         train, *held_out = datasets
         trained = {(row.ids.tobytes(), row.encoded_images) for row in train.rows}
         for data in held_out:
-            if count := sum((row.ids.tobytes(), row.encoded_images) in trained for row in data.rows):
+            count = sum((row.ids.tobytes(), row.encoded_images) in trained for row in data.rows)
+            if count:
                 self.say(f"warning: {count} of the {len(data.rows)} prompts of {data.name} are training prompts, too")
         self.say("\n".join([*describe_tags(self.tokenizer), f"first prompt: {train.rows[0].text!r}"]))
-        rows = [{"set": data.name, "row": row, "reason": why} for data in datasets for row, why in data.excluded]
-        if self.world.is_main and rows:
-            self._write("excluded_rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        lines = ""
+        for data in datasets:
+            for row, reason in data.excluded:
+                lines += json.dumps({"set": data.name, "row": row, "reason": reason}) + "\n"
+        if self.world.is_main and lines:
+            self._write("excluded_rows.jsonl", lines)
 
     def keep(self, sampled: Sampled, trained: Rollout, updates: list[Update]) -> None:
         """Keeps the completions of a step: all in rollouts/, a few in samples.jsonl. `updates` trained on `trained`."""
@@ -265,28 +288,32 @@ class Run:
             self.keep(sampled, trained, updates)
             self.rollouts.wait()
             file = file_of(self.out_dir, self.step)
-            if not broadcast_from_main(file.exists()):  # of the main process, which writes it; no rank ends before
+            if not broadcast_from_main(file.exists()):  # the main process writes it; no rank ends before
                 raise
             raise RunError(f"{error} {file} holds the step's tokens, with both log-probs, for --replay.") from error
 
     def samples(self, step: int, rollout: Rollout, group_size: int) -> None:
         """Appends the first two completions of each of the first two groups to samples.jsonl."""
-        for b in [b for b in (0, 1, group_size, group_size + 1) if b < len(rollout.texts)]:
-            advantage = round(float(rollout.advantages[b].mean()), 4) if rollout.advantages else None
-            self._append("samples.jsonl", {"step": step, "advantage": advantage} | rollout.describe(b))
+        for b in (0, 1, group_size, group_size + 1):
+            if b < len(rollout.texts):
+                advantage = round(float(rollout.advantages[b].mean()), 4) if rollout.advantages else None
+                self._append("samples.jsonl", {"step": step, "advantage": advantage} | rollout.describe(b))
 
     def reward_failures(self, step: int, rollout: Rollout) -> None:
         """Appends what could not be graded to reward_failures.jsonl and names the first three on the console."""
-        failed = [b for b, grade in enumerate(rollout.grades) if grade.is_failed]
-        for i, b in enumerate(failed):
-            row, status, text = rollout.rows[b], rollout.grades[b].status, rollout.texts[b]
-            record = {"step": step, "row": row.where, "reward_status": status, "answer": row.answer, "completion": text}
-            self._append("reward_failures.jsonl", record)
-            if i < 3:
-                self.say(f"step {step}: reward {status}, of {row.where}: {text[-100:]!r}")
-        if len(failed) > 3:
-            count = f"{len(failed)} of {len(rollout.grades)} completions"
-            self.say(f"step {step}: {count} could not be graded; all are in reward_failures.jsonl")
+        num_failed = 0
+        for row, grade, text in zip(rollout.rows, rollout.grades, rollout.texts, strict=True):
+            if grade.is_failed:
+                num_failed += 1
+                record = {"step": step, "row": row.where, "reward_status": grade.status, "answer": row.answer}
+                self._append("reward_failures.jsonl", record | {"completion": text})
+                if num_failed <= 3:
+                    self.say(f"step {step}: reward {grade.status}, of {row.where}: {text[-100:]!r}")
+        if num_failed > 3:
+            self.say(
+                f"step {step}: {num_failed} of {len(rollout.grades)} completions could not be graded; "
+                "all are in reward_failures.jsonl"
+            )
 
     @contextmanager
     def loading(self, saved_step: int) -> Iterator[None]:
@@ -303,7 +330,7 @@ class Run:
     def plot(self, is_over: bool = False) -> None:
         """Draws curves.png; after the last step only when the run is over."""
         if self.world.is_main and (is_over or not self.is_last):
-            with tolerated(str(self.out_dir / "curves.png"), ValueError):  # of a damaged log
+            with best_effort(str(self.out_dir / "curves.png"), ValueError):  # the log is damaged
                 report.plot(self.out_dir)
 
     def judge(self) -> None:
@@ -315,7 +342,7 @@ class Run:
         """Appends a line to metrics.jsonl, of which none may be missing. Raises DiskError on all ranks."""
         file, refused = self.out_dir / "metrics.jsonl", ""
         try:
-            with required(file):
+            with must_write(file):
                 if self.world.is_main:
                     append(file, json.dumps(record) + "\n")
         except DiskError as error:
@@ -326,25 +353,29 @@ class Run:
     def _append(self, name: str, record: dict[str, object]) -> None:
         """Appends a line to another file, if the disk takes it."""
         if self.world.is_main:
-            with tolerated(str(self.out_dir / name)):
+            with best_effort(str(self.out_dir / name)):
                 append(self.out_dir / name, json.dumps(record, ensure_ascii=False) + "\n")
 
     def _write(self, name: str, text: str) -> None:
-        with tolerated(str(self.out_dir / name)):
+        with best_effort(str(self.out_dir / name)):
             write(self.out_dir / name, text)
 
 
 def _own_files(inputs: Iterable[str]) -> str:
-    """Returns as a patch the files of one's own among the inputs that are not in the repository."""
-    unknown = [file for file in map(os.path.abspath, inputs) if file.endswith(".py") and not _git("ls-files", file)]
-    # Named from their own folder: `git apply` takes no absolute paths.
-    added = ((*os.path.split(file), "diff", "--no-index", "--", os.devnull) for file in unknown)
-    return "".join(_git(*diff, name, folder=folder) for folder, name, *diff in added)
+    """A patch with the files of one's own among the inputs that are not in the repository."""
+    patch = ""
+    for file in map(os.path.abspath, inputs):
+        if file.endswith(".py") and not _git("ls-files", file):
+            # Named from their own folder: `git apply` takes no absolute paths.
+            folder, name = os.path.split(file)
+            patch += _git("diff", "--no-index", "--", os.devnull, name, folder=folder)
+    return patch
 
 
 def _git(*arguments: str, folder: str = "") -> str:
-    """Returns what git says of this folder, by default the code's; "" without git or a repository."""
-    git = shutil.which("git")
+    """What git says of this folder, by default the code's; "" without git or a repository."""
+    if not (git := shutil.which("git")):
+        return ""
     command = [git, "-C", folder or str(Path(__file__).parent), *arguments]
-    said = subprocess.run(command, capture_output=True, check=False).stdout if git else b""
-    return said.decode("utf-8", "backslashreplace")
+    output = subprocess.run(command, capture_output=True, check=False).stdout
+    return output.decode("utf-8", "backslashreplace")

@@ -47,7 +47,7 @@ from load_inputs import Inputs, check_world, load_inputs
 from policy import Policy, build_policy
 from run import Run, open_run_folder
 from runtime.start import NOT_FINISHED, RunError, Stopped, arm, leave, signal_name
-from samplers.partial import PartialSampler, prompts_in_the_air
+from samplers.partial import PartialSampler, num_unfinished_prompts
 from samplers.replay import NoEngine, ReplaySampler, weights_of
 from sampling import Draws, Sampler
 from update import Bounds, UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy, work_of_step
@@ -75,7 +75,7 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run, save
 
     held_out = zip(inputs.eval_sets, inputs.eval_samplings, strict=True)
     prompts, num_engines = args.prompts_per_step, run.world.num_engines
-    at_once = prompts_in_the_air(prompts, num_engines) if args.partial_rollouts else prompts
+    at_once = num_unfinished_prompts(prompts, num_engines) if args.partial_rollouts else prompts
     calls = [(at_once, args.group_size)] + [(len(data.rows), each.num_samples) for data, each in held_out]
     max_images = most_images([*inputs.train_data, *inputs.eval_sets])
     demand = Demand(largest_share(calls, run.world), max_images, inputs.vision)

@@ -17,6 +17,7 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from batch import Completion, OnFinished, Row
 from data import UnusableRow, render
-from flags import Grading, PromptFormat, Sampling, Turning
+from flags import Grading, PromptFormat, Sampling, TurnLimits
 from grading import Grade
 from grading.episode import Environments, Messages, Reply, Turn, columns_for
 from grading.pool import Outcome
@@ -41,6 +42,14 @@ LOOK = 0.2  # seconds between two looks for a signal
 LONGEST = 64  # characters of a token, at most: a reply of more than so many for each token of room is too long anyway
 
 
+class Next(Enum):
+    """What an episode waits for after a reply."""
+
+    TURN = auto()  # the policy's
+    REPLY = auto()  # another one from the environment
+    END = auto()  # nothing: it is over
+
+
 @dataclass(eq=False)
 class Episode(Completion):
     """A completion of several turns."""
@@ -49,36 +58,38 @@ class Episode(Completion):
     number: int = 0  # among all of the process
     is_sampled: list[bool] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)  # the texts of the policy
-    said: str = ""  # by both so far, with the template's tokens around replies
+    transcript: str = ""  # all texts so far, with the template's tokens around replies
 
     def add(self, part: Completion, text: str, is_sampled: bool) -> None:
-        """A turn of the policy, or what comes before its next one."""
+        """Appends a turn of the policy, or what stands before its next one."""
         self.token_ids += part.token_ids
         self.logprobs += part.logprobs
         self.versions += part.versions
         self.is_sampled += [is_sampled] * len(part.token_ids)
-        self.said += text
+        self.transcript += text
 
     def tell(self, b: int, tokenizer: Tokenizer, on_finished: OnFinished | None) -> None:
         """The grader gets the text of the last turn, and all that was sampled."""
-        self.text = self.said
+        self.text = self.transcript
         sampled = list(itertools.compress(self.token_ids, self.is_sampled))
         if on_finished is not None:
             on_finished(b, self.turns[-1], sampled, self.finish_reason == "length", self.grade)
 
 
 class Template:
-    """How the chat template writes what comes between two turns of the policy, found out by a conversation of marks."""
+    """How the chat template writes what stands between two turns of the policy: learned from a text with marks."""
 
     def __init__(self, prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
         """Raises ValueError, with the reason, if the template cannot be continued."""
         self.prompt_format, self.tokenizer = prompt_format, tokenizer
-        self.pieces, self.role = cache(self._pieces), "tool" if prompt_format.tools else "user"
+        self.pieces = cache(self._pieces)  # a pattern of roles is rendered once
+        self.role = "tool" if prompt_format.tools else "user"
         try:
             self.pieces((self.role,))
         except UnusableRow as error:
             raise ValueError(f"--environment, --tools: {error}; give --template_args, or another template.") from None
-        if not set(self.plain(" ".join(tokenizer.all_special_tokens))).isdisjoint(tokenizer.all_special_ids):
+        escaped = self.plain(" ".join(tokenizer.all_special_tokens))
+        if not set(escaped).isdisjoint(tokenizer.all_special_ids):
             raise ValueError("a reply could hold special tokens: the tokenizer of --model cannot write them as text.")
 
     def _after(self, *messages: tuple[str, str], answer: str = "Mark-A", continues: bool = True) -> str:
@@ -90,9 +101,11 @@ class Template:
     def _pieces(self, roles: tuple[str, ...]) -> list[str]:
         """The texts before, between and after the contents of messages of these roles, from the policy's text on."""
         marks = [f"Mark-{i}" for i in range(len(roles))]
-        end, rest = self._after(continues=False), self._after(*zip(roles, marks, strict=True))
+        end = self._after(continues=False)
+        rest = self._after(*zip(roles, marks, strict=True))
         pieces = re.split("|".join(marks), rest)
-        if not rest.startswith(end) or re.findall(r"Mark-\w+", rest) != marks or not all(pieces[:: len(roles)]):
+        is_in_order = re.findall(r"Mark-\w+", rest) == marks
+        if not rest.startswith(end) or not is_in_order or not pieces[0] or not pieces[-1]:
             raise UnusableRow(f"the chat template cannot continue an answer with a message of the role {roles[0]!r}")
         return pieces
 
@@ -110,16 +123,16 @@ class Template:
 
         `last_id`: the token that has ended the turn; None: it was cut. Raises UnusableRow where the template refuses.
         """
-        pieces = self.pieces(tuple(each["role"] for each in messages))
-        ids, *others = (self.tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces)
+        text, *pieces = self.pieces(tuple(message["role"] for message in messages))
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if last_id in ids[:2]:  # the turn has ended as in the template, which may write a space before that
             ids = ids[ids.index(last_id) + 1 :]
-        text = pieces[0]
-        for message, tokens, piece in zip(messages, others, pieces[1:], strict=True):
+        for message, piece in zip(messages, pieces, strict=True):
             before, after = self.pieces((message["role"],))
             alone = self._after((message["role"], message["content"]))
             content = alone[len(before) : len(alone) - len(after)]  # some strip it, or write it as JSON
-            ids, text = ids + self.plain(content) + tokens, text + content + piece
+            ids = ids + self.plain(content) + self.tokenizer(piece, add_special_tokens=False)["input_ids"]
+            text += content + piece
         return ids, text
 
 
@@ -127,21 +140,24 @@ class Turns:
     """Plays episodes. Every rank has one; that of the first rank of an engine has the workers."""
 
     def __init__(
-        self, turning: Turning, grading: Grading, prompt_format: PromptFormat, tokenizer: Tokenizer, num_workers: int
+        self, limits: TurnLimits, grading: Grading, prompt_format: PromptFormat, tokenizer: Tokenizer, num_workers: int
     ) -> None:
         """Raises ValueError or FileNotFoundError for what cannot be used."""
-        self.turning, self.tokenizer = turning, tokenizer
+        self.limits, self.tokenizer = limits, tokenizer
         self.template = Template(prompt_format, tokenizer)
         self.environments = None
         if num_workers:
-            handled, timeout = (turning.environment, turning.tools), grading.reward_timeout
-            self.environments = Environments(handled, num_workers, timeout, grading.reward_in_flight)
-        self.numbers, self.is_told = itertools.count(1), False
+            source = (limits.environment, limits.tools)
+            self.environments = Environments(source, num_workers, grading.reward_timeout, grading.reward_in_flight)
+        self.numbers = itertools.count(1)
+        self.has_warned = False
 
     def describe(self) -> str:
         """A line for the log."""
-        kept = "; the chat template drops earlier thoughts, here they stay" if self.template.drops_thoughts else ""
-        return f"turns: at most {self.turning.max_turns}, with {self.turning.environment or self.turning.tools}{kept}"
+        line = f"turns: at most {self.limits.max_turns}, with {self.limits.environment or self.limits.tools}"
+        if self.template.drops_thoughts:
+            line += "; the chat template drops earlier thoughts, here they stay"
+        return line
 
     def close(self) -> None:
         if self.environments is not None:
@@ -153,7 +169,7 @@ class Turns:
     def room(self, episode: Episode, sampling: Sampling) -> int:
         """Tokens that its next turn may have."""
         left = sampling.max_completion_tokens - len(episode.token_ids)
-        return min(left, self.turning.max_turn_tokens or left)
+        return min(left, self.limits.max_turn_tokens or left)
 
     def end_turn(self, episode: Episode, turn: Completion) -> None:
         """Takes up the turn, and asks the environment for its reply."""
@@ -161,34 +177,37 @@ class Turns:
         episode.add(turn, text, is_sampled=True)
         episode.turns.append(text)
         episode.finish_reason = turn.finish_reason
-        self._ask(episode, is_last=len(episode.turns) == self.turning.max_turns)
+        self._ask(episode, is_last=len(episode.turns) == self.limits.max_turns)
 
     def _ask(self, episode: Episode, is_last: bool) -> None:
         if self.environments is not None:
             row = columns_for(episode.row.columns, episode.row.answer)
             self.environments.submit(Turn(episode.number, row, tuple(episode.turns), is_last))
 
-    def end_reply(self, episode: Episode, outcome: Outcome, sampling: Sampling) -> str:
-        """Takes up the reply. Returns what comes: a "turn" of the policy, another "reply", or the "end"."""
+    def end_reply(self, episode: Episode, outcome: Outcome, sampling: Sampling) -> Next:
+        """Takes up the reply."""
         reply: Reply | None = outcome.value
-        if reply is None or not reply.messages:
-            episode.grade = reply.grade if reply else Grade(0.0, outcome.status)
-            return "end"
+        if reply is None:
+            episode.grade = Grade(0.0, outcome.status)
+            return Next.END
+        if not reply.messages:
+            episode.grade = reply.grade
+            return Next.END
         left, ids, text = sampling.max_completion_tokens - len(episode.token_ids), [], ""
         try:
-            if sum(len(each["content"]) for each in reply.messages) <= LONGEST * left:
+            if sum(len(message["content"]) for message in reply.messages) <= LONGEST * left:
                 last_id = episode.token_ids[-1] if episode.finish_reason == "stop" else None
                 ids, text = self.template.suffix(reply.messages, last_id)
         except UnusableRow as error:
             episode.grade = Grade(0.0, f"error: {error}")
-            return "end"
+            return Next.END
         if not 0 < len(ids) < left:
             episode.finish_reason = "length"  # there is no room for another turn
             self._ask(episode, is_last=True)
-            return "reply"
-        # The tokens count as of the weights of the turn before.
+            return Next.REPLY
+        # The tokens get the version of the turn before.
         episode.add(Completion(ids, [0.0] * len(ids), episode.versions[-1:] * len(ids)), text, is_sampled=False)
-        return "turn"
+        return Next.TURN
 
     # In an engine of the ranks ----------------------------------------------------------------------------------------
 
@@ -200,33 +219,36 @@ class Turns:
         What is sampled is a function of the seed and of the replies: these enter the engine `DELAY` steps after the
         turn, not when they come.
         """
-        episodes = {each.number: (i, each) for i, each in enumerate(map(self.begin, rows))}
-        ready, asked, due = [each for _, each in episodes.values()], {}, {}
-        self.replied, self.is_late, step = {}, False, 0  # number of an episode -> its reply, not yet taken up
+        ready = [self.begin(row) for row in rows]  # for their next turns
+        episodes = {episode.number: (i, episode) for i, episode in enumerate(ready)}
+        requests: dict[int, Episode] = {}  # unfinished turns, by the engine's number
+        due: dict[int, int] = {}  # number of an episode -> step of the engine that takes its reply up
+        self.outcomes: dict[int, Outcome] = {}  # number of an episode -> its reply, not yet taken up
+        self.is_late, step = False, 0
         with progress(description, total=len(rows), shown_after=0.0) as bar:
-            while (ready or asked or due) and not engine.is_abandoned():
+            while (ready or requests or due) and not engine.is_abandoned():
                 if ready:
-                    limits = [self.room(each, sampling) for each in ready]
-                    so_far = [list(each.token_ids) for each in ready]
-                    first = engine.add([each.row for each in ready], so_far, limits, sampling)
-                    asked |= {first + i: each for i, each in enumerate(ready)}
+                    limits = [self.room(episode, sampling) for episode in ready]
+                    so_far = [list(episode.token_ids) for episode in ready]
+                    first = engine.add([episode.row for episode in ready], so_far, limits, sampling)
+                    requests |= dict(enumerate(ready, start=first))
                     ready = []
-                if asked:
+                if requests:
                     step += 1
                     for request, turn in engine.step():
-                        episode = asked.pop(request)
+                        episode = requests.pop(request)
                         self.end_turn(episode, turn)
                         due[episode.number] = step + DELAY
-                for number, outcome in self.replies(engine, due, step if asked else math.inf):
+                for number, outcome in self.replies(engine, due, step if requests else math.inf):
                     i, episode = episodes[number]
-                    comes = self.end_reply(episode, outcome, sampling)
-                    if comes != "reply":
-                        del due[number]
-                    if comes == "turn":
-                        ready.append(episode)
-                    if comes == "end":
-                        yield i, episode
-                        bar.update()
+                    match self.end_reply(episode, outcome, sampling):
+                        case Next.TURN:
+                            del due[number]
+                            ready.append(episode)
+                        case Next.END:
+                            del due[number]
+                            yield i, episode
+                            bar.update()
             bar.refresh()
 
     def replies(self, engine: Engine, due: dict[int, int], step: float) -> list[tuple[int, Outcome]]:
@@ -234,25 +256,29 @@ class Turns:
 
         They are waited for; after one that takes longer than `PATIENCE` replies are taken as they come.
         """
-        wanted = [number for number, at in due.items() if at <= step]
+        wanted = [number for number, step_due in due.items() if step_due <= step]
         if not wanted and not (due and self.is_late):
             return []
-        found = self._wait(wanted, is_idle=step == math.inf) if self.environments is not None else None
-        found, self.is_late = engine.from_leader((found, self.is_late))
-        return found
+        outcomes = self._wait(wanted, is_idle=step == math.inf) if self.environments is not None else None
+        outcomes, self.is_late = engine.from_leader((outcomes, self.is_late))
+        return outcomes
 
     def _wait(self, wanted: list[int], is_idle: bool) -> list[tuple[int, Outcome]]:
+        """The outcomes of the wanted episodes; once the environment is late, all that are there.
+
+        `is_idle`: the engine samples nothing, so it waits for one at least.
+        """
         begin, seconds = time.monotonic(), 0.0
         while not requested():
-            self.replied |= self.environments.pop_replies(seconds)
-            taken = sorted(self.replied) if self.is_late else wanted
-            if self.replied.keys() >= set(taken) and (taken or not is_idle):
-                return [(number, self.replied.pop(number)) for number in taken]
+            self.outcomes |= self.environments.pop_replies(seconds)
+            numbers = sorted(self.outcomes) if self.is_late else wanted
+            if self.outcomes.keys() >= set(numbers) and (numbers or not is_idle):
+                return [(number, self.outcomes.pop(number)) for number in numbers]
             if not self.is_late and time.monotonic() - begin > PATIENCE:
                 self.is_late = True
-                if not self.is_told:
+                if not self.has_warned:
                     print("the environment takes long: what is sampled now depends on the clock", flush=True)
-                self.is_told = True
+                self.has_warned = True
             seconds = LOOK
             beat("waits for the environment", is_progress=False)
         return []

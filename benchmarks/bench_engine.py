@@ -36,7 +36,7 @@ from transformers import AutoTokenizer
 
 from bench_common import Trainer, flags_of, interleave, parser_of, print_times, save_random_model
 from data import PromptData
-from flags import DTYPES, EngineSettings, Grading, PromptFormat, Sampling, Turning
+from flags import DTYPES, EngineSettings, Grading, PromptFormat, Sampling, TurnLimits
 from fsdp_utils import World, close_world, gather_from_ranks, init_world, wait_for_all
 from policy import Policy
 from rollout import Engine, SamplingParams, TokensPrompt, seed_everything
@@ -75,7 +75,7 @@ def of_turns(engine: Engine, data: PromptData, sampling: Sampling, folder: Path)
     """One turn, and four that together are as long."""
     file, one, params = folder / "go_on.py", engine.play, engine.params
     file.write_text("class GoOn:\n    def __init__(self, row): pass\n    def reply(self, completion): return '+'\n")
-    turning = Turning(f"{file}:GoOn", None, NUM_TURNS, sampling.max_completion_tokens // NUM_TURNS)
+    turning = TurnLimits(f"{file}:GoOn", None, NUM_TURNS, sampling.max_completion_tokens // NUM_TURNS)
     turns = Turns(turning, Grading(), PromptFormat(), engine.tokenizer, num_workers=1)
     longer = replace(sampling, max_completion_tokens=sampling.max_completion_tokens + NUM_TURNS * REPLY_TOKENS)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from batch import Metrics
 from flags import Recording
-from runtime.files import end_status, tolerated, write
+from runtime.files import best_effort, end_status, write
 from runtime.start import ON_END
 
 ON_CONSOLE = {  # metric -> how the console shows it
@@ -74,7 +74,7 @@ class Console:
             stopped = f"stopped after step {step}"
             ON_END[:] = [lambda how: end_status(self.out_dir, stopped if how == "stopped" else how)]
             status = {"now": name, "in_step": step, "since": _clock(), "pid": os.getpid()} | self.done
-            with tolerated(str(file := self.out_dir / "status.json")):
+            with best_effort(str(file := self.out_dir / "status.json")):
                 write(file, json.dumps(status, indent=1) + "\n")
 
     def _track(self, step: int, metrics: Metrics) -> None:

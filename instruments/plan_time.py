@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from flags import MORE_IN_THE_AIR
+from flags import MORE_UNFINISHED
 from instruments.plan_memory import REDUCE, cache_bytes_per_token, engine_parts
 from instruments.plan_setup import ModelShape, Setup
 from model.sizes import MOST_ON_GPU
@@ -119,7 +119,7 @@ def rollout_seconds(setup: Setup) -> float:
     prefill = forward_flops(m, prompt, 1) * sequences / plan.group_size / flops
     if plan.partial_rollouts:  # the step waits for groups, not for the longest of all; what goes on is read again
         alone = min(alone, completion * (longest_of_group(plan.group_size) - 1))
-        again = sequences * MORE_IN_THE_AIR / 2 * (1 - completion / run.max_completion_tokens)
+        again = sequences * MORE_UNFINISHED / 2 * (1 - completion / run.max_completion_tokens)
         prefill += forward_flops(m, prompt + completion, 1) * again / flops
     decode = max(steps * weights, tokens * forward_flops(m, 1, 1) / flops) + alone * weights
     cache = tokens * (prompt + completion / 2) * cache_bytes_per_token(setup) / memory

@@ -19,7 +19,7 @@ import numpy as np
 
 from batch import Sampled
 from fsdp_utils import gather_from_ranks, is_main_process
-from runtime.files import tolerated, whole
+from runtime.files import atomic_write, best_effort
 
 if TYPE_CHECKING:  # half a second that most processes never need
     import pyarrow as pa
@@ -68,7 +68,7 @@ class Keeper:
         import pyarrow as pa
 
         folder = self.out_dir / FOLDER
-        with tolerated(str(folder)):
+        with best_effort(str(folder)):
             folder.mkdir(exist_ok=True)
             tokens = folder / "tokens.parquet"
             if self.tokens and not tokens.exists():
@@ -85,7 +85,7 @@ def _write_table(table: pa.Table, file: Path) -> None:
     """Raises OSError."""
     import pyarrow.parquet
 
-    with whole(file) as unfinished:
+    with atomic_write(file) as unfinished:
         pyarrow.parquet.write_table(table, unfinished, compression="zstd", write_page_checksum=True)
 
 

@@ -19,8 +19,10 @@ def gpu_figures(name: str) -> tuple[float, ...]:
     if own and all(figures := tuple(map(float, own.groups()))):
         return *figures, *GPUS["RTX4090-24GB"][3:]  # PCIe
     plain = re.sub(r"[\s_-]", "", name).upper()
-    found = [each for each in GPUS if plain in (each.replace("-", ""), each.partition("-")[0])]
-    if len(found) != 1:
-        other = "memory, dense bf16 speed and bandwidth of another one, such as 23.5GiB:71TFLOPs:0.94TBs"
-        raise ValueError(f"--plan_gpu {name}: use {', '.join(found or GPUS)}, or {other}.")
-    return GPUS[found[0]]
+    cards = [card for card in GPUS if plain in (card.replace("-", ""), card.partition("-")[0])]
+    if len(cards) == 1:
+        return GPUS[cards[0]]
+    raise ValueError(
+        f"--plan_gpu {name}: use {', '.join(cards or GPUS)}, or memory, dense bf16 speed and bandwidth "
+        "of another one, such as 23.5GiB:71TFLOPs:0.94TBs."
+    )

@@ -1,6 +1,6 @@
 """What a run writes: one run at a time in a folder, files whole or not at all, and their checksums.
 
-A file that must be written ends the run with a sentence (`required`). Any other costs a warning (`tolerated`).
+A file that must be written ends the run with a sentence (`must_write`). Any other costs a warning (`best_effort`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from runtime.start import RunError
 
 LOCK_SECONDS = 60.0  # that a start waits for the end of another run
 Checksums = dict[str, tuple[int, str]]  # path in the folder -> bytes, SHA-256
-WARNED: set[str] = set()  # what `tolerated` has warned of
+WARNED: set[str] = set()  # what `best_effort` has warned of
 
 
 def checkpoints(out_dir: Path) -> list[tuple[int, Path]]:
     """(step, folder) of the complete checkpoints, oldest first."""
-    found = [(path.name.removeprefix("step_"), path) for path in out_dir.glob("step_*")]
-    return sorted((int(step), path) for step, path in found if step.isdigit())
+    numbered = [(path.name.removeprefix("step_"), path) for path in out_dir.glob("step_*")]
+    return sorted((int(number), path) for number, path in numbered if number.isdigit())
 
 
 # One run at a time ----------------------------------------------------------------------------------------------------
@@ -48,12 +48,12 @@ def lock_file(file: Path, where: str) -> TextIO:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         lock.seek(0)
-        taken = f"{where} is in use by {lock.read().strip() or 'a process that has just begun'}"
+        holder = lock.read().strip() or "a process that has just begun"
         if seconds > LOCK_SECONDS:
             lock.close()
-            raise ValueError(f"{taken}; end that run, or choose another folder.")
+            raise ValueError(f"{where} is in use by {holder}; end that run, or choose another folder.")
         if seconds == 0:
-            print(f"{taken}; waiting up to {LOCK_SECONDS:g} s for its end", flush=True)
+            print(f"{where} is in use by {holder}; waiting up to {LOCK_SECONDS:g} s for its end", flush=True)
         time.sleep(1)
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}: {' '.join(sys.argv)}")
@@ -73,7 +73,9 @@ def cause(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     hidden = error.__cause__ or error.__context__
-    return cause(hidden) if isinstance(hidden, OSError) else (str(error).splitlines() or [type(error).__name__])[0]
+    if isinstance(hidden, OSError):
+        return cause(hidden)
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def free_space(folder: Path) -> str:
@@ -85,17 +87,19 @@ def free_space(folder: Path) -> str:
 
 
 @contextmanager
-def required(file: Path) -> Iterator[None]:
+def must_write(file: Path) -> Iterator[None]:
     """Turns an OSError into the sentence that ends the run."""
     try:
         yield
     except OSError as error:
-        why = f"{cause(error)} ({free_space(file.parent)})"
-        raise DiskError(f"{file} could not be written: {why}; make room, and start the same command again.") from error
+        raise DiskError(
+            f"{file} could not be written: {cause(error)} ({free_space(file.parent)}); "
+            "make room, and start the same command again."
+        ) from error
 
 
 @contextmanager
-def tolerated(what: str, *more: type[Exception]) -> Iterator[None]:
+def best_effort(what: str, *more: type[Exception]) -> Iterator[None]:
     """Turns an OSError, or one of `more`, into a warning, the first time of this `what`: for what a run can miss."""
     try:
         yield
@@ -106,7 +110,7 @@ def tolerated(what: str, *more: type[Exception]) -> Iterator[None]:
 
 
 @contextmanager
-def whole(file: Path) -> Iterator[Path]:
+def atomic_write(file: Path) -> Iterator[Path]:
     """Where the block writes what then becomes the file. If it fails, an older file of this name is left as it was."""
     unfinished = file.with_name(f".{file.name}.unfinished")
     try:
@@ -118,7 +122,7 @@ def whole(file: Path) -> Iterator[Path]:
 
 def write(file: Path, text: str) -> None:
     """Writes a file whole or not at all. Raises OSError."""
-    with whole(file) as unfinished:
+    with atomic_write(file) as unfinished:
         unfinished.write_text(text, "utf-8", "backslashreplace")
 
 
@@ -144,7 +148,7 @@ def end_status(out_dir: Path, how: str, processes: Iterable[int] = ()) -> None:
         status = json.loads(file.read_text("utf-8"))
     if not processes or status.get("pid") in processes:
         status |= {"now": how, "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        with tolerated(str(file)):
+        with best_effort(str(file)):
             write(file, json.dumps(status, indent=1) + "\n")
 
 
@@ -153,11 +157,13 @@ def end_status(out_dir: Path, how: str, processes: Iterable[int] = ()) -> None:
 
 
 def checksums(folder: Path, files: Iterable[Path]) -> Checksums:
-    """Of these files of the folder, which are on the disk when it returns. Raises OSError."""
-    files = list(files)
+    """The checksums of these files of the folder, which are on the disk when it returns. Raises OSError."""
+
+    def measure(file: Path) -> tuple[str, tuple[int, str]]:
+        return str(file.relative_to(folder)), (flush(file).stat().st_size, sha256(file))
+
     with ThreadPoolExecutor() as pool:  # hashing leaves the interpreter to the other threads
-        found = list(pool.map(lambda file: (flush(file).stat().st_size, sha256(file)), files))
-    return {str(file.relative_to(folder)): each for file, each in zip(files, found, strict=True)}
+        return dict(pool.map(measure, files))
 
 
 def sha256(file: Path) -> str:
@@ -178,30 +184,31 @@ def flush(path: Path) -> Path:
 def write_list(folder: Path, file: Path, sums: Checksums) -> None:
     """Writes the list. Afterwards list and folder would survive a power failure. Raises OSError."""
     file.write_text(json.dumps(sums, indent=0) + "\n", "utf-8")
-    for each in (file, *(path for path in folder.rglob("*") if path.is_dir()), folder):
-        flush(each)
+    folders = [path for path in folder.rglob("*") if path.is_dir()]
+    for path in [file, *folders, folder]:
+        flush(path)
 
 
 def verify(folder: Path, file: Path, part: int, num_parts: int) -> list[str]:
     """What is wrong with the files of the list, one text each. Other files of the folder are ignored.
 
-    Of all files only part 0, 1, ... of `num_parts`, about equal in bytes; part 0 tells of a list that cannot be read.
+    It reads part 0, 1, ... of `num_parts`, about equal in bytes; part 0 says it if the list cannot be read.
     """
     try:
         sums = json.loads(file.read_text("utf-8"))
         largest_first = sorted(sums, key=lambda name: (-sums[name][0], name))
         assert largest_first
     except (OSError, ValueError, TypeError, LookupError, AssertionError) as error:
-        return [f"{file.relative_to(folder)} cannot be read: {cause(error)}"][part:]
-    wrong = []
+        return [f"{file.relative_to(folder)} cannot be read: {cause(error)}"] if part == 0 else []
+    problems = []
     for name in largest_first[part::num_parts]:
         size, digest = sums[name]
         try:
-            found = (folder / name).stat().st_size
-            if found != size:
-                wrong.append(f"{name} has {found:,} instead of {size:,} bytes")
+            own_size = (folder / name).stat().st_size
+            if own_size != size:
+                problems.append(f"{name} has {own_size:,} instead of {size:,} bytes")
             elif sha256(folder / name) != digest:
-                wrong.append(f"{name} has the right size but other contents")
+                problems.append(f"{name} has the right size but other contents")
         except OSError as error:
-            wrong.append(f"{name} cannot be read: {cause(error)}")
-    return wrong
+            problems.append(f"{name} cannot be read: {cause(error)}")
+    return problems

@@ -22,20 +22,25 @@ from runtime.start import check_divides, launched_world_size
 GIB = 2**30
 DRIVER = Path("/proc/driver/nvidia")  # what it says of itself
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-LIMITS = ("memory.max", "memory.limit_in_bytes")  # of control groups, of versions 2 and 1
+LIMITS = ("memory.max", "memory.limit_in_bytes")  # files of control groups, in versions 2 and 1
 
 
-def check_launch(tp_size: int, dtype: str, gpu_memory_utilization: float, others: int = 0) -> None:
-    """Raises ValueError if GPUs stay idle, are too few or cannot be used. `others`: those of generation servers."""
+def check_launch(tp_size: int, dtype: str, gpu_memory_utilization: float, server_gpus: int = 0) -> None:
+    """Raises ValueError if GPUs stay idle, are too few or cannot be used. `server_gpus`: how many servers take."""
     world_size, local_size = launched_world_size(), local_world_size()
     num_gpus = usable_gpus()
-    if num_gpus > local_size + others:
-        start = f"start it with its script or scripts/launch.py --ranks {num_gpus} {Path(sys.argv[0]).name} ..."
-        hide = f"hide the others with CUDA_VISIBLE_DEVICES={','.join(map(str, range(local_size)))}"
-        raise ValueError(f"{num_gpus} GPUs are visible but the world size is {world_size}: {start}, or {hide}.")
-    if 0 < num_gpus < local_size + others:
-        started = f"{local_size} processes were started" + f" and {others} GPUs are for servers" * bool(others)
-        raise ValueError(f"{started} on this node, but only {num_gpus} GPUs are visible; a MIG slice is none.")
+    if num_gpus > local_size + server_gpus:
+        raise ValueError(
+            f"{num_gpus} GPUs are visible but the world size is {world_size}: "
+            f"start it with its script or scripts/launch.py --ranks {num_gpus} {Path(sys.argv[0]).name} ..., "
+            f"or hide the others with CUDA_VISIBLE_DEVICES={','.join(map(str, range(local_size)))}."
+        )
+    if 0 < num_gpus < local_size + server_gpus:
+        for_servers = f" and {server_gpus} GPUs are for servers" if server_gpus else ""
+        raise ValueError(
+            f"{local_size} processes were started{for_servers} on this node, "
+            f"but only {num_gpus} GPUs are visible; a MIG slice is none."
+        )
     if num_gpus and dtype == "float32":
         raise ValueError("--dtype float32: packed attention on CUDA computes in bfloat16; give --dtype bfloat16.")
     check_divides("--tensor_parallel_size", tp_size, "the world size", world_size)
@@ -74,15 +79,19 @@ def check_driver(num_gpus: int) -> None:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         file = DRIVER / "version"
-        found = re.search(r" (\d+\.[\d.]+) ", file.read_text()) if file.exists() else None
-        reason = f"{str(error).splitlines()[0]}; driver {found[1] if found else 'unknown'}"
-        built = f"torch {torch.__version__} was made for CUDA {torch.version.cuda} (13 needs driver 580 or newer)"
-        cpu = "for a run on the CPU use DEVICE=cpu bash scripts/setup.sh and set CUDA_VISIBLE_DEVICES= (empty)"
-        wrong = f"the driver has {num_gpus} GPUs, but torch cannot use them ({reason})"
-        raise ValueError(f"{wrong}: {built}. Update the driver; {cpu}.") from None
+        version = re.search(r" (\d+\.[\d.]+) ", file.read_text()) if file.exists() else None
+        raise ValueError(
+            f"the driver has {num_gpus} GPUs, but torch cannot use them "
+            f"({str(error).splitlines()[0]}; driver {version[1] if version else 'unknown'}): "
+            f"torch {torch.__version__} was made for CUDA {torch.version.cuda} (13 needs driver 580 or newer). "
+            "Update the driver; "
+            "for a run on the CPU use DEVICE=cpu bash scripts/setup.sh and set CUDA_VISIBLE_DEVICES= (empty)."
+        ) from None
     if (usable := torch.cuda.device_count()) < num_gpus:
-        wrong = f"the driver has {num_gpus} GPUs, but CUDA can use {usable}"
-        raise ValueError(f"{wrong} (of MIG slices CUDA uses one, of failed GPUs none); start {usable} ranks.")
+        raise ValueError(
+            f"the driver has {num_gpus} GPUs, but CUDA can use {usable} "
+            f"(of MIG slices CUDA uses one, of failed GPUs none); start {usable} ranks."
+        )
 
 
 def check_compiler() -> None:
@@ -92,54 +101,63 @@ def check_compiler() -> None:
         raise ValueError(f"vLLM's kernels need a C compiler, and {' or '.join(compilers)} was not found; install gcc.")
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.exists():
-        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        raise ValueError(f"vLLM's kernels need {header}, which is missing; install {version}-dev (or -devel).")
+        version = sysconfig.get_python_version()
+        raise ValueError(f"vLLM's kernels need {header}, which is missing; install python{version}-dev (or -devel).")
 
 
 def check_cpp_compiler() -> None:
     """Raises ValueError if --compile could not build its kernels on a CPU."""
     compiler = os.environ.get("CXX", "g++")  # as torch looks for it
     if not shutil.which(compiler):
-        wrong = f"--compile needs a C++ compiler on CPUs, and {compiler} was not found"
-        raise ValueError(f"{wrong}; install g++, set CXX, or leave the flag out.")
+        raise ValueError(
+            f"--compile needs a C++ compiler on CPUs, and {compiler} was not found; "
+            "install g++, set CXX, or leave the flag out."
+        )
 
 
 def check_gpu(index: int, world_size: int, gpu_memory_utilization: float) -> None:
     """Raises ValueError if this rank's GPU is too old, a slice that NCCL cannot connect, or taken by others."""
-    name, (major, minor) = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
-    if (major, minor) < (8, 0):
-        wrong = f"GPU {index} ({name}) has compute capability {major}.{minor}"
-        raise ValueError(f"{wrong}; bfloat16 and FlashAttention need 8.0 (Ampere) or newer.")
-    if " MIG " in name and world_size > 1:
-        wrong = "is a MIG slice, which NCCL does not connect to others"
-        raise ValueError(f"GPU {index} ({name}) {wrong}; start one rank (NGPU=1), or switch MIG off.")
+    gpu = f"GPU {index} ({torch.cuda.get_device_name(index)})"
+    major, minor = torch.cuda.get_device_capability(index)
+    if major < 8:
+        raise ValueError(
+            f"{gpu} has compute capability {major}.{minor}; bfloat16 and FlashAttention need 8.0 (Ampere) or newer."
+        )
+    if " MIG " in gpu and world_size > 1:
+        raise ValueError(
+            f"{gpu} is a MIG slice, which NCCL does not connect to others; start one rank (NGPU=1), or switch MIG off."
+        )
     free, total = torch.cuda.mem_get_info(index)
-    if free < gpu_memory_utilization * total:
-        taken = f"{(total - free) / GIB:.1f} of {total / GIB:.1f} GiB are taken by other processes, see nvidia-smi"
-        share = f"--gpu_memory_utilization {gpu_memory_utilization:g} wants {gpu_memory_utilization * total / GIB:.1f}"
-        raise ValueError(f"GPU {index} ({name}): {taken}; {share}. End them, choose other GPUs, or lower it.")
+    wanted = gpu_memory_utilization * total
+    if free < wanted:
+        raise ValueError(
+            f"{gpu}: {(total - free) / GIB:.1f} of {total / GIB:.1f} GiB are taken by other processes, "
+            f"see nvidia-smi; --gpu_memory_utilization {gpu_memory_utilization:g} wants {wanted / GIB:.1f}. "
+            "End them, choose other GPUs, or lower it."
+        )
 
 
 def host_bytes() -> int:
     """RAM that this process may use: of the node, or the lowest limit of a control group around it."""
     limits = [psutil.virtual_memory().total]
-    for file in [group / name for group in _groups() for name in LIMITS]:
-        with suppress(OSError, ValueError):  # of the other version, out of sight, or "max": no limit
-            limits.append(int(file.read_text()))
+    for group in _control_groups():
+        for name in LIMITS:
+            with suppress(OSError, ValueError):  # a file of the other version, out of sight, or "max": no limit
+                limits.append(int((group / name).read_text()))
     return min(limits)
 
 
-def _groups() -> list[Path]:
+def _control_groups() -> list[Path]:
     """The folders of this process's control group and of those around it: of a container, of a job of Slurm."""
-    found = []
+    folders = []
     with suppress(OSError):  # not Linux
         for line in (PROC / "self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers in ("", "memory"):
                 top = CGROUPS / controllers
                 own = top / path.lstrip("/")
-                found += [own, *own.parents][: len(own.parts) - len(top.parts) + 1]
-    return found
+                folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(top)]
+    return folders
 
 
 def use_all_cores() -> None:
@@ -156,14 +174,18 @@ def choose_interface(towards: str | None = None) -> None:
     gloo by itself takes the one that the host's own name leads to: on one node it may be open to others, on several it
     is often the loopback. `towards`: another machine to reach. Raises ValueError if MASTER_ADDR is no address.
     """
-    address = towards or (os.environ["MASTER_ADDR"] if launched_world_size() > local_world_size() else "127.0.0.1")
+    address = towards or "127.0.0.1"
+    if not towards and launched_world_size() > local_world_size():
+        address = os.environ["MASTER_ADDR"]
     try:
         own = own_address(address)
         if own.startswith("127.") and address != "localhost" and not address.startswith("127."):
             own = own_address("192.0.2.1")  # the first node, under a name that Debian gives to the loopback
     except OSError as error:
-        wrong = f"MASTER_ADDR={address} cannot be reached from {socket.gethostname()} ({error.strerror})"
-        raise ValueError(f"{wrong}; use the first node's address.") from None
+        raise ValueError(
+            f"MASTER_ADDR={address} cannot be reached from {socket.gethostname()} ({error.strerror}); "
+            "use the first node's address."
+        ) from None
     if name := interface_of(own):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # this one, not all that begin so
@@ -178,7 +200,10 @@ def own_address(target: str) -> str:
 
 def interface_of(address: str) -> str | None:
     """The network interface that has this IPv4 address."""
-    return {each.address: name for name, found in psutil.net_if_addrs().items() for each in found}.get(address)
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in [own.address for own in addresses]:
+            return name
+    return None
 
 
 def prepare_cpu() -> None:

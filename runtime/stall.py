@@ -1,4 +1,4 @@
-"""Where a stall is noticed (`Watch.report_stall`): what each rank is doing, and for which of them the others wait.
+"""Where a stall is noticed (`StallWatch.report_stall`): what each rank is doing, and for which of them the others wait.
 
 A thread of every rank writes OUT_DIR/ranks/rank_N.json once a second and when a phase begins. When no rank has made
 progress for --stall_seconds, the lowest one that runs prints a table, once. That never ends a run: --timeout_minutes
@@ -79,7 +79,7 @@ class Rank:
     step: int = 0
     phase: str = "start"
     doing: str = "starts"
-    line: str = "an unknown line"  # of `own_line`
+    line: str = "an unknown line"  # from `own_line`
     quiet_seconds: float = 0.0  # since the last progress, but for time in which the process was stopped
     problem: str = ""  # why it does not run: "has ended", or what another rank sees
 
@@ -104,13 +104,14 @@ def problem_of(rank: Rank, silent: float) -> str:
 
 def report(ranks: list[Rank], seconds: float) -> str:
     """A line with the likely cause, and a table: ranks that do the same in one line, first those that do not wait."""
-    groups = defaultdict(list)  # what is said -> the ranks it is said of
+    groups = defaultdict(list)  # what ranks do, and where -> their numbers
     for rank in sorted(ranks, key=lambda rank: (not rank.problem, rank.waits, -rank.quiet_seconds)):
-        where = f"on {rank.host}, in {rank.phase} of step {rank.step}, at {rank.line}"
-        groups[f"{rank.problem or rank.doing} {where}"].append(rank.rank)
-    names = [", ".join(map(str, sorted(numbers))) for numbers in groups.values()]
-    who = [f"each of the ranks {name}" if "," in name else f"rank {name}" for name in names]
-    lines = [f"{group} {what}" for group, what in zip(who, groups, strict=True)]
+        place = f"{rank.phase} of step {rank.step}"
+        groups[f"{rank.problem or rank.doing} on {rank.host}, in {place}, at {rank.line}"].append(rank.rank)
+    lines = []
+    for activity, numbers in groups.items():
+        names = ", ".join(map(str, sorted(numbers)))
+        lines.append(f"each of the ranks {names} {activity}" if len(numbers) > 1 else f"rank {names} {activity}")
     cause = f"{lines[0]}; the others wait" if len(lines) > 1 else lines[0]
     if all(rank.waits for rank in ranks):
         places = sorted({f"{rank.phase} of step {rank.step}" for rank in ranks})
@@ -121,24 +122,27 @@ def report(ranks: list[Rank], seconds: float) -> str:
 
 def own_line() -> str:
     """The innermost line of our own code at which the main thread is, for example: update.py:158 update_policy."""
-    for each, number in traceback.walk_stack(sys._current_frames()[threading.main_thread().ident]):
-        file = each.f_code.co_filename
-        if file.startswith(f"{ROOT}/") and "site-packages" not in file:
-            return f"{file.removeprefix(f'{ROOT}/')}:{number} {each.f_code.co_name}"
+    for frame, number in traceback.walk_stack(sys._current_frames()[threading.main_thread().ident]):
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(ROOT) and "site-packages" not in file.parts:
+            return f"{file.relative_to(ROOT)}:{number} {frame.f_code.co_name}"
     return Rank.line
 
 
-class Watch(threading.Thread):
+class StallWatch(threading.Thread):
     """Writes this rank's file; reads those of the others when this rank makes no progress."""
 
     def __init__(self, folder: Path, rank: int, num_ranks: int, limit: float) -> None:
         super().__init__(name="stall watch", daemon=True)
         folder.mkdir(exist_ok=True)
-        self.files, self.limit = [folder / f"rank_{number}.json" for number in range(num_ranks)], limit
+        self.files = [folder / f"rank_{number}.json" for number in range(num_ranks)]
+        self.limit = limit  # seconds
         self.own = Rank(rank, socket.gethostname(), os.getpid())
-        self.seen = [(Rank(number), 0.0) for number in range(num_ranks)]  # with the time of the clock
+        self.last_seen = [(Rank(number), 0.0) for number in range(num_ranks)]  # with the time of the clock
         self.clock = 0.0  # seconds; it stands still while this process is stopped
-        self.count, self.moved, self.is_told = -1, 0, False
+        self.count = -1  # that of the board at the last look
+        self.num_moved = 0  # bytes read from and written to files until then
+        self.has_reported = False
         self.files[rank].touch()
         self.tick(0.0)
         atexit.register(self.write, "has ended")
@@ -158,17 +162,17 @@ class Watch(threading.Thread):
         """Writes, and looks at the others if it is time to. `elapsed`: seconds since the last time."""
         elapsed = min(elapsed, 2 * INTERVAL)  # in the others this process was stopped
         self.clock += elapsed
-        moved = self.moved  # bytes read from and written to files so far
+        count, num_moved = self.count, self.num_moved
+        self.count = BOARD.count
         with suppress(psutil.Error, AttributeError):  # not Linux, or not allowed
             counters = psutil.Process().io_counters()
-            moved = counters.read_chars + counters.write_chars
-        has_progress = self.count != BOARD.count or moved - self.moved >= LEAST_MOVED
-        self.count, self.moved = BOARD.count, moved
+            self.num_moved = counters.read_chars + counters.write_chars
+        has_progress = self.count != count or self.num_moved - num_moved >= LEAST_MOVED
         self.own = replace(self.own, quiet_seconds=0.0 if has_progress else self.own.quiet_seconds + elapsed)
         self.write()
-        if self.is_told and has_progress:
-            self.tell("STALL: over, the run continues")
-        elif not self.is_told and self.own.quiet_seconds >= self.limit - 2 * STALE_SECONDS:
+        if self.has_reported and has_progress:
+            self.tell("STALL: over, the run continues", is_stall=False)
+        elif not self.has_reported and self.own.quiet_seconds >= self.limit - 2 * STALE_SECONDS:
             self.report_stall()
 
     def write(self, problem: str = "") -> None:
@@ -184,11 +188,12 @@ class Watch(threading.Thread):
     def look_at(self, number: int) -> Rank:
         with suppress(OSError, ValueError, TypeError):  # it is not there yet, or is being written
             new = Rank(**json.loads(self.files[number].read_bytes()))
-            if new != self.seen[number][0]:
-                self.seen[number] = new, self.clock
-        found, since = self.seen[number]
-        problem = found.problem or problem_of(found, self.clock - since)
-        return replace(found, quiet_seconds=found.quiet_seconds + self.clock - since, problem=problem)
+            if new != self.last_seen[number][0]:
+                self.last_seen[number] = new, self.clock
+        rank, since = self.last_seen[number]
+        silent = self.clock - since
+        problem = rank.problem or problem_of(rank, silent)
+        return replace(rank, quiet_seconds=rank.quiet_seconds + silent, problem=problem)
 
     def report_stall(self) -> None:
         """Reports a stall, if there is one and this is the lowest rank that runs."""
@@ -196,11 +201,11 @@ class Watch(threading.Thread):
             ranks = [self.look_at(number) for number in range(len(self.files))]
             seconds = min(rank.quiet_seconds for rank in ranks if rank.problem not in ("has ended", "was killed"))
             if seconds >= self.limit:
-                self.tell(report(ranks, seconds))
+                self.tell(report(ranks, seconds), is_stall=True)
 
-    def tell(self, text: str) -> None:
+    def tell(self, text: str, is_stall: bool) -> None:
         """Prints the text; leaves that of a stall to scripts/launch.py as a reason."""
-        self.is_told = not self.is_told
+        self.has_reported = is_stall
         print(text, flush=True)
         with suppress(OSError):
-            self.files[0].with_name("stall.txt").write_text(text if self.is_told else "", "utf-8", "replace")
+            self.files[0].with_name("stall.txt").write_text(text if is_stall else "", "utf-8", "replace")

@@ -23,12 +23,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
-PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent dies
+PR_SET_PDEATHSIG = 1  # Linux: sets the signal that a process gets when its parent dies
 FOLDER, LAUNCHER = "GRPO_LAUNCH_FOLDER", "GRPO_LAUNCHER_PID"  # environment: set by scripts/launch.py
 HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SECOND = "ended by a second signal"
-ON_END: list[Callable[[str], None]] = []  # hear how this process ends: of the main one alone, when it has a run
+ON_END: list[Callable[[str], None]] = []  # called with how this process ends; the main one has one, for its run
 # How gloo, NCCL and torch's store say that another rank has gone; their other errors are of the rank itself.
 GONE = re.compile(
     r"Connection (was likely )?(closed|reset)|remote process|(gloo|NCCL).*([Tt]imed? ?out|Broken pipe)", re.DOTALL
@@ -51,7 +52,7 @@ def join_launcher() -> None:
     """First of all: a rank must not outlive its launcher while it imports torch."""
     if "RANK" in os.environ:
         die_with_parent(int(os.environ.get(LAUNCHER, "0")))
-    sys.warnoptions.append("ignore:resource_tracker")  # of a rank that leaves at once: its semaphores are put away
+    sys.warnoptions.append("ignore:resource_tracker")  # it puts away the semaphores of a rank that leaves at once
     if not shutil.which("nvidia-smi"):  # vLLM's remarks on memory binding; torch reads it when it is imported
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     faulthandler.enable()
@@ -87,7 +88,7 @@ def reason_file(folder: Path, rank: int) -> Path:
 
 
 def tell_end(how: str) -> None:
-    """Tells it once: the first reason counts."""
+    """Calls `ON_END`, once: the first reason counts."""
     while ON_END:
         ON_END.pop()(how)
 
@@ -150,26 +151,27 @@ def leave(status: int) -> None:
 
 
 @dataclass
-class Request:
+class SignalRecord:
     """The signals to this process, and the grace of a run that has something to save."""
 
     first: int | None = None
-    time: float = 0.0  # of the first, by the clock
+    time: float = 0.0  # when the first came, by the clock
     grace: float | None = None  # seconds; None: nothing to save yet
 
-    def place_of(self, number: int) -> int:
-        """1: the first signal; 2: a second one; 0: the first one by another way.
+    def classify(self, number: int) -> Literal["first", "again", "second"]:
+        """What this signal is; "again": the first one by another way.
 
         A terminal and a launcher may both send it; Slurm may send SIGTERM itself, and SIGUSR1 through its script.
         """
         now = time.monotonic()
         if self.first is None:
             self.first, self.time = number, now
-            return 1
-        return 2 if now - self.time > (0.5 if number == self.first else 5.0) else 0
+            return "first"
+        longest = 0.5 if number == self.first else 5.0
+        return "second" if now - self.time > longest else "again"
 
 
-_request = Request()
+_signals = SignalRecord()
 
 
 def listen() -> None:
@@ -184,35 +186,40 @@ def listen() -> None:
 
 def arm(grace_seconds: float) -> None:
     """From now on a signal is a request, which the run meets within so many seconds."""
-    _request.grace = grace_seconds
+    _signals.grace = grace_seconds
 
 
-def requested() -> bool:  # of this rank; `fsdp_utils.end_if_requested` asks all of them together
-    return _request.first is not None
+def requested() -> bool:
+    """Whether this rank got a signal; `fsdp_utils.end_if_requested` asks all ranks together."""
+    return _signals.first is not None
 
 
 def signal_name() -> str:
-    """Of the signal that this rank got; others may have got it instead."""
-    return signal.Signals(_request.first or signal.SIGTERM).name
+    """Name of the signal that this rank got; SIGTERM if another rank got it instead."""
+    return signal.Signals(_signals.first or signal.SIGTERM).name
 
 
 def _hear_signals(reader: int) -> None:
     while True:
         for number in os.read(reader, 64):
-            place = _request.place_of(number) if number in HEARD else 0
-            if place == 1:
+            if number not in HEARD:
+                continue
+            place = _signals.classify(number)
+            if place == "first":
                 _obey()
-            elif place == 2 and LAUNCHER not in os.environ:
+            elif place == "second" and LAUNCHER not in os.environ:
                 end_at_once(128 + number, SECOND)
 
 
 def _obey() -> None:
     if LAUNCHER in os.environ:
         os.kill(int(os.environ[LAUNCHER]), signal.SIGUSR2)
-    if _request.grace is None:
+    if _signals.grace is None:
         end_at_once(NOT_FINISHED, f"{signal_name()}: ended before the first step; nothing is lost")
-    text = f"{signal_name()}: the run could not save within --grace_seconds {_request.grace:g}"
-    timer = threading.Timer(_request.grace, end_at_once, (1, f"{text}; the same command continues"))
+    text = (
+        f"{signal_name()}: the run could not save within --grace_seconds {_signals.grace:g}; the same command continues"
+    )
+    timer = threading.Timer(_signals.grace, end_at_once, (1, text))
     timer.daemon = True
     timer.start()
 
@@ -221,8 +228,8 @@ def end_at_once(status: int, text: str) -> None:
     """Ends the process, wherever its main thread is."""
     if status == NOT_FINISHED:
         tell_end("stopped")
-    is_told = status != NOT_FINISHED and note_reason(text, "mistake")
-    if not is_told and os.environ.get("RANK", "0") == "0":
+    is_noted = status != NOT_FINISHED and note_reason(text, "mistake")
+    if not is_noted and os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(OSError, ValueError):  # as in `leave`
             print(text, file=sys.stderr, flush=True)
     os._exit(status)

@@ -24,7 +24,14 @@ class NoEngine:
     def begin(self, *_: object) -> None:
         pass
 
-    sync = sleep = close = begin
+    def sync(self, _: object) -> None:
+        pass
+
+    def sleep(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass
@@ -41,7 +48,7 @@ class ReplaySampler(Sampler):
 
 
 def read_rounds(out_dir: Path, step: int, rows: dict[str, Row]) -> list[Rollout]:
-    """The rounds of a step, as they were sampled and graded; `rows`: those of the data, by their place in it.
+    """The rounds of a step, as they were sampled and graded. `rows`: rows of the data, by their place in it.
 
     Raises RunError if the data has other prompts.
     """
@@ -51,27 +58,31 @@ def read_rounds(out_dir: Path, step: int, rows: dict[str, Row]) -> list[Rollout]
     try:
         table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True).read()
     except (OSError, pyarrow.ArrowException) as error:
-        wrong = f"{file} cannot be read ({cause(error)})"
-        raise RunError(f"{wrong}; begin later with --from_step, or end earlier.") from None
-    graded = table.select(["reward", "reward_status", "reward_parts", "read_as"]).to_pylist()
+        raise RunError(
+            f"{file} cannot be read ({cause(error)}); begin later with --from_step, or end earlier."
+        ) from None
     places = table["row"].to_pylist()
-    of_tokens = ("prompt_ids", "token_ids", "rollout_logprobs", "versions", "is_sampled")
-    arrays = {name: list(table[name].to_numpy()) for name in of_tokens}
-    for where, ids in zip(places, arrays["prompt_ids"], strict=True):
+    for where, ids in zip(places, table["prompt_ids"].to_numpy(), strict=True):
         if where not in rows or not np.array_equal(rows[where].ids, ids):
             raise RunError(f"{file}: {where} is another prompt in --train_data, or not in it; give that run's data.")
-    whole = Rollout(
+    versions = list(table["versions"].to_numpy())
+    is_sampled = list(table["is_sampled"].to_numpy())
+    grades = [
+        Grade(record["reward"], record["reward_status"], json.loads(record["reward_parts"]), record["read_as"])
+        for record in table.select(["reward", "reward_status", "reward_parts", "read_as"]).to_pylist()
+    ]
+    step_rollout = Rollout(
         rows=[rows[where] for where in places],
-        completions=arrays["token_ids"],
-        rollout_logprobs=arrays["rollout_logprobs"],
+        completions=list(table["token_ids"].to_numpy()),
+        rollout_logprobs=list(table["rollout_logprobs"].to_numpy()),
         texts=table["completion"].to_pylist(),
         is_truncated_B=table["is_truncated"].to_numpy(),
-        versions=None if arrays["versions"][0] is None else arrays["versions"],
-        is_sampled=None if arrays["is_sampled"][0] is None else arrays["is_sampled"],
-        grades=[Grade(x["reward"], x["reward_status"], json.loads(x["reward_parts"]), x["read_as"]) for x in graded],
+        versions=None if versions[0] is None else versions,
+        is_sampled=None if is_sampled[0] is None else is_sampled,
+        grades=grades,
     )
     round_B = table["round"].to_numpy()
-    return [whole.select(np.flatnonzero(round_B == number)) for number in range(round_B.max() + 1)]
+    return [step_rollout.select(np.flatnonzero(round_B == number)) for number in range(round_B.max() + 1)]
 
 
 def weights_of(folder: Path, first: int, last: int) -> tuple[int, Path | None]:
@@ -79,15 +90,19 @@ def weights_of(folder: Path, first: int, last: int) -> tuple[int, Path | None]:
 
     Raises RunError if not all of these steps are there, or not that checkpoint.
     """
-    there, saved = steps_in(folder), dict(checkpoints(folder))
-    if not there:
+    steps, saved = steps_in(folder), dict(checkpoints(folder))
+    if not steps:
         raise RunError(f"--replay {folder}: there are no rollouts in {folder / FOLDER}; name the folder of a run.")
-    if missing := sorted(set(range(first, last + 1)) - set(there)):
-        known = f"it has steps {there[0]} to {there[-1]}"
-        advice = "begin later with --from_step, end earlier with --stop_after"
-        raise RunError(f"--replay {folder}: the rollouts of step {missing[0]} are missing; {known}; {advice}.")
+    for step in range(first, last + 1):
+        if step not in steps:
+            raise RunError(
+                f"--replay {folder}: the rollouts of step {step} are missing; it has steps {steps[0]} to {steps[-1]}; "
+                "begin later with --from_step, end earlier with --stop_after."
+            )
     if first > 1 and first - 1 not in saved:
         possible = ", ".join(str(step + 1) for step in [0, *saved])
-        wrong = f"--from_step {first}: {folder} has no checkpoint of step {first - 1}"
-        raise RunError(f"{wrong}; steps that can be begun with: {possible}.")
+        raise RunError(
+            f"--from_step {first}: {folder} has no checkpoint of step {first - 1}; "
+            f"steps that can be begun with: {possible}."
+        )
     return first - 1, saved.get(first - 1)

@@ -23,7 +23,7 @@ from inputs.checks import check_ranges
 from inputs.command_line import parser_of
 from inputs.sources import read_json_file
 from reward import Grader, workers_per_engine
-from runtime.files import whole
+from runtime.files import atomic_write
 
 # fmt: off
 FILES = [
@@ -104,7 +104,7 @@ def main() -> None:
         grader.submit(i, cases[i], size)
     grades = grader.collect() | {i: Grade(0.0, f"bad key: {reason}") for i, reason in bad_keys.items()}
     grader.close()
-    with whole(Path(args.output)) as unfinished, unfinished.open("w", encoding="utf-8") as out:
+    with atomic_write(Path(args.output)) as unfinished, unfinished.open("w", encoding="utf-8") as out:
         for i, row in enumerate(rows):
             grade, known = grades[i], {name: value for name, value in row.items() if name not in OF_A_RUN}
             reward, is_correct = (None, None) if i in bad_keys else (grade.reward, grade.is_correct)

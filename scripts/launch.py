@@ -32,7 +32,7 @@ from runtime.start import (
     LAUNCHER,
     NOT_FINISHED,
     SECOND,
-    Request,
+    SignalRecord,
     die_with_parent,
     print_any_text,
     reason_file,
@@ -46,16 +46,16 @@ class Launch:
     """The ranks of this node; `run` starts them, once or again."""
 
     def __init__(self, out_dir: Path) -> None:
-        self.out_dir, self.request = out_dir, Request()
-        self.processes: dict[int, subprocess.Popen] = {}  # of each rank, of the last start
+        self.out_dir, self.signals = out_dir, SignalRecord()
+        self.processes: dict[int, subprocess.Popen] = {}  # those of the last start, by rank
         for number in (*HEARD, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
                 signal.signal(number, self.hear)
-        signal.signal(signal.SIGUSR2, lambda *_: self.request.place_of(signal.SIGTERM))  # a rank got a signal
+        signal.signal(signal.SIGUSR2, lambda *_: self.signals.classify(signal.SIGTERM))  # a rank got a signal
 
     def hear(self, number: int, _: object) -> None:
         """The first signal is passed on by `wait`, when all ranks are started; a second one ends them at once."""
-        if self.request.place_of(number) == 2:
+        if self.signals.classify(number) == "second":
             self.kill()
             self.tell_failure(SECOND)
             print(SECOND, file=sys.stderr, flush=True)
@@ -67,21 +67,27 @@ class Launch:
             self.folder, self.processes, self.begin = Path(folder), {}, time.time()
             for local_rank in range(place["LOCAL_WORLD_SIZE"]):
                 rank = first + local_rank
-                own = place | {"RANK": rank, "LOCAL_RANK": local_rank, FOLDER: folder, LAUNCHER: os.getpid()}
-                own["PYTHONUTF8"] = 1  # torch and vLLM read files of their own in the encoding of the locale
+                variables = place | {"RANK": rank, "LOCAL_RANK": local_rank, FOLDER: folder, LAUNCHER: os.getpid()}
+                variables["PYTHONUTF8"] = 1  # torch and vLLM read files of their own in the encoding of the locale
                 self.processes[rank] = subprocess.Popen(
-                    [sys.executable, "-u", *command], env=os.environ | {name: str(x) for name, x in own.items()},
+                    [sys.executable, "-u", *command],
+                    env=os.environ | {name: str(value) for name, value in variables.items()},
                     start_new_session=True,  # Ctrl-C in a terminal reaches this process alone, which passes it on
                     preexec_fn=partial(die_with_parent, os.getpid()),
-                )  # fmt: skip
+                )
             failed, notes = self.wait(), self.notes()
-            statuses = {0, NOT_FINISHED} & {process.returncode for process in self.processes.values()}
-            if self.request.first is not None and statuses:
-                return max(statuses), ""  # the ranks have saved together, or had nothing to save
-            if self.request.first is not None and set(failed.values()) == {-signal.SIGTERM}:
-                return 128 + self.request.first, ""  # they do not listen
-            status = 2 if 2 in failed.values() else 1  # a flag that does not exist, or is no number
-            return (status, self.reason(failed, notes)) if failed or notes else (0, "")
+            if self.signals.first is not None:
+                statuses = {process.returncode for process in self.processes.values()}
+                if NOT_FINISHED in statuses:
+                    return NOT_FINISHED, ""  # the ranks have saved together, or had nothing to save
+                if 0 in statuses:
+                    return 0, ""
+                if set(failed.values()) == {-signal.SIGTERM}:
+                    return 128 + self.signals.first, ""  # they do not listen
+            if not failed and not notes:
+                return 0, ""
+            status = 2 if 2 in failed.values() else 1  # 2: a flag that does not exist, or is no number
+            return status, self.reason(failed, notes)
 
     def wait(self) -> dict[int, int]:
         """Rank -> exit status of those that failed by themselves, in the order of their ends; when all are gone."""
@@ -91,7 +97,7 @@ class Launch:
             time.sleep(0.1)
             statuses = {rank: process.poll() for rank, process in self.processes.items()}
             failed |= {rank: status for rank, status in statuses.items() if status not in (None, 0, NOT_FINISHED)}
-            if self.request.first is not None and not is_passed_on:
+            if self.signals.first is not None and not is_passed_on:
                 is_passed_on = True
                 for process in self.processes.values():
                     process.send_signal(signal.SIGTERM)  # what has ended gets none
@@ -110,29 +116,33 @@ class Launch:
                 process.wait(LAST_BREATH)
 
     def tell_failure(self, reason: str) -> None:
-        """In status.json, if the run of these ranks has come to write it: the main one may be killed, or wait."""
+        """Writes it to status.json, if these ranks have made that: the main one may have been killed, or wait."""
         if processes := [process.pid for process in self.processes.values()]:
             end_status(self.out_dir, f"failed: {reason}", processes)
 
     def notes(self) -> dict[int, dict[str, str]]:
         """Rank -> the reason that it has left, the first one first."""
-        files = {rank: reason_file(self.folder, rank) for rank in self.processes}
-        notes = [(rank, json.loads(file.read_text("utf-8"))) for rank, file in files.items() if file.exists()]
-        return dict(sorted(notes, key=lambda note: note[1]["time"]))
+        notes = {}
+        for rank in self.processes:
+            if (file := reason_file(self.folder, rank)).exists():
+                notes[rank] = json.loads(file.read_text("utf-8"))
+        return dict(sorted(notes.items(), key=lambda item: item[1]["time"]))
 
     def reason(self, failed: dict[int, int], notes: dict[int, dict[str, str]]) -> str:
         """Why the first rank ended, in a sentence: by its own words, else by how it ended."""
         killed = [rank for rank, status in failed.items() if status < 0 and rank not in notes]
-        rank = next(iter([*killed, *notes, *failed]), None)  # a killed one is why the others fail
+        rank = [*killed, *notes, *failed][0]  # a killed one is why the others fail
         if rank in notes and notes[rank]["kind"] == "mistake":
             return notes[rank]["text"]
-        status = failed.get(rank, 0)
-        how = f"ended with {notes[rank]['text']}" if rank in notes else f"ended with exit status {status}."
-        if rank not in notes and status < 0:
+        if rank in notes:
+            how = f"ended with {notes[rank]['text']}"
+        elif (status := failed[rank]) < 0:
             by = " by someone, or by Linux for lack of memory" if status == -signal.SIGKILL else ""
             how = f"was ended by signal {-status} ({signal.Signals(-status).name}){by}; the same command continues."
-        said = re.search(r'"step": (\d+), "phase": "(\w+)"', self.left_by_watch(f"rank_{rank}.json"))
-        where = f" (step {said[1]}, {said[2]})" if said else ""
+        else:
+            how = f"ended with exit status {status}."
+        last_place = re.search(r'"step": (\d+), "phase": "(\w+)"', self.left_by_watch(f"rank_{rank}.json"))
+        where = f" (step {last_place[1]}, {last_place[2]})" if last_place else ""
         stall = self.left_by_watch("stall.txt").partition("\n")[0]
         return f"{stall}; then rank {rank}{where} {how}" if stall else f"rank {rank}{where} {how}"
 
@@ -161,11 +171,13 @@ def main() -> int:
     args = parser.parse_args()
     is_possible = args.command and args.ranks > 0 and 0 <= args.node_rank < args.nodes
     if not is_possible or (args.max_restarts and args.nodes > 1):
-        needed = "it takes a program, --ranks of 1 or more, --node_rank below --nodes, --max_restarts on one node"
-        parser.error(f"{needed}; on several use torchrun --max_restarts, or Slurm's requeue.")
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--out_dir", type=Path, default=Path("no run folder"))
-    out_dir = own.parse_known_args(args.command)[0].out_dir  # of the program
+        parser.error(
+            "it takes a program, --ranks of 1 or more, --node_rank below --nodes, --max_restarts on one node; "
+            "on several use torchrun --max_restarts, or Slurm's requeue."
+        )
+    program_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    program_parser.add_argument("--out_dir", type=Path, default=Path("no run folder"))
+    out_dir = program_parser.parse_known_args(args.command)[0].out_dir
     place = {  # what torchrun would set; on one node nobody listens at the port
         "LOCAL_WORLD_SIZE": args.ranks, "WORLD_SIZE": args.ranks * args.nodes, "MASTER_ADDR": args.master_addr,
         "MASTER_PORT": args.master_port,
@@ -174,12 +186,13 @@ def main() -> int:
     launch = Launch(out_dir)
     for restart in range(1, args.max_restarts + 2):
         before = steps_logged(out_dir)
-        status, said = launch.run(args.command, args.node_rank * args.ranks, place)
-        if said:
-            print(f"error: {said}", file=sys.stderr, flush=True)
-            launch.tell_failure(said)
+        status, reason = launch.run(args.command, args.node_rank * args.ranks, place)
+        if not reason:
+            break
+        print(f"error: {reason}", file=sys.stderr, flush=True)
+        launch.tell_failure(reason)
         num_steps = steps_logged(out_dir) - before
-        if not said or not num_steps or launch.request.first is not None or restart > args.max_restarts:
+        if not num_steps or launch.signals.first is not None or restart > args.max_restarts:
             break
         print(f"restart {restart} of {args.max_restarts}, {num_steps} steps after the last start", file=sys.stderr)
     return status

@@ -4,7 +4,7 @@
 
 It answers nobody without the key VLLM_API_KEY; if that is not set, it makes one and prints it. It takes
 --tensor_parallel_size of the GPUs that it sees, or the CPU. It holds random weights until the run sends its own. It
-serves one run at a time, and ends within 10 s of SIGTERM or Ctrl-C. docs/generation.md
+has the weights of one run at a time, and ends within 10 s of SIGTERM or Ctrl-C. docs/generation.md
 """
 
 from __future__ import annotations

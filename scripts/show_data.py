@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from batch import Row
 from data import PromptData, describe_template
 from flags import FLAGS as OF_TRAINING
-from flags import GROUPS, INF, Grading, PromptFormat, Turning, flag
+from flags import GROUPS, INF, Grading, PromptFormat, TurnLimits, flag
 from grading.episode import Turn, columns_for
 from inputs.checks import check_ranges, check_turns
 from inputs.command_line import parser_of
@@ -42,7 +42,7 @@ LONGEST_WAIT = 3600.0  # seconds for a reply; --reward_timeout ends it before
 
 def play(turns: Turns, row: Row) -> None:
     """One episode of this row, until it is over or there is no more input. If it fails, the program ends."""
-    max_turns = turns.turning.max_turns
+    max_turns = turns.limits.max_turns
     print(f"\n--- an episode of at most {max_turns} turns of yours, each a line\n{row.text}")
     texts: list[str] = []
     for number, text in enumerate(sys.stdin, start=1):
@@ -73,7 +73,7 @@ def main() -> None:
         turns = None
         if args.environment or args.tools:
             grading = Grading(reward_timeout=args.reward_timeout)
-            turns = Turns(Turning.from_flags(args), grading, prompt_format, tokenizer, 1)
+            turns = Turns(TurnLimits.from_flags(args), grading, prompt_format, tokenizer, 1)
     except (ValueError, OSError) as error:
         sys.exit("error: " + " ".join(str(error).split()))
     for data in parts:

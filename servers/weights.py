@@ -1,5 +1,4 @@
 """Weights on their way from the trainer to a generation server: a process group of the main rank and its workers.
-Also whose server it is: no other run may send weights to it.
 
 vLLM's own weight transfer, of which this file has two backends: NCCL with a deadline, and gloo for CPUs. Servers load
 them with `--worker-extension-cls servers.weights.Extension --middleware servers.weights.check_key`.
@@ -9,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo
 from transformers import PretrainedConfig
@@ -30,13 +30,10 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.utils.nccl import unpinned_nccl_env
-from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from engine.options import head_dtypes
 
-PATIENCE = timedelta(minutes=2)  # of a worker that waits for a tensor of a trainer that may have gone
-TOKENS = "vllm:generation_tokens_total", "vllm:prompt_tokens_total"  # of vLLM's metrics: they tell progress
-LEASE = 20.0  # seconds without a word from its run after which a server is free: that run was killed
+PATIENCE = timedelta(minutes=2)  # that a worker waits for a tensor of a trainer that may have gone
 
 
 # The trainer's side, and what both sides need -------------------------------------------------------------------------
@@ -45,8 +42,8 @@ LEASE = 20.0  # seconds without a word from its run after which a server is free
 class Gloo:
     """On CPUs what vLLM's PyNcclCommunicator is on GPUs."""
 
-    def __init__(self, rank: int, world_size: int, timeout: timedelta, **place: object) -> None:
-        store = create_tcp_store(**place, world_size=world_size, is_master=rank == 0, timeout=timeout)
+    def __init__(self, rank: int, world_size: int, timeout: timedelta, **address: object) -> None:
+        store = create_tcp_store(**address, world_size=world_size, is_master=rank == 0, timeout=timeout)
         self.group = ProcessGroupGloo(store, rank, world_size, timeout)
 
     def broadcast(self, tensor: Tensor, src: int, stream: None = None) -> None:
@@ -65,10 +62,10 @@ def open_link(listener: socket.socket, num_workers: int, device: torch.device, s
     It raises RuntimeError where the server has gone, on CPU within `seconds`.
     """
     host, port = listener.getsockname()
-    place = {"host": host, "port": port, "listen_socket": listener, "rank": 0, "world_size": 1 + num_workers}
+    group = {"host": host, "port": port, "listen_socket": listener, "rank": 0, "world_size": 1 + num_workers}
     if device.type == "cpu":
-        return Gloo(**place, timeout=timedelta(seconds=seconds))
-    meeting = StatelessProcessGroup.create(**place, store_timeout=int(seconds))
+        return Gloo(**group, timeout=timedelta(seconds=seconds))
+    meeting = StatelessProcessGroup.create(**group, store_timeout=int(seconds))
     with unpinned_nccl_env():  # as the workers do
         return PyNcclCommunicator(meeting, device)
 
@@ -77,7 +74,10 @@ def open_link(listener: socket.socket, num_workers: int, device: torch.device, s
 
 
 class NcclEngine(NCCLWeightTransferEngine):
-    """vLLM's own would wait for ever for a trainer that has gone, and looks through the whole model for each tensor."""
+    """NCCL with a deadline.
+
+    vLLM's own would wait for ever for a trainer that has gone, and looks through the whole model for each tensor.
+    """
 
     def receive(self, tensor: Tensor) -> None:
         """Fills it with what the trainer sends. Raises RuntimeError after `PATIENCE`; the next run connects anew."""
@@ -111,8 +111,8 @@ class GlooEngine(NcclEngine):
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         rank = init_info.rank_offset + self.parallel_config.rank
-        place = {"host": init_info.master_address, "port": init_info.master_port}
-        self.model_update_group = Gloo(rank, init_info.world_size, PATIENCE, **place)
+        address = {"host": init_info.master_address, "port": init_info.master_port}
+        self.model_update_group = Gloo(rank, init_info.world_size, PATIENCE, **address)
 
     def update_weights(self, update_info: dict[str, list]) -> None:
         # Not the base class's, which ends by synchronizing an accelerator.
@@ -144,57 +144,23 @@ def fit_of(config: PretrainedConfig, max_model_len: int, dtype: str, head_dtype:
 
 
 class Extension:
-    """Of vLLM's workers, which import this file for it."""
+    """Methods for vLLM's workers, which import this file for them."""
+
+    identity = ""  # names the server, under whatever address a run reaches it
 
     def own_fit(self) -> dict[str, object]:
         config, heads = self.vllm_config.model_config, head_dtypes(self.get_model())
         dtype = str(config.dtype).removeprefix("torch.")
-        return fit_of(config.hf_config, config.max_model_len, dtype, ", ".join(heads))
-
-
-class Owner:
-    """The run that this server belongs to."""
-
-    claim: dict[str, str] = {}  # as its main rank makes it; empty: the server is free
-    heard = 0.0  # when that was repeated last
-
-    def hear(self, claim: dict[str, str], do: str, now: float) -> str:
-        """Why the run of this claim may not "take" the server, "keep" or "free" it; nothing if it may.
-
-        A new start of the same run takes the server from the one before, which may not keep it then.
-        """
-        if self.claim and claim != self.claim and now - self.heard < LEASE:
-            differs = {name for name in self.claim if claim.get(name) != self.claim[name]}
-            if differs == {"url"}:
-                return f"it is {self.claim['url']} by another name; give each server once."
-            if do != "take" or differs & {"run", "out_dir"}:
-                holder = "{out_dir} on {host} (process {pid})".format_map(self.claim)
-                way_out = f"end that run, or give other --server_urls; {LEASE:g} s after a kill the server is free"
-                return f"it belongs to the run {holder}; {way_out}."
-        self.claim, self.heard = {} if do == "free" else claim, now
-        return ""
-
-
-OWNER = Owner()
+        self.identity = self.identity or secrets.token_hex()
+        return fit_of(config.hf_config, config.max_model_len, dtype, ", ".join(heads)) | {"identity": self.identity}
 
 
 async def check_key(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
     """vLLM asks for VLLM_API_KEY where text is sampled, but not where weights are changed: this asks everywhere.
 
     A server without a key answers nobody.
-    Its own route is /owner, where a run says each second that the server is its own, and hears how far it is.
     """
     key, given = os.environ.get("VLLM_API_KEY", ""), request.headers.get("authorization", "")
     if not key or not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
         return JSONResponse({"error": "this server wants its VLLM_API_KEY"}, 401)
-    if request.url.path != "/owner":
-        return await call_next(request)
-    asked, engine = await request.json(), request.app.state.engine_client
-    if refusal := OWNER.hear(asked["claim"], asked["do"], time.monotonic()):
-        return PlainTextResponse(refusal, 409)
-    samples = [sample for metric in get_prometheus_registry().collect() for sample in metric.samples]
-    answer = {"tokens": sum(sample.value for sample in samples if sample.name in TOKENS)}
-    if asked["do"] == "take":
-        answer["num_workers"] = engine.vllm_config.parallel_config.world_size_across_dp
-        (answer["fit"], *_) = await engine.collective_rpc("own_fit")
-    return JSONResponse(answer)
+    return await call_next(request)

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from runtime.stall import WAITS, Watch, beat, in_phase
+from runtime.stall import WAITS, StallWatch, beat, in_phase
 
 FAULT, FOLDER, RANK = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 
@@ -32,7 +32,7 @@ FAULTS = {
     "hold": lambda: ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1),
 }
 
-Watch(FOLDER, RANK, 3, limit=8.0).start()
+StallWatch(FOLDER, RANK, 3, limit=8.0).start()
 with in_phase("update", 3):
     for _ in range(10):
         beat("runs a backward pass")

@@ -10,7 +10,6 @@ import asyncio
 import json
 import os
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -27,16 +26,17 @@ from helpers import flags, make_grade, make_row
 from policy import Policy
 from sampling import Draws, Sampler
 from servers.engine import ServerEngine
-from servers.fleet import Fleet, Server, Turns
+from servers.fleet import Fleet, Server
 from servers.start import ServerProcess
-from servers.weights import Gloo, Owner
+from servers.weights import Gloo
+from turns import Turns
 from warm_start import build_tokenizer
 
 TOKEN = 7
 KEY = "secret"  # of all servers
 WEIGHTS = {"layer.weight": torch.arange(6.0).reshape(2, 3), "norm.weight": torch.ones(3)}
 DESCRIPTION = {"names": list(WEIGHTS), "dtype_names": ["float32"] * 2, "shapes": [[2, 3], [3]]}
-A, B = ({"run": name, "out_dir": f"/runs/{name}", "host": f"node-{name}", "pid": "7"} for name in "ab")  # two runs
+A, B = "/runs/a on node-a (process 7)", "/runs/b on node-b (process 8)"  # two runs
 HAS = {
     "--model": "Qwen2ForCausalLM of 2 layers",
     "--max_model_len": 64,
@@ -50,12 +50,13 @@ INPUTS = SimpleNamespace(tokenizer=TOKENIZER, turns=None)
 class FakeServer:
     """Each token takes `seconds`; a completion is as long as it may be. It answers with these `changes`.
 
-    It has an owner as a real one, and the description HAS.
+    It has the description HAS.
     """
 
     def __init__(self, seconds: float = 0.0, port: int = 0) -> None:
-        self.seconds, self.port, self.owner = seconds, port, Owner()
+        self.seconds, self.port = seconds, port
         self.version, self.tokens, self.paused, self.key = "default", 0, False, KEY
+        self.num_aborts = 0
         self.dies_in_sync: threading.Event | None = None  # it fails after the first tensor, and not before the event
         # Connections: it hangs up when one is used again, as vLLM's does with idle ones.
         self.used: set[asyncio.Transport] = set()
@@ -92,20 +93,22 @@ class FakeServer:
             return web.Response(text="Unauthorized", status=401)
         path, body = request.path.removeprefix("/"), await request.json() if request.can_read_body else {}
         self.asked.append(request.path_qs.removeprefix("/"))
-        if path == "owner" and (refusal := self.owner.hear(body["claim"], body["do"], time.monotonic())):
-            return web.Response(text=refusal, status=409)
+        if path == "metrics":
+            return web.Response(text=f'vllm:generation_tokens_total{{engine="0"}} {self.tokens}\n')
         if path == self.hangs:
             await asyncio.to_thread(self.event.wait, 60.0)
         if path == "inference/v1/generate":
             return await self.generate(request, body)
         if path in ("pause", "resume"):
             self.paused = path == "pause"
-        elif path == "finish_weight_update":
-            self.version = body.get("weight_version", self.version)
+            self.num_aborts += request.query.get("mode") == "abort"
+        elif path in ("finish_weight_update", "update_weight_version"):
+            self.version = body.get("weight_version", body.get("new_version", self.version))
         elif path in ("init_weight_transfer_engine", "update_weights"):
             do = self.meet if path.startswith("init") else self.receive
             await self.loop.run_in_executor(self.pool, do, next(iter(body.values())))
-        return web.json_response({"tokens": self.tokens, "num_workers": 1, "fit": HAS})
+        results = [HAS | {"identity": str(id(self))}]
+        return web.json_response({"weight_version": self.version, "results": results})
 
     def meet(self, info: dict) -> None:
         place = {"host": info["master_address"], "port": info["master_port"]}
@@ -125,10 +128,14 @@ class FakeServer:
             request.transport.abort()
         self.used.add(request.transport)
         versions: list[str] = []
+        reason, num_aborts = "length", self.num_aborts
         while len(versions) < body["sampling_params"]["max_tokens"]:
             await asyncio.sleep(self.seconds)
-            while self.paused or "stuck" in self.changes:
+            while self.num_aborts == num_aborts and (self.paused or "stuck" in self.changes):
                 await asyncio.sleep(0.01)
+            if self.num_aborts > num_aborts:
+                reason = "abort"
+                break
             versions.append(self.version)
             self.tokens += 1
         spans, count = [], len(versions)
@@ -136,7 +143,7 @@ class FakeServer:
             start = spans[-1]["end"] if spans else 0
             spans.append({"version": version, "start": start, "end": start + len(list(tokens))})
         content = [{"token_id": TOKEN, "logprob": -1.0, "rank": 1, "top_logprobs": []}] * count
-        choice = {"index": 0, "finish_reason": "length", "token_ids": [TOKEN] * count}
+        choice = {"index": 0, "finish_reason": reason, "token_ids": [TOKEN] * count}
         choice |= {"logprobs": {"content": content}, "weight_versions": spans}
         self.prompts.append(body["token_ids"])
         answer = {"prompt_token_ids": body["token_ids"], "choices": [choice | self.changes]} | self.changes
@@ -152,15 +159,21 @@ def engine_of(
     most: int = 64,
     policy: Policy | None = None,
     turns: Turns | None = None,
-    claim: dict[str, str] = A,
+    run: str = A,
     needed: dict[str, object] | None = None,
 ) -> Iterator[ServerEngine]:
     """An engine over these servers. `said` is what it told the console."""
     said, output = [], os.fstat(1)
     found = [each if isinstance(each, Server) else Server(each.url, each.url) for each in servers]
-    fleet = Fleet(found, [], KEY, said.append, claim, needed or {}, timeout, most, turns=turns)
+    fleet = Fleet(
+        servers=found, stop_ids=[], key=KEY, say=said.append, run=run, needed=needed or {}, turns=turns,
+        timeout=timeout, most=most,
+    )  # fmt: skip
     weights = DESCRIPTION if policy is None else policy.describe_weights()
-    engine = ServerEngine(fleet, TOKENIZER, weights, torch.device("cpu"), version, in_flight)
+    engine = ServerEngine(
+        fleet=fleet, tokenizer=TOKENIZER, weights=weights, device=torch.device("cpu"), version=version,
+        in_flight=in_flight,
+    )  # fmt: skip
     engine.said, engine.policy = said, policy
     try:
         yield engine

@@ -21,7 +21,7 @@ from flags import MOST_LAG, EngineSettings, PromptFormat, Sampling
 from fsdp_utils import close_world, init_world
 from helpers import Ear, flags, unpacked_logprobs
 from rollout import Engine
-from samplers.partial import PartialSampler, prompts_in_the_air
+from samplers.partial import PartialSampler, num_unfinished_prompts
 from sampling import Draws
 
 PROMPTS, GROUP, LIMIT, TEMPERATURE, STEPS = 8, 2, 110, 0.7, 5
@@ -55,7 +55,7 @@ def main(path: str, tp_size: str) -> None:
     world = init_world(int(tp_size), timeout_minutes=2)
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    at_once = prompts_in_the_air(PROMPTS, world.num_engines) // world.num_engines * GROUP
+    at_once = num_unfinished_prompts(PROMPTS, world.num_engines) // world.num_engines * GROUP
     engine = Engine(path, tokenizer, world, EngineSettings(128, "float32"), Demand(at_once))
     data = PromptData.load(f"{path}/train.jsonl", PromptFormat(max_prompt_tokens=8), tokenizer, seed=0)
     data.rows[:] = [replace(row, where=f"row {i}") for i, row in enumerate(data.rows[: PROMPTS * STEPS])]

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerFast
 
 from batch import Completion
 from data_files import byte_tokenizer
-from flags import Grading, PromptFormat, Turning
+from flags import Grading, PromptFormat, TurnLimits
 from grading import Case
 from grading.verifiers import BUILT_IN
 from model.special_tokens import describe_tags
@@ -84,7 +84,7 @@ def test_rewards_see_the_tags_and_the_log_names_them():
 
 def test_a_turn_is_read_as_a_completion_is():
     tokenizer = tokenizer_of()
-    turns = Turns(Turning("none.py:None", None, 2, None), Grading(), PromptFormat(), tokenizer, num_workers=0)
+    turns = Turns(TurnLimits("none.py:None", None, 2, None), Grading(), PromptFormat(), tokenizer, num_workers=0)
     episode = Episode()
     for text in ("<think>a</think>b<|im_end|>", "<|python_tag|>c<|eom|>"):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]

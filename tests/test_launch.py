@@ -12,7 +12,7 @@ from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
 import pytest
 
 from helpers import ROOT, wait_for
-from runtime.start import Request
+from runtime.start import SignalRecord
 from soak import is_running
 
 LAUNCHER = [sys.executable, str(ROOT / "scripts" / "launch.py")]
@@ -127,9 +127,9 @@ def test_only_a_later_signal_is_a_second_one(monkeypatch):
     """A terminal and a launcher may both send the same one, and Slurm sends two."""
     times = iter([100.0, 100.4, 104.9, 100.6, 105.1])
     monkeypatch.setattr("runtime.start.time.monotonic", lambda: next(times))
-    request = Request()
-    assert [request.place_of(number) for number in (SIGTERM, SIGTERM, SIGUSR1)] == [1, 0, 0]
-    assert [request.place_of(number) for number in (SIGTERM, SIGUSR1)] == [2, 2]
+    signals = SignalRecord()
+    assert [signals.classify(number) for number in (SIGTERM, SIGTERM, SIGUSR1)] == ["first", "again", "again"]
+    assert [signals.classify(number) for number in (SIGTERM, SIGUSR1)] == ["second", "second"]
 
 
 @pytest.mark.parametrize(("num_ranks", "begin", "seconds", "signals", "status", "said"), [

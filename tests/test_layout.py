@@ -18,8 +18,8 @@ ROOT = Path(__file__).parent.parent
 # Each file, and each room, imports what stands on lower floors; grading/ and runtime/ nothing of the program.
 FLOORS = (
     "grading runtime", "flags fsdp_utils", "model", "batch", "engine grpo metrics policy", "losses",
-    "inputs rollout servers update", "data instruments", "command report reward turns", "checkpoint load_inputs run",
-    "evaluate minimal sampling", "samplers", "train_grpo",
+    "inputs rollout update", "data instruments", "command report reward turns", "checkpoint load_inputs run",
+    "evaluate minimal sampling servers", "samplers", "train_grpo",
 )  # fmt: skip
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names.split()}
 ROOMS = [name for name in FLOOR if (ROOT / name).is_dir()]

@@ -17,7 +17,7 @@ from batch import Completion, Rollout, pack
 from data import check_template, render, tool_schemas
 from episodes import DEEDS
 from fake_server import FakeServer, engine_of, synced
-from flags import Grading, PromptFormat, Sampling, Turning
+from flags import Grading, PromptFormat, Sampling, TurnLimits
 from grading import Grade
 from grading.episode import EpisodeWorker, Turn
 from grading.own import load_function
@@ -59,7 +59,7 @@ QWEN = (
 
 def turns_of(environment: str | None, tools: str | None = None, num_workers: int = 2, **changes: object) -> Turns:
     given = {"max_turns": 3} | changes
-    turning = Turning(environment and f"{given.pop('file', FILE)}:{environment}", tools, given.pop("max_turns"),
+    turning = TurnLimits(environment and f"{given.pop('file', FILE)}:{environment}", tools, given.pop("max_turns"),
                       given.pop("max_turn_tokens", None))  # fmt: skip
     tokenizer = build_tokenizer()
     if tools:
@@ -177,7 +177,7 @@ def test_an_episode_has_the_tokens_as_they_were_sampled_and_the_replies_between_
         value for value, is_sampled in zip(episode.logprobs, episode.is_sampled, strict=True) if not is_sampled
     ] == [0.0] * (2 * len(between))
     assert len(episode.turns) == 3 and episode.finish_reason == "stop"
-    assert episode.said.count("<user>turn") == 2 and episode.said.startswith(episode.turns[0])
+    assert episode.transcript.count("<user>turn") == 2 and episode.transcript.startswith(episode.turns[0])
 
 
 @pytest.mark.parametrize(("environment", "limit", "turn_limit", "turns", "reason"), [
@@ -224,7 +224,7 @@ def test_a_thousand_episodes_with_hostile_ones_lose_none():
         assert grade.status.startswith(statuses.get(deed, "ok")) and (grade.reward == 0.0 or not is_failed), deed
         is_cut = is_failed or deed == "10 MB"
         assert len(episode.turns) == 3 - is_cut and (episode.finish_reason == "length") == (deed == "10 MB"), deed
-        assert episode.said.count("turn 1") == 1 and episode.said.count("turn 2") == (deed == "fine")
+        assert episode.transcript.count("turn 1") == 1 and episode.transcript.count("turn 2") == (deed == "fine")
         assert all(type(name) is str for name in grade.parts), "of a class of the user's, which the trainer cannot load"
         special = [i for i, is_own in zip(episode.token_ids, episode.is_sampled, strict=True) if not is_own]
         assert special.count(TOKENIZER.eos_token_id) == 0
@@ -274,9 +274,9 @@ def test_a_tool_is_called_in_a_format_of_ones_own_and_its_result_is_the_next_tur
     engine = Says("add(2,3) add(1,1) sub(1,1)", "so 5 and 2")
     (episode,) = played(turns_of(None, f"{FILE}:add"), [make_row([3, 20, 4])], engine=engine)
     assert episode.turns == ["add(2,3) add(1,1) sub(1,1)", "so 5 and 2"] and episode.grade is None
-    assert episode.said.count("<tool>") == 3
-    assert "<tool>5</tool>" in episode.said and "<tool>2</tool>" in episode.said
-    assert "there is no tool 'sub'; there are add" in episode.said
+    assert episode.transcript.count("<tool>") == 3
+    assert "<tool>5</tool>" in episode.transcript and "<tool>2</tool>" in episode.transcript
+    assert "there is no tool 'sub'; there are add" in episode.transcript
 
 
 def called(completion: str, functions: dict) -> list[str] | None:

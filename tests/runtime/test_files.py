@@ -6,7 +6,7 @@ import json
 import pytest
 
 from helpers import largest_file
-from runtime.files import DiskError, append, cause, required, tolerated, write
+from runtime.files import DiskError, append, best_effort, cause, must_write, write
 
 LINE = json.dumps({"text": "x" * 30_000}) + "\n"
 
@@ -17,7 +17,7 @@ def test_a_line_that_must_be_written_and_is_refused_leaves_no_half_line_and_ends
         for number in range(3):
             append(file, f"{number}{LINE}")
         sentence = r"metrics.jsonl could not be written: File too large \(.*GiB are free in .*\); make room, and"
-        with pytest.raises(DiskError, match=sentence), required(file):
+        with pytest.raises(DiskError, match=sentence), must_write(file):
             append(file, f"3{LINE}")
     assert file.read_text() == "".join(f"{number}{LINE}" for number in range(3))
     append(file, f"4{LINE}")
@@ -39,13 +39,13 @@ def test_a_whole_file_that_is_refused_leaves_the_old_one_and_nothing_beside_it(t
 
 def test_what_a_run_can_miss_is_told_once_and_other_mistakes_are_raised(tmp_path, capsys):
     for name in ("a.png", "a.png", "b.png"):
-        with tolerated(str(tmp_path / name), ValueError):
+        with best_effort(str(tmp_path / name), ValueError):
             raise ValueError("damaged") if name == "b.png" else OSError(errno.EDQUOT, "Disk quota exceeded")
     assert capsys.readouterr().out.splitlines() == [
         f"warning: {tmp_path}/{name} could not be written: {why}; the run continues without."
         for name, why in (("a.png", "Disk quota exceeded"), ("b.png", "damaged"))
     ]
-    with pytest.raises(ZeroDivisionError), tolerated("c.png"):
+    with pytest.raises(ZeroDivisionError), best_effort("c.png"):
         raise ZeroDivisionError
 
 

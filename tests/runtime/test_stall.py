@@ -14,7 +14,7 @@ from helpers import ENVIRONMENT, ROOT, flags, wait_for
 from inputs.checks import check_flags
 from rollout import Engine
 from runtime import stall
-from runtime.stall import WAITS, Board, Rank, Watch, beat, in_phase, report
+from runtime.stall import WAITS, Board, Rank, StallWatch, beat, in_phase, report
 
 FAULTS = {  # of rank 1 of 3 -> what is said of it
     "hang": "rank 1 runs a backward pass on HOST, in update of step 3, at tests/distributed_stall.py:24 hang; the",
@@ -84,7 +84,7 @@ def test_a_note_is_no_progress_phases_nest_and_that_of_an_exception_stays(board)
 def test_a_stall_is_told_once_and_its_end_too_and_neither_a_large_file_nor_a_pause_of_all_ranks_is_one(
     board, tmp_path, capsys
 ):
-    watch = Watch(tmp_path, 0, 1, limit=5.0)
+    watch = StallWatch(tmp_path, 0, 1, limit=5.0)
 
     def tick(seconds: float = 2.0) -> tuple[float, str]:  # seconds without progress, what is said
         watch.tick(seconds)
@@ -122,7 +122,7 @@ def test_the_file_of_a_rank_that_fails_has_its_last_phase(board, tmp_path, monke
     """However short that was: the launcher names it."""
     told = []
     monkeypatch.setattr(sys, "excepthook", lambda *error: told.append(error))
-    Watch(tmp_path / "ranks", 0, 1, 60.0)
+    StallWatch(tmp_path / "ranks", 0, 1, 60.0)
     with suppress(ValueError), in_phase("sample", 3), in_phase("update", 3):
         raise ValueError("wrong")
     sys.excepthook(ValueError, ValueError("wrong"), None)

@@ -12,7 +12,7 @@ from batch import Completion
 from data import PromptData
 from flags import MOST_LAG, Sampling, make_plan
 from helpers import ALONE, Ear, flags, make_row, metrics_of, torchrun, training_flags
-from samplers.partial import PartialSampler, prompts_in_the_air, shares_of
+from samplers.partial import PartialSampler, num_unfinished_prompts, shares_of
 from sampling import Draws
 from warm_start import build_tokenizer
 
@@ -150,7 +150,7 @@ def test_groups_have_their_places_by_lot_and_not_in_the_order_in_which_they_are_
 
 @pytest.mark.parametrize("stops", [(3,), (1, 2, 5)])
 @pytest.mark.parametrize("dynamic_sampling", ["off", "correct"])
-def test_a_run_that_is_continued_samples_anew_what_was_in_the_air_and_uses_every_prompt_once(stops, dynamic_sampling):
+def test_a_run_that_is_continued_samples_anew_what_was_unfinished_and_uses_every_prompt_once(stops, dynamic_sampling):
     lengths, used, state = long_tailed(400), [], None
     lengths = [[a, b if i % 3 else a] for i, (a, b) in enumerate(lengths)]  # some groups without signal
     for last in [*stops, 8]:
@@ -180,8 +180,10 @@ def test_a_run_that_is_continued_for_fewer_steps_begins_no_more_than_they_need()
     assert sampler.state(2) == {"prompts_drawn": 20, "in_the_air": [16, 17, 18, 19]}
 
 
-def test_engines_share_the_groups_by_what_they_have_in_the_air():
-    assert prompts_in_the_air(8, 2) == 12 and prompts_in_the_air(8, 8) == 16 and prompts_in_the_air(3, 2) == 6
+def test_engines_share_the_groups_by_what_they_have_unfinished():
+    assert (
+        num_unfinished_prompts(8, 2) == 12 and num_unfinished_prompts(8, 8) == 16 and num_unfinished_prompts(3, 2) == 6
+    )
     assert shares_of(8, [6, 6]) == [4, 4]
     assert shares_of(3, [1, 4]) == [0, 3]
     assert shares_of(5, [3, 4]) == [2, 3]
@@ -206,7 +208,7 @@ def test_an_epoch_with_vllm(policy, size):
     torchrun(2, "tests/partial_run.py", policy, size)
 
 
-def test_a_run_with_partial_rollouts_trains_evaluates_and_keeps_what_is_in_the_air(policy, tmp_path):
+def test_a_run_with_partial_rollouts_trains_evaluates_and_keeps_what_is_unfinished(policy, tmp_path):
     changes = {"partial_rollouts": True, "max_completion_tokens": 40, "total_steps": 3, "save_every": 1}
     torchrun(1, "train_grpo.py", *training_flags(policy, tmp_path / "run", **changes, eval_every=1))
     metrics = metrics_of(tmp_path / "run")

@@ -1,13 +1,14 @@
-"""A generation server belongs to one run, fits it, is left in order at the end, and ends when it is asked to."""
+"""A generation server has one run's weights, fits it, is left in order at the end, and ends when it is asked to."""
 
 import os
+import re
 import socket
 import sys
 import threading
 import time
 import urllib.request
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 
 import psutil
@@ -21,12 +22,9 @@ from flags import EngineSettings, Sampling, Servers
 from helpers import ALONE, ENVIRONMENT, ROOT, make_model, make_row, wait_for
 from policies import load_policy
 from runtime.start import RunError
-from servers.engine import build_servers, claim_of
+from servers.engine import build_servers
 from servers.fleet import Fleet, Server
 from servers.start import server_environment
-from servers.weights import LEASE, Owner
-
-A_AGAIN = A | {"host": "node-c", "pid": "9"}  # a new start of the run a, on another machine
 
 
 @pytest.fixture
@@ -36,94 +34,76 @@ def server():
     server.kill()
 
 
-def run_of(claim, server, **more):
+def run_of(run, server, **more):
     """The engine of a run on a server that stays up."""
-    return engine_of(Server(server.url, server.url), claim=claim, **more)
+    return engine_of(Server(server.url, server.url), run=run, **more)
 
 
-def test_a_server_belongs_to_one_run_until_that_frees_it_or_falls_silent():
-    owner = Owner()
-    assert owner.hear(A, "take", 0.0) == "" == owner.hear(A, "keep", 1.0)
-    for claim, do in ((B, "take"), (B, "keep"), (B, "free"), ({}, "take"), (A_AGAIN, "keep")):
-        refusal = owner.hear(claim, do, 1.0 + LEASE - 0.1)
-        assert "belongs to the run /runs/a on node-a (process 7); end that run, or give other --server_urls" in refusal
-    assert owner.hear(A | {"url": "x"}, "take", 2.0) == "", "the same run, started again"
-    assert owner.hear(A | {"url": "y"}, "take", 2.0) == "it is x by another name; give each server once."
-    assert owner.hear(A_AGAIN, "take", 2.0) == "", "the same run, started again"
-    assert "process 9" in owner.hear(A, "keep", 3.0), "its start before cannot keep the server"
-    assert "node-c" in owner.hear(A | {"out_dir": "/copy"}, "take", 3.0), "a copy of a run's folder is another run"
-    assert owner.hear(B, "take", 2.0 + LEASE) == "", "a run that was killed lets go in the end"
-    assert owner.hear(B, "free", 30.0) == "" == owner.hear(A, "take", 30.0), "one that ends in order lets go at once"
+@pytest.mark.parametrize("when", ["sampling", "between", "at the end"])
+def test_of_two_runs_on_one_server_the_first_ends_and_names_the_second_which_goes_on(when, server):
+    """Whether the first samples meanwhile, sends its next weights afterwards, or only ends."""
+    sampling = Sampling(2, 1.0, 2000 if when == "sampling" else 5)  # tokens of a ms each
+    with ExitStack() as second_run:
+        with run_of(A, server) as first:
+            synced(first)
+            if when == "sampling":
+                first.begin([make_row([1])], sampling, (1, 1))
+                wait_for(lambda: server.tokens > 0)
+            second = synced(second_run.enter_context(run_of(B, server)))
+            asked = len(server.asked)
+            if when != "at the end":
+                said = f"{server.url} was lost .*: it has weights of the run {re.escape(B)}; give each run servers of"
+                with pytest.raises(RunError, match=said):
+                    first.sample([make_row([1])], sampling, (1, 1)) if when == "sampling" else synced(first)
+        assert set(server.asked[asked:]) <= {"weight_info", "metrics"}, "the first changes nothing any more"
+        synced(second).sample([make_row([1])], Sampling(2, 1.0, 5), (1, 1))
+        assert not second.fleet.error
 
 
-def test_a_second_run_is_refused_by_the_name_of_the_first_which_goes_on(server):
-    with run_of(A, server) as first:
-        synced(first)
-        before = [path for path in server.asked if path != "owner"]
-        with run_of(B, server) as second, pytest.raises(RunError) as error:
-            synced(second)
-        assert [path for path in server.asked if path != "owner"] == before, "nothing else is asked by the second"
-        said = f"{server.url} cannot be used: it belongs to the run /runs/a on node-a (process 7); "
-        assert str(error.value).startswith(said) and len(str(error.value).splitlines()) == 1
-        synced(first).sample([make_row([1])], Sampling(2, 1.0, 5), (1, 1))
-        assert first.said == []
-    assert server.owner.claim == {}
+def test_a_run_that_names_a_server_twice_is_refused(server):
+    other_name = Server("localhost", server.url.replace("127.0.0.1", "localhost"))
+    with engine_of(Server(server.url, server.url), other_name) as engine, pytest.raises(RunError) as error:
+        synced(engine)
+    assert "by another name; give each server once." in str(error.value)
 
 
-def test_a_start_of_the_same_run_takes_the_server_and_the_one_before_notices(server):
-    """As after a kill, but the old process is not gone, as on a machine that had lost its network."""
-    with run_of(A, server) as old:
-        synced(old)
-        with run_of(A_AGAIN, server) as new:
-            synced(new)
-            wait_for(lambda: old.fleet.error)
-            synced(new)
-        said = f"{server.url} was lost and no other is left: it belongs to the run /runs/a on node-c (process 9)"
-        assert old.fleet.error.startswith(said)
-        assert not new.fleet.error
+def test_a_run_that_cannot_use_one_server_leaves_the_others_to_the_run_that_has_them(server):
+    with run_of(B, server) as second:
+        synced(second)
+        asked = len(server.asked)
+        servers, said = (Server(server.url, server.url), Server("x", "http://127.0.0.1:9")), "x cannot be used"
+        with engine_of(*servers, timeout=1.0) as first, pytest.raises(RunError, match=said):
+            synced(first)
+        assert set(server.asked[asked:]) <= {"collective_rpc", "metrics"}
+        synced(second)
 
 
 @pytest.mark.parametrize("changes", [{"--max_model_len": 65}, {"--head_dtype": "bfloat16"}, {"--model": "Qwen3"}])
 def test_a_server_that_does_not_fit_is_refused_before_its_weights_change(changes, server):
     ((name, needed),) = changes.items()
     said = f"^{server.url} cannot be used: it does not fit this run: it has {name} {HAS[name]}, needed is {needed}.$"
-    with run_of(A, server, needed=HAS | changes) as engine:
-        with pytest.raises(RunError, match=said):
-            synced(engine)
-        assert server.owner.claim == {}, "another run may have it at once"
-    assert set(server.asked) == {"owner"}
+    with run_of(A, server, needed=HAS | changes) as engine, pytest.raises(RunError, match=said):
+        synced(engine)
+    assert set(server.asked) == {"collective_rpc"}
     with run_of(A, server, needed=HAS | {"--max_model_len": 32}) as engine:
         synced(engine)
 
 
-def test_a_run_that_one_server_refuses_lets_go_of_the_others_at_once(server, monkeypatch):
-    monkeypatch.setattr("servers.fleet.LOOK", 0.05)
-    other = FakeServer()
-    other.owner.hear(B, "take", time.monotonic())
-    with engine_of(server, other) as engine:
-        with pytest.raises(RunError, match=f"{other.url} cannot be used: it belongs to the run /runs/b"):
-            synced(engine)
-        time.sleep(0.3)  # looks at a server come several times meanwhile
-        assert server.owner.claim == {} and other.owner.claim["run"] == "b"
-
-
-def test_a_run_starts_its_servers_asks_for_model_length_and_dtypes_and_keeps_its_name(tmp_path, monkeypatch):
+def test_a_run_starts_its_servers_asks_for_model_length_and_dtypes_and_has_a_name(tmp_path, monkeypatch):
     given, started, log = [], [], SimpleNamespace(world=ALONE, out_dir=tmp_path, say=print)
     folder = make_model(tmp_path / "model")
-    monkeypatch.setattr("servers.engine.Fleet", lambda *all_of_them, turns: given.append(all_of_them))
+    monkeypatch.setattr("servers.engine.Fleet", lambda **settings: given.append(settings))
     monkeypatch.setattr("servers.engine.start_server", lambda *them: started.append(them) or SimpleNamespace(url=""))
     for head_dtype, gpus, size in ((None, (), 1), ("float32", (4, 5, 6, 7), 2)):  # on CPUs their number counts
         settings, servers = EngineSettings(96, "bfloat16", head_dtype), Servers(gpus, (), size, in_flight=False)
         build_servers(str(folder), settings, servers, INPUTS, DESCRIPTION, log, 0)
-    assert [[server.name for server in servers] for servers, *_ in given] == [["server 0"], ["server 0", "server 1"]]
+    names = [[server.name for server in settings["servers"]] for settings in given]
+    assert names == [["server 0"], ["server 0", "server 1"]]
     assert [log.name for *_, log, _ in started] == ["0.log", "0.log", "1.log"]
-    (*_, claim, needed), (*_, claim_again, _) = given
     model = "Qwen2ForCausalLM of 2 layers, hidden size 64, vocabulary of 64"
-    assert needed == {"--model": model, "--max_model_len": 96, "--dtype": "bfloat16", "--head_dtype": "bfloat16"}
-    assert [heads["--head_dtype"] for *_, heads in given] == ["bfloat16", "float32"]
-    (tmp_path / "other").mkdir()
-    assert claim == claim_again and claim["run"] != claim_of(tmp_path / "other")["run"]
-    assert claim["out_dir"] == str(tmp_path) and claim["pid"] == str(os.getpid())
+    needed = {"--model": model, "--max_model_len": 96, "--dtype": "bfloat16", "--head_dtype": "bfloat16"}
+    assert [settings["needed"] for settings in given] == [needed, needed | {"--head_dtype": "float32"}]
+    assert given[0]["run"] == f"{tmp_path} on {socket.gethostname()} (process {os.getpid()})"
 
 
 @pytest.mark.parametrize("hangs", ["pause", "init_weight_transfer_engine"])
@@ -170,7 +150,8 @@ def test_at_the_end_both_sides_close_the_transfer_of_a_server_that_stays_up(serv
         (seen,) = engine.fleet.servers
         seen.link = SimpleNamespace(destroy=lambda: closed.append(list(server.asked)))
         asked = len(server.asked)
-    assert [path for path in server.asked[asked:] if path != "owner"] == ["shutdown_weight_transfer_engine"]
+    asked_last = [path for path in server.asked[asked:] if path != "metrics"]
+    assert asked_last == ["weight_info", "shutdown_weight_transfer_engine"]
     assert len(closed) == 1 and "shutdown_weight_transfer_engine" in closed[0][asked:]
     assert callable(PyNcclCommunicator.destroy), "what closes the main rank's side on CUDA"
 
@@ -199,7 +180,7 @@ def test_a_server_spawns_its_workers_and_has_no_allocator_settings_of_the_ranks(
 
 
 PATHS = (
-    "/collective_rpc", "/pause", "/resume", "/finish_weight_update", "/init_weight_transfer_engine", "/owner",
+    "/collective_rpc", "/pause", "/resume", "/finish_weight_update", "/init_weight_transfer_engine", "/weight_info",
     "/inference/v1/generate", "/v1/models", "/health", "/metrics", "/metrics/", "/version", "/docs", "/openapi.json",
     "/ping", "/server_info", "/absent", "//pause", "/v1/../pause",
 )  # fmt: skip
@@ -235,13 +216,18 @@ def test_a_real_server_has_one_run_tells_what_it_is_and_ends_on_sigterm_amid_a_t
         with engine_of(Server(url, url), needed=has, policy=policy) as engine:
             engine.sync(policy.full_weights())
             assert {(path, status_of(f"{url}{path}", *how)) for path in PATHS for how in STRANGERS} == CLOSED
-            with engine_of(Server(url, url), claim=B) as second, pytest.raises(RunError, match="/runs/a on node-a"):
-                synced(second)
             engine.sync(policy.full_weights())
+            engine.begin([make_row([1, 2])], Sampling(8, 1.0, 60), (1, 1))
+            with engine_of(Server(url, url), run=B, policy=policy) as second:
+                second.sync(policy.full_weights())
+                with pytest.raises(RunError, match="it has weights of the run /runs/b on node-b"):
+                    engine.sample([make_row([1, 2])], Sampling(8, 1.0, 60), (1, 1))
+                second.sync(policy.full_weights())
+                second.sample([make_row([1, 2])], Sampling(2, 1.0, 5), (1, 1))
         said, too_long = "--max_model_len 64, needed is 65", has | {"--max_model_len": 65}
-        with engine_of(Server(url, url), claim=B, needed=too_long) as engine, pytest.raises(RunError, match=said):
+        with engine_of(Server(url, url), run=B, needed=too_long) as engine, pytest.raises(RunError, match=said):
             synced(engine)
-        with engine_of(Server(url, url), claim=B | {"pid": "8"}, needed=has, policy=policy) as engine:
+        with engine_of(Server(url, url), run="c", needed=has, policy=policy) as engine:
             engine.sync(policy.full_weights())
             engine.fleet.call(engine.fleet.prepare(engine.weights, engine.device, engine.version))
             engine.fleet.send(next(policy.full_weights())[1])

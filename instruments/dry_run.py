@@ -109,7 +109,10 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     )  # fmt: skip
     other = args.reference if args.reference != args.model else None
     teacher = shape_of(config_of(other), other) if other and has_kl else None
-    return Setup(model, take(Memory, args), lora, engine, plan, run, hardware, teacher)
+    return Setup(
+        model=model, memory=take(Memory, args), lora=lora, engine=engine, plan=plan, run=run, hardware=hardware,
+        teacher=teacher,
+    )  # fmt: skip
 
 
 def mean_tokens(kind: str, mean: float | None, limit: int) -> float:

@@ -63,19 +63,19 @@ def traffic(setup: Setup) -> dict[str, float]:
     in_updates, in_pass, reductions = 2 * trained, per_iteration, trained
     if memory.communicate_once:
         in_updates, in_pass, reductions = plan.updates_per_step, plan.updates_per_pass, plan.updates_per_step
-    of_reference = setup.reference_passes * (per_iteration if setup.has_reference_model else in_pass)
+    reference_setup = setup.reference_passes * (per_iteration if setup.has_reference_model else in_pass)
     weights, others = setup.model.parameters * setup.compute_bytes, (n - 1) / n
-    of_teacher = setup.of_reference.model.parameters * setup.compute_bytes
+    of_teacher = setup.reference_setup.model.parameters * setup.compute_bytes
     from_host = 0.0
     if memory.offload == "all":  # and gradients to the host
         from_host += in_updates * setup.stored_bytes / n + trained * setup.gradient_bytes / n
     if memory.offload == "optimizer":
         from_host += plan.updates_per_step * 2 * setup.state_bytes / n
     if setup.has_reference_model and memory.offload_reference:
-        from_host += of_reference * of_teacher / n
+        from_host += reference_setup * of_teacher / n
     return {
         "all-gather, log-probs": setup.old_logprob_passes * in_pass * weights * others,
-        "all-gather, reference": of_reference * of_teacher * others,
+        "all-gather, reference": reference_setup * of_teacher * others,
         "all-gather, update": in_updates * weights * others,
         "reduce-scatter": reductions * setup.trainable * REDUCE * others,
         "all-reduce of copies": 2 * plan.updates_per_step * setup.trainable * REDUCE / n * (1 - 1 / setup.num_copies),
@@ -167,9 +167,9 @@ def phase_seconds(setup: Setup) -> dict[str, float]:
         seconds = products * of_completion / (h.flops * h.flops_share) + moved / (h.memory_speed * STREAM_SHARE)
         return plan.completions_per_step / h.gpus * seconds
 
-    forward, of_reference = pass_seconds(m), pass_seconds(setup.of_reference.model)
+    forward, reference_setup = pass_seconds(m), pass_seconds(setup.reference_setup.model)
     passes = micro_batches(setup) * plan.updates_per_pass * PASS
-    reference = setup.reference_passes * (of_reference + passes) + moved["all-gather, reference"] / link
+    reference = setup.reference_passes * (reference_setup + passes) + moved["all-gather, reference"] / link
     logprobs = setup.old_logprob_passes * (forward + passes) + moved["all-gather, log-probs"] / link
     backward = (1 if setup.has_lora else 2) + memory.gradient_checkpointing
     update = pass_seconds(m, products=1 + backward, layers=3 + memory.gradient_checkpointing, head=2)

@@ -52,7 +52,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
 def history(run_dir: Path) -> History:
     """The run as comparisons take it. Raises ValueError if the folder holds no step of a run."""
     run = History(run_dir, read_config(run_dir), read_metrics(run_dir))
-    if not run.config or not run.records:
+    if not run.config or not run.lines:
         missing = "metrics.jsonl with a step" if run.config else "config.json"
         raise ValueError(f"{run_dir} is no run folder with results: it has no {missing}.")
     return run

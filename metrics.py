@@ -131,7 +131,7 @@ def idle_share(batches: list[Batch], parity_length: float, world: World) -> floa
 
 
 def lag_metrics(trained: Rollout) -> Metrics:
-    """How many steps the weights that sampled are behind; {} where they cannot be."""
+    """Steps by which the weights that sampled are behind; {} where they cannot be."""
     if trained.lags is None:
         return {}
     lags_B = trained.of_sampled(trained.lags)
@@ -178,7 +178,7 @@ def throughput(work: Work, seconds_RE: list[np.ndarray], metrics: Metrics, world
     """
     sample_s, update_s, step_s = metrics["time/sample_s"], metrics["time/update_s"], metrics["time/step_s"]
     waited = metrics["perf/update_idle_frac"] * update_s
-    flops_per_s = work.update_flops / update_s / world.num_trainers  # those of each GPU
+    flops_per_s = work.update_flops / update_s / world.num_trainers  # on each GPU
     rates = {}
     if world.has_engines:
         waited += sum(seconds_E.max() - seconds_E.mean() for seconds_E in seconds_RE)

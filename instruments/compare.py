@@ -75,7 +75,7 @@ def shared_seeds(a: Side, b: Side) -> bool:
 def common_steps(runs: Side, name: str) -> list[int]:
     """The steps where every run has a number: runs may differ in length and in the period of evaluation.
 
-    None if that before training is the only one: it says nothing of the runs.
+    [] if step 0 is the only one: an evaluation before training says nothing of the runs.
     """
     steps = sorted(set.intersection(*(set(run.points(name)) for run in runs)))
     return steps if steps != [0] else []
@@ -180,7 +180,7 @@ def compare(a: Side, b: Side) -> str:
 
 
 def not_alike(kind: str, runs: Side, differences: dict[str, list[object]]) -> list[str]:
-    """Those of the differences by which these metrics measure another thing; contents are those of what a flag names.
+    """The differences that change what these metrics measure; for contents, those of a file that such a flag names.
 
     A held-out accuracy is the score of the first verifier of --reward, without its weight.
     """
@@ -217,7 +217,7 @@ def verdict(name: str, a: float, b: float, margin: float, side: str) -> list[str
 
 
 def cost(a: Side, b: Side) -> list[str]:
-    """What the steps that all runs have took, as a mean over the runs of a side; nothing where that is not known."""
+    """A sentence on completions and seconds of the common steps, means over the runs of a side; [] where unknown."""
     steps = common_steps([*a, *b], "time/step_s")
     count_a, seconds_a = np.mean([run.cost(steps) for run in a], axis=0)
     count_b, seconds_b = np.mean([run.cost(steps) for run in b], axis=0)
@@ -231,7 +231,7 @@ def cost(a: Side, b: Side) -> list[str]:
 
 
 def described(side: str, runs: Side) -> list[str]:
-    """The side's runs, and what speaks against taking them for repetitions of one."""
+    """Lines that name the side's runs, and say why they are no repetitions of one."""
     texts = [f"{run.folder} (seed {run.seed}, to step {run.last_step})" for run in runs]
     lines = [f"{side}: {', '.join(texts)}"]
     if len({run.seed for run in runs}) < len(runs):
@@ -244,7 +244,7 @@ def described(side: str, runs: Side) -> list[str]:
 def differing(runs: Side) -> dict[str, list[object]]:
     """Flag -> its value in each of the runs, where they differ in more than the seed; file -> digest of its contents.
 
-    The contents of a file that not all of them name are no difference beside that of the flag.
+    If not all of them name a file, the flag is the difference, and the contents are not listed.
     """
     flags = [but_for_the_seed(run.config) for run in runs]
     values = {f"--{name}": [own.get(name) for own in flags] for name in sorted(set().union(*flags))}
@@ -257,7 +257,7 @@ def differing(runs: Side) -> dict[str, list[object]]:
 
 
 def method(a: Side, b: Side) -> str:
-    """How the intervals are made."""
+    """The sentence on how the intervals are made."""
     if shared_seeds(a, b):
         return "Both sides have the same seeds: intervals are of the differences of pairs."
     if len(a) + len(b) == 2:

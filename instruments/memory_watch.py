@@ -293,10 +293,9 @@ def predicted_bytes(setup: Setup, world: World) -> dict[str, float]:
         sizes = {name: needed(parts) for name, parts in phases.items()}
         host = max(map(total, on_host.values()))
     else:  # what libraries take is there already; nothing is pinned; the engine never sleeps
-        tp, ranks = setup.run.tensor_parallel_size, setup.hardware.gpus // setup.hardware.nodes
-        itemsize = setup.compute_bytes
-        cache = cpu_cache_bytes(load_config(setup.model.name), setup.engine.max_model_len, itemsize, tp)
-        engine = 0 if setup.has_servers else setup.model.parameters * itemsize / tp + cache
+        tp, ranks = setup.run.tensor_parallel_size, setup.hardware.ranks_per_node
+        cache = cpu_cache_bytes(load_config(setup.model.name), setup.engine.max_model_len, setup.compute_bytes, tp)
+        engine = 0 if setup.has_servers else setup.weight_bytes / tp + cache
         there = total(without(on_host["run"], "processes", "rounding of pinned memory")) / ranks
         there += peak_resident() + engine
         sizes = {name: total(without(parts, *ENGINE)) + there for name, parts in phases.items()}

@@ -44,7 +44,7 @@ def write_page(file: Path, metrics: dict[Path, list[dict[str, float]]]) -> None:
 
 
 def describe(folder: Path, lines: list[dict[str, float]]) -> dict:
-    """What the page shows of a run beside its samples."""
+    """The run as the page shows it, without its samples."""
     starts = read_lines(folder / "starts.jsonl")
     code = {}
     hardware = None

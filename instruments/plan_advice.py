@@ -1,4 +1,4 @@
-"""What would make a setup fit, or be faster: the fewest changes, and beside them the fastest. Each is tried out."""
+"""Changes that would make a setup fit, the fewest and the fastest. All of them are tried out."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from instruments.plan_memory import gpu_phases, host_phases, misfits, needed, sh
 from instruments.plan_setup import GIB, Setup
 from instruments.plan_time import step_seconds
 
-MOST_CHANGES = 4  # that are tried together
-FASTER = 0.98  # of the seconds; what gains less is as fast
+MOST_CHANGES = 4  # the most that are tried together
+FASTER = 0.98  # share of the seconds; a change that gains less is as fast
 PARTS = ("memory", "run", "engine", "hardware")  # the parts of a setup that hold its flags
 Change = Mapping[str, object]  # flag -> its value
 
@@ -32,13 +32,12 @@ def with_changes(setup: Setup, changes: Change) -> Setup:
 
 
 def levers(setup: Setup) -> list[list[Change]]:
-    """What could be changed on the same machines, and at last to more of them; in each list the mildest first."""
+    """Lists of changes on the same machines, and at last to more of them; in each list the mildest first."""
     plan, run, h = setup.plan, setup.run, setup.hardware
     now = flags_of(setup)
-    per_node = h.gpus // h.nodes
     least = run.max_prompt_tokens + run.max_completion_tokens
     sizes = []
-    for n in range(run.tensor_parallel_size + 1, per_node + 1):
+    for n in range(run.tensor_parallel_size + 1, h.ranks_per_node + 1):
         if setup.has_servers or math.gcd(h.gpus, setup.model.heads) % n:
             continue
         if plan.prompts_per_step % (h.gpus // n) == 0:  # each engine has as many prompts
@@ -63,7 +62,7 @@ def levers(setup: Setup) -> list[list[Change]]:
         changes.append([{flag: value} for value in tried if value != now[flag]])
     if setup.has_servers or plan.prompts_per_step % (2 * setup.num_engines) == 0:
         more = {"gpus": 2 * h.gpus}
-        if per_node >= 8:
+        if h.ranks_per_node >= 8:
             more["nodes"] = 2 * h.nodes
         changes.append([more])
     return changes
@@ -102,7 +101,7 @@ def fastest(setup: Setup, start: Setup) -> Setup:
 
 
 def advised(setup: Setup) -> dict[str, object]:
-    """What would fit after the fewest changes, and what would be the fastest (None: one of these, or as it is)."""
+    """The setups that fit after the fewest changes, and the fastest (None: it is one of these, or the present one)."""
     few = []
     starts = []
     if misfits(setup):

@@ -1,4 +1,4 @@
-"""How much memory a run takes: formulas for each phase, in bytes. Pure functions of a `Setup`.
+"""The memory that a run takes: formulas for each phase, in bytes. Pure functions of a `Setup`.
 
 Read `gpu_phases` (one GPU), `host_phases` (one node) and `checkpoint_bytes` (disk) first. The formulas of the passes
 were fitted to the storages of the real model; `benchmarks/bench_memory.py` compares them with real updates. They assume
@@ -22,7 +22,7 @@ ENGINE_WORKING = {True: 2.5 * GIB, False: 4.0 * GIB}
 ENGINE_ASLEEP = {True: 0.5 * GIB, False: 2.0 * GIB}
 # Bytes of a parameter -> bytes of an element that the optimizer works on: fp32 copies or moments.
 CHUNK_BYTES = {2: 28, 4: 8}
-SHORT_CACHE = 1 / 8  # of the sequences: with less the engine reads its weights for a few tokens at a time
+SHORT_CACHE = 1 / 8  # share of the sequences: with less the engine reads its weights for a few tokens at a time
 # Host RAM of one rank without weights: libraries, CUDA's host side, pinned buffers, the rollout.
 PROCESS_HOST = 6 * GIB
 
@@ -39,8 +39,8 @@ def without(parts: Parts, *names: str) -> Parts:
     return {name: size for name, size in parts.items() if name not in names}
 
 
-def nonzero(parts: Parts) -> Parts:
-    return {name: size for name, size in parts.items() if size}
+def without_zeros(phases: dict[str, Parts]) -> dict[str, Parts]:
+    return {phase: {name: size for name, size in parts.items() if size} for phase, parts in phases.items()}
 
 
 def largest(moments: list[Parts]) -> Parts:
@@ -60,12 +60,11 @@ def gpu_phases(setup: Setup) -> dict[str, Parts]:
     static = without(updating, "gradients")
     awake = engine_parts(setup)
     asleep = {"engine asleep": ENGINE_ASLEEP[setup.engine.enforce_eager]}
-    table = setup.compute_bytes * m.table  # in --dtype
-    loaded_table = m.table * (setup.compute_bytes if setup.has_lora else setup.trained_bytes)
+    loaded_table = setup.table_bytes if setup.has_lora else m.table * setup.trained_bytes
     # The largest parameter and its shard; the next one is gathered while the engine copies this one.
     gathered = setup.compute_bytes * (m.table * (1 + 1 / setup.num_shards) + m.intermediate * m.hidden)
     # vLLM pads a table whose rows are no multiple of 64, and keeps it to the end of a sync: the head comes beside it.
-    padded = 0 if m.is_tied or m.vocab % 64 == 0 else table
+    padded = 0 if m.is_tied or m.vocab % 64 == 0 else setup.table_bytes
     passes = largest([logprobs_peak(setup), logprobs_peak(setup.reference_setup)])
     phases = {
         "load": largest([static, without(static, "optimizer") | {"one tensor": loaded_table}]),
@@ -79,11 +78,11 @@ def gpu_phases(setup: Setup) -> dict[str, Parts]:
         del phases["rollout"]
         phases = {name: without(parts, *ENGINE) for name, parts in phases.items()}
         # A server takes a tensor at a time, and keeps the layer that it is in.
-        arriving = table + setup.compute_bytes * (m.layer_parameters / setup.run.tensor_parallel_size)
+        arriving = setup.table_bytes + setup.compute_bytes * m.layer_parameters / setup.run.tensor_parallel_size
         phases["server"] = awake | {"weights arriving": arriving + padded}
     if (not setup.run.has_kl or setup.run.over_vocabulary) and not setup.old_logprob_passes:
         del phases["logprobs"]
-    return {name: nonzero(parts) for name, parts in phases.items()}
+    return without_zeros(phases)
 
 
 def static_parts(setup: Setup, on_host: bool) -> Parts:
@@ -91,10 +90,10 @@ def static_parts(setup: Setup, on_host: bool) -> Parts:
     parts = {"parameters": setup.stored_bytes, "gradients": setup.gradient_bytes, "optimizer": setup.state_bytes}
     offloaded = {"none": [], "optimizer": ["optimizer"], "all": [*parts]}[setup.memory.offload]
     if setup.has_reference_model:
-        parts["reference"] = setup.reference_setup.model.parameters * setup.compute_bytes
+        parts["reference"] = setup.reference_setup.weight_bytes
     if setup.memory.offload_reference:
         offloaded.append("reference")
-    ranks = setup.hardware.gpus / setup.hardware.nodes if on_host else 1
+    ranks = setup.hardware.ranks_per_node if on_host else 1
     return {name: size * ranks / setup.num_shards for name, size in parts.items() if (name in offloaded) == on_host}
 
 
@@ -111,7 +110,7 @@ def shards_from_host(setup: Setup) -> Parts:
 
 def engine_parts(setup: Setup) -> Parts:
     """Bytes on one GPU of the awake engine. It takes its whole share of the GPU: the rest of it is KV cache."""
-    weights = setup.model.parameters * setup.compute_bytes / setup.run.tensor_parallel_size
+    weights = setup.weight_bytes / setup.run.tensor_parallel_size
     working = ENGINE_WORKING[setup.engine.enforce_eager]
     share = setup.engine.gpu_memory_utilization * setup.hardware.gpu_bytes
     cache = max(share - weights - working, 0.0)
@@ -132,7 +131,7 @@ def sequences_at_once(setup: Setup) -> float:
 
 def short_cache(setup: Setup) -> list[str]:
     """A warning if the cache holds less than `SHORT_CACHE` of what an engine would run at a time."""
-    wanted = min(setup.plan.completions_per_step / setup.num_engines, MOST_ON_GPU)
+    wanted = min(setup.completions_per_engine, MOST_ON_GPU)
     held = sequences_at_once(setup)
     if 1 <= held < SHORT_CACHE * wanted:
         return [f"the cache holds {held:.1f} of an engine's {wanted:g} sequences"]
@@ -140,7 +139,7 @@ def short_cache(setup: Setup) -> list[str]:
 
 
 def misfits(setup: Setup, free: float | None = None) -> list[str]:
-    """What does not fit, one sentence each; empty if all does.
+    """A sentence for each phase that does not fit; [] if all do.
 
     `free`: bytes of the GPU that nobody has taken; then tensors alone count, without what is kept in reserve.
     """
@@ -182,9 +181,7 @@ def update_peak(setup: Setup) -> Parts:
     layer before it, while the last one is reduced; the reduction of embedding and head; where they are tied, the sum of
     their gradients.
     """
-    m = setup.model
-    tokens = setup.counted_tokens
-    compute = setup.compute_bytes
+    m, tokens, compute = setup.model, setup.counted_tokens, setup.compute_bytes
     is_once = setup.memory.communicate_once
     root = compute * m.root_parameters
     layer = compute * (m.layer_parameters + setup.adapter_per_layer)
@@ -212,7 +209,7 @@ def update_peak(setup: Setup) -> Parts:
     if not setup.has_lora:
         moments.append({"gathered": is_once * one, "reduction": root_reduction(setup)})
         if m.is_tied:  # two gradients, and their sum
-            reduction = 3 * compute * m.table + REDUCE * m.layer_parameters
+            reduction = 3 * setup.table_bytes + REDUCE * m.layer_parameters
             moments.append({"gathered": one if is_once else root, "reduction": reduction})
     if is_once:  # shards of them come only as whole ones go, in the last backward pass
         return largest(moments) | {"gradients, whole": REDUCE * setup.trainable}
@@ -221,19 +218,17 @@ def update_peak(setup: Setup) -> Parts:
 
 def root_reduction(setup: Setup) -> float:
     """Bytes on one GPU while the gradients of embedding, head and last norm are reduced."""
-    m = setup.model
-    shard = REDUCE
+    trained = setup.model.root_trained
+    itemsize = REDUCE
     if setup.trained_bytes == 2 and not has_sums_apart(setup):  # cast, to be added to the shard
-        shard += setup.compute_bytes
-    reduced = shard * m.root_trained / setup.num_shards
-    if setup.num_shards > 1:
-        reduced += setup.compute_bytes * m.table
-    unreduced = (m.root_trained - m.hidden) * setup.compute_bytes
-    return REDUCE * m.root_trained + max(unreduced, reduced)
+        itemsize += setup.compute_bytes
+    reduced = itemsize * trained / setup.num_shards + setup.table_bytes * (setup.num_shards > 1)
+    unreduced = (trained - setup.model.hidden) * setup.compute_bytes
+    return REDUCE * trained + max(unreduced, reduced)
 
 
 def teacher_parts(setup: Setup) -> Parts:
-    """What the head keeps of a reference that is followed over the vocabulary: its last hidden states, its head."""
+    """The last hidden states and the head of a reference that is followed over the vocabulary: the head keeps them."""
     if not setup.run.over_vocabulary:
         return {}
     teacher = setup.reference_setup.model
@@ -275,10 +270,8 @@ def logit_peak(setup: Setup) -> int:
 
 
 def backward_of_layer(setup: Setup) -> float:
-    """What a layer takes in its backward pass: the largest of MLP, attention, and weights with the norm's gradients."""
-    m = setup.model
-    tokens = setup.counted_tokens
-    compute = setup.compute_bytes
+    """Bytes of a layer in its backward pass: the largest of MLP, attention, and weights with the norm's gradients."""
+    m, tokens, compute = setup.model, setup.counted_tokens, setup.compute_bytes
     norms = 9 if setup.has_lora else 11
     mlp = tokens * (4 * m.intermediate + 2 * m.hidden)
     weights = 0
@@ -287,10 +280,8 @@ def backward_of_layer(setup: Setup) -> float:
         mlp += matrix
         weights = max(compute * m.layer_parameters, 3 * matrix + 30 * tokens * m.hidden)
     # Copies of keys and values, and their gradients; with grouped queries first a gradient for each query head.
-    copy = 8 * m.kv + (4 * m.q if m.kv < m.q else 0)
-    copies = setup.keys_per_position * copy
-    attention = copies + 12 * m.q + 4 * m.head_dim + norms * m.hidden + head_norms(setup)
-    attention *= tokens
+    copies = setup.keys_per_position * (8 * m.kv + (4 * m.q if m.kv < m.q else 0))
+    attention = tokens * (copies + 12 * m.q + 4 * m.head_dim + norms * m.hidden + head_norms(setup))
     saved = saved_per_layer(setup)
     if setup.memory.gradient_checkpointing:
         return max(mlp + saved, attention, weights)
@@ -362,8 +353,7 @@ def optimizer_peak(setup: Setup) -> Parts:
 
 def host_phases(setup: Setup) -> dict[str, Parts]:
     """Phase -> bytes of host RAM on one node, which is taken to hold all generation servers."""
-    ranks = setup.hardware.gpus / setup.hardware.nodes
-    processes = (ranks + setup.hardware.generation_gpus) * PROCESS_HOST
+    processes = (setup.hardware.ranks_per_node + setup.hardware.generation_gpus) * PROCESS_HOST
     static = static_parts(setup, on_host=True)
     stored = setup.compute_bytes if setup.has_lora else setup.trained_bytes
     itemsizes = {"parameters": stored, "gradients": setup.trained_bytes, "reference": setup.compute_bytes}
@@ -372,31 +362,30 @@ def host_phases(setup: Setup) -> dict[str, Parts]:
         rounding += static.get(name, 0) * (pinned_share(setup, itemsize) - 1)
     kept = {"processes": processes} | static | {"rounding of pinned memory": rounding}
     read = {"weights, read": setup.model.table * stored}
-    written = {"the policy, gathered on rank 0": setup.model.parameters * setup.compute_bytes}
+    written = {"the policy, gathered on rank 0": setup.weight_bytes}
     phases = {"load": without(kept, "gradients") | read, "run": kept, "checkpoint": kept | written}
-    return {name: nonzero(parts) for name, parts in phases.items()}
+    return without_zeros(phases)
 
 
 def pinned_share(setup: Setup, itemsize: int) -> float:
-    """What FSDP's shards take in page-locked memory, over their bytes: torch rounds each up to a power of two
+    """The page-locked memory of FSDP's shards over their bytes: torch rounds each shard up to a power of two
     (CachingHostAllocator.h). The optimizer's state is pinned in place, without rounding.
     """
     m = setup.model
     matrices = [(m.layers, inputs * outputs) for inputs, outputs in m.projections.values()]
     matrices.append((2, m.table))
-    pinned = shards = 0
+    pinned = held = 0
     for count, numbers in matrices:
         shard = numbers * itemsize / setup.num_shards
         pinned += count * 2 ** math.ceil(math.log2(shard))
-        shards += count * shard
-    return pinned / shards
+        held += count * shard
+    return pinned / held
 
 
 def checkpoint_bytes(setup: Setup) -> float:
     """On disk: the policy in --dtype; for a resume the trained parameters as kept, and the optimizer's state."""
     adapter = setup.gradient_bytes if setup.has_lora else 0  # once more, in peft's format
-    policy = setup.model.parameters * setup.compute_bytes
-    return policy + setup.gradient_bytes + setup.state_bytes + adapter
+    return setup.weight_bytes + setup.gradient_bytes + setup.state_bytes + adapter
 
 
 def disk_bytes(setup: Setup) -> float:

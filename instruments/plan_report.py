@@ -71,7 +71,7 @@ def report_of(setup: Setup) -> dict[str, object]:
         "engines": f"{engines} of {counted(run.tensor_parallel_size, 'GPU')}",
         "completions_per_update": per_update,
         "completions_per_update_and_gpu": per_update / h.gpus,
-        "completions_per_engine": plan.completions_per_step / setup.num_engines,
+        "completions_per_engine": setup.completions_per_engine,
         "total_completions": plan.total_steps * plan.completions_per_step,
         "training_rows": run.num_rows,
         "steps_per_epoch": None if run.num_rows is None else plan.steps_per_epoch,
@@ -118,7 +118,7 @@ def report_of(setup: Setup) -> dict[str, object]:
 
 
 def remarks(setup: Setup) -> list[str]:
-    """How long ranks and servers wait for each other."""
+    """A line on the time that ranks and servers wait for each other."""
     sampling, training = time.beside(setup)
     order, together = "one after the other", 0.0
     if steps := setup.plan.steps_ahead:
@@ -163,7 +163,7 @@ def table_of(columns: dict[str, Parts]) -> str:
 
 
 def verdict_of(report: dict) -> str:
-    """Whether the run fits; if not, what would; and what would be faster."""
+    """Lines that say whether the run fits; if not, what would; and what would be faster."""
     if report["fits"]:
         spare = 1 - report["gpu_needed_gib"] / report["gpu_capacity_gib"]
         lines = [FITS.format(**report, spare=spare)]

@@ -35,7 +35,6 @@ class ModelShape:
     layer_parameters: int
     # Not in a layer: embedding, head, last norm, vision tower. FSDP gathers them as one unit.
     root_parameters: int
-    tower_parameters: int  # the vision tower's, which is never trained; 0: there is none
     # What follows from these:
     q: int  # width of all query heads
     kv: int
@@ -75,8 +74,7 @@ def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
         name=name, layers=text.num_hidden_layers, hidden=text.hidden_size, intermediate=text.intermediate_size,
         heads=text.num_attention_heads, kv_heads=text.num_key_value_heads, head_dim=width,
         has_head_norms=any(path.endswith("q_norm") for path in modules), vocab=text.vocab_size,
-        projections=projections, layer_parameters=num_parameters(layers[0]),
-        root_parameters=root_parameters, tower_parameters=tower_parameters,
+        projections=projections, layer_parameters=num_parameters(layers[0]), root_parameters=root_parameters,
         q=text.num_attention_heads * width, kv=kv, table=text.vocab_size * text.hidden_size,
         root_trained=root_parameters - tower_parameters, parameters=num_parameters(model),
         kv_per_token=2 * text.num_hidden_layers * kv,
@@ -89,7 +87,7 @@ def num_parameters(module: nn.Module) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RunShape:
-    """What the flags say of a step, beside `Plan`, `Memory` and `EngineSettings`."""
+    """A step as the flags describe it, beside `Plan`, `Memory` and `EngineSettings`."""
 
     num_rows: int | None  # usable training rows; None: not known
     max_prompt_tokens: int
@@ -98,7 +96,7 @@ class RunShape:
     mean_completion_tokens: float
     tensor_parallel_size: int
     has_kl: bool
-    over_vocabulary: bool  # that KL is taken over it: the reference runs beside the update
+    over_vocabulary: bool  # the KL is taken over all tokens: the reference runs beside the update
     needs_first_logprobs: bool  # old log-probs are computed for the first update, too
     in_flight: bool
     num_checkpoints: int  # on the disk at a time, at most
@@ -109,9 +107,9 @@ class Hardware:
     """The machines. Bytes, bytes per second, FLOPs per second; of one GPU unless said."""
 
     name: str
-    gpus: int  # those of the ranks, on all nodes
+    gpus: int  # all GPUs of the ranks
     nodes: int
-    gpu_bytes: float  # that a process can take
+    gpu_bytes: float  # memory that a process can take
     host_bytes: float  # the RAM of a node
     flops: float  # dense bf16
     flops_share: float  # the share of these that passes over whole sequences reach
@@ -119,7 +117,11 @@ class Hardware:
     link_speed: float  # to the other GPUs of the node, in one direction
     network_speed: float  # to other nodes
     host_speed: float  # to host RAM, in one direction
-    generation_gpus: int  # those of generation servers, beside the ranks'; 0: the ranks sample
+    generation_gpus: int  # GPUs of generation servers, beside the ranks'; 0: the ranks sample
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.gpus // self.nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +152,16 @@ class Setup:
         return 4 if self.memory.head_dtype == "float32" else self.compute_bytes
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of the whole model in --dtype."""
+        return self.model.parameters * self.compute_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the embedding in --dtype, and of the head."""
+        return self.model.table * self.compute_bytes
+
+    @property
     def counted_tokens(self) -> int:
         """Tokens of a micro-batch. In float32 each counts for two: the formulas of activations are those of bf16,
         in which only norms and logits are fp32, so this is an upper bound.
@@ -169,6 +181,10 @@ class Setup:
     def num_engines(self) -> int:
         """Engines in the ranks, or generation servers."""
         return (self.hardware.generation_gpus or self.hardware.gpus) // self.run.tensor_parallel_size
+
+    @property
+    def completions_per_engine(self) -> float:
+        return self.plan.completions_per_step / self.num_engines
 
     @property
     def has_lora(self) -> bool:
@@ -197,7 +213,7 @@ class Setup:
     @property
     def head_gradient_bytes(self) -> int:
         """Bytes of the gradient of the whole head, which adapters leave frozen."""
-        return 0 if self.has_lora else self.compute_bytes * self.model.table
+        return 0 if self.has_lora else self.table_bytes
 
     @property
     def old_logprob_passes(self) -> float:
@@ -235,7 +251,7 @@ class Setup:
     def stored_bytes(self) -> int:
         """Bytes of one copy's parameters as the trainer keeps them. With LoRA the frozen ones are in --dtype."""
         if self.has_lora:
-            return self.model.parameters * self.compute_bytes + self.gradient_bytes
+            return self.weight_bytes + self.gradient_bytes
         return self.model.parameters * self.trained_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""How long a step takes, and what it moves: FLOPs and bytes by formula, over the share of peak speeds that is reached.
+"""The seconds of a step: FLOPs and bytes by formula, over the share of peak speeds that is reached.
 
 It leaves out loading, evaluation, checkpoints, grading, and waiting for the slowest rank. benchmarks/README.md has
 published runs beside it, and says how the constants were chosen.
@@ -58,13 +58,11 @@ def micro_batches(setup: Setup) -> int:
 
 
 def traffic(setup: Setup) -> dict[str, float]:
-    """Bytes that one GPU moves in a step, by what for."""
-    plan = setup.plan
-    memory = setup.memory
-    n = setup.num_shards
+    """Purpose -> bytes that one GPU moves in a step."""
+    plan, memory, n = setup.plan, setup.memory, setup.num_shards
     remote = (n - 1) / n  # the share that a GPU does not hold itself
-    weights = setup.model.parameters * setup.compute_bytes
-    reference = setup.reference_setup.model.parameters * setup.compute_bytes
+    weights = setup.weight_bytes
+    reference = setup.reference_setup.weight_bytes
     per_pass = micro_batches(setup) * plan.updates_per_pass
     trained = per_pass * plan.num_iterations
     # How often weights are gathered for the updates and for a pass, and gradients reduced.
@@ -99,7 +97,7 @@ def link_speed(setup: Setup, members: int, stride: int = 1) -> float:
     Across nodes the cards of all members in a node carry what the node does not have.
     """
     h = setup.hardware
-    in_node = max(1, h.gpus // h.nodes // stride)
+    in_node = max(1, h.ranks_per_node // stride)
     nodes = members // math.gcd(members, in_node)  # the largest number, if groups differ
     if nodes == 1:
         return LINK_SHARE * h.link_speed
@@ -110,23 +108,22 @@ def link_speed(setup: Setup, members: int, stride: int = 1) -> float:
 def rollout_seconds(setup: Setup) -> float:
     """Prompts, then tokens: the engine is full until the last completions run; the longest goes on alone to the limit.
 
-    A step of a token reads the weights, or takes as long as its FLOPs. What is read of the cache and what the ranks of
-    an engine exchange comes on top. So more cache, which makes fewer steps, is never slower.
+    A step of a token reads the weights, or takes as long as its FLOPs. Reads of the cache and what the ranks of an
+    engine exchange are added. So more cache, which makes fewer steps, is never slower.
     """
     plan, run, h, m = setup.plan, setup.run, setup.hardware, setup.model
     tp = run.tensor_parallel_size
-    prompt = run.mean_prompt_tokens
-    completion = run.mean_completion_tokens
+    prompt, completion = run.mean_prompt_tokens, run.mean_completion_tokens
     flops = h.flops * h.flops_share * tp
     memory = h.memory_speed * MEMORY_SHARE
-    sequences = plan.completions_per_step / setup.num_engines
+    sequences = setup.completions_per_engine
     tokens = sequences * completion
     prompts = sequences / plan.group_size * prompt
     steps = tokens / running_sequences(setup)
     alone = max(run.max_completion_tokens - completion, 0)
     if run.in_flight and plan.steps_ahead > 1:  # meanwhile the servers sample the next step, and the one after it
         alone = 0
-    weights = m.parameters * setup.compute_bytes / tp / memory
+    weights = setup.weight_bytes / tp / memory
     prefill = forward_flops(m, prompt, 1) * sequences / plan.group_size / flops
     if plan.partial_rollouts:  # the step waits for groups, not for the longest of all; what goes on is read again
         alone = min(alone, completion * (longest_of_group(plan.group_size) - 1))
@@ -147,10 +144,9 @@ def longest_of_group(group_size: int) -> float:
 
 def running_sequences(setup: Setup) -> float:
     """Completions that an engine works on at a time: all of its step's, or as many as the cache or vLLM takes."""
-    sequences = setup.plan.completions_per_step / setup.num_engines
     length = setup.run.mean_prompt_tokens + setup.run.mean_completion_tokens
     in_cache = engine_parts(setup)["KV cache"] / cache_bytes_per_token(setup) / length
-    return max(1.0, min(sequences, MOST_ON_GPU, in_cache))
+    return max(1.0, min(setup.completions_per_engine, MOST_ON_GPU, in_cache))
 
 
 def step_seconds(setup: Setup) -> float:
@@ -168,8 +164,7 @@ def beside(setup: Setup) -> tuple[float, float]:
 def pass_seconds(setup: Setup, products: float = 1, layers: float = 1, head: float = 1) -> float:
     """A pass over the step's completions: a forward one, or so many times its products, bytes of layers and of head."""
     h = setup.hardware
-    prompt = setup.run.mean_prompt_tokens
-    completion = setup.run.mean_completion_tokens
+    prompt, completion = setup.run.mean_prompt_tokens, setup.run.mean_completion_tokens
     flops = forward_flops(setup.model, prompt + completion, completion)
     flops -= forward_flops(setup.model, prompt, 0) * (1 - 1 / setup.sharers)
     length = completion + prompt / setup.sharers

@@ -140,7 +140,7 @@ def evaluated(figure: dict, run: History) -> tuple[float | None, str]:
 
 
 def protocol_of(run: History, name: str, step: int) -> dict[str, object]:
-    """How training has sampled a held-out set; {} if unknown. Its flags have one value for all sets, or one each."""
+    """Settings by which training has sampled a held-out set; {} if unknown. A flag has one value, or one a set."""
     set_name = name.split("/")[1]
     sets = [name_of_source(str(source)) for source in run.config.get("eval_data", [])]
     file = run.folder / "eval" / f"step_{step}" / f"{set_name}.jsonl"
@@ -157,7 +157,7 @@ def protocol_of(run: History, name: str, step: int) -> dict[str, object]:
 
 
 def other_protocol(figure: dict, protocol: dict[str, object]) -> str:
-    """In what an evaluation differs from the published one, or ""."""
+    """A sentence on how an evaluation differs from the published one, or ""."""
     words = []
     for key, wanted in figure.get("protocol", {}).items():
         value = protocol.get(key, "not known")

@@ -24,7 +24,7 @@ COMPLETION_COLUMNS = (
 )  # fmt: skip
 TOKEN_COLUMNS = ("token_ids", "rollout_logprobs", "is_sampled")
 COLUMNS = {*COMPLETION_COLUMNS, *TOKEN_COLUMNS, "completion"}
-STEPS = 20  # that are shown at least, with fewer groups if need be
+STEPS = 20  # the fewest that are shown, with fewer groups if need be
 LOWEST_LOGPROB, UNKNOWN = -20.0, 255  # the second also for what an environment said
 
 
@@ -45,7 +45,7 @@ def embed(header: dict, **arrays: np.ndarray) -> str:
 
 
 def pack_samples(folder: Path, num_bytes: int) -> tuple[dict, dict[int, str]]:
-    """(what is there and what was left out, step -> chunk). Damaged files are named on the console and left out."""
+    """(counts of all and of what is shown, step -> chunk). Damaged files are named on the console and left out."""
     files = sorted((folder / "rollouts").glob("step_[0-9]*.parquet"), key=number_of, reverse=True)
     tokens = read(folder / "rollouts" / "tokens.parquet", {"bytes"}) if files else None
     # The last one first, then others between those before: the steps that fit are spread over the run.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 
 import numpy as np
 import torch
@@ -16,25 +17,37 @@ from batch import Batch, Metrics, Pass, Rollout, Work
 from fsdp_utils import World, max_over_trainers, sum_over_trainers
 from runtime.cards import GPUS
 
-LEAST_SPREAD = 0.02  # of a token's log-prob, squared: entropies above about 0.05 have more
+LEAST_SPREAD = 0.02  # a token's log-prob, squared: entropies above about 0.05 have more
+VARIANTS = ("PCIe", "NVL", "4090 D", "Ti", "Laptop")  # GPUs that are slower or faster than their namesakes
+
+
+def floats(metrics: Metrics) -> Metrics:
+    """The metrics as Python's own numbers: JSON knows no numpy."""
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def rollout_metrics(rollout: Rollout, group_size: int) -> Metrics:
-    """The metrics of a step's completions, of which most need grades; of a sum also the mean of each part."""
-    rewards_PG = rollout.rewards_B.reshape(-1, group_size)
-    is_correct_B, lengths_B = rollout.is_correct_B, rollout.completion_lengths_B
-    is_correct_PG = is_correct_B.reshape(-1, group_size)
-    group_B = np.arange(len(lengths_B)) // group_size
-    of_lengths = {
+    """The metrics of a step's completions, of which most need grades."""
+    lengths_B = rollout.completion_lengths_B
+    metrics = {
         "completion/tokens_mean": lengths_B.mean(),
         "completion/tokens_max": lengths_B.max(),
         "completion/frac_truncated": rollout.is_truncated_B.mean(),
     }
     if rollout.is_sampled is not None:
-        of_lengths["completion/turns_mean"] = np.mean([each.max() + 1 for each in rollout.turns])
-    if not rollout.has_rewards:
-        return {name: float(value) for name, value in of_lengths.items()}
-    metrics = of_lengths | {
+        metrics["completion/turns_mean"] = np.mean([turns.max() + 1 for turns in rollout.turns])
+    if rollout.has_rewards:
+        metrics |= reward_metrics(rollout, group_size) | part_metrics(rollout)
+    return floats(metrics)
+
+
+def reward_metrics(rollout: Rollout, group_size: int) -> Metrics:
+    """The metrics of rewards, of right and wrong completions, and of what could not be graded."""
+    lengths_B = rollout.completion_lengths_B
+    group_B = np.arange(len(lengths_B)) // group_size
+    rewards_PG = rollout.rewards_B.reshape(-1, group_size)
+    is_correct_PG = rollout.is_correct_B.reshape(-1, group_size)
+    metrics = {
         "reward/mean": rewards_PG.mean(),
         "reward/mean_stderr": stderr_of_mean(rollout.rewards_B, group_B),
         "reward/std": rewards_PG.std(),
@@ -43,25 +56,34 @@ def rollout_metrics(rollout: Rollout, group_size: int) -> Metrics:
     }
     if group_size > 1:
         metrics["reward/frac_groups_with_signal"] = (rewards_PG.max(axis=1) > rewards_PG.min(axis=1)).mean()
-    of = {"completion/tokens_right_mean": is_correct_B, "completion/tokens_wrong_mean": ~is_correct_B}
-    for name, chosen_B in of.items():
+    for kind, chosen_B in {"right": rollout.is_correct_B, "wrong": ~rollout.is_correct_B}.items():
         if chosen_B.any():
+            name = f"completion/tokens_{kind}_mean"
             metrics[name] = lengths_B[chosen_B].mean()
             metrics[f"{name}_stderr"] = stderr_of_mean(lengths_B[chosen_B], group_B[chosen_B])
-    grades = rollout.grades
-    metrics["reward/timeouts"] = sum(grade.status == "timeout" for grade in grades)
-    metrics["reward/errors"] = sum(grade.is_failed for grade in grades) - metrics["reward/timeouts"]
-    names = dict.fromkeys(name for grade in grades for name in grade.parts)
-    short = {name: re.sub(r".*/(?=[^/]+\.py:)", "", name) for name in names}  # of /home/me/my_reward.py:score
-    shared = {each for each in short.values() if list(short.values()).count(each) > 1}
-    for name in names if len(names) > 1 else ():
-        shown = name if short[name] in shared else short[name]
-        metrics[f"reward/part/{shown}"] = sum(grade.parts.get(name, 0.0) for grade in grades) / len(grades)
-    return {name: float(value) for name, value in metrics.items()}
+    num_failed = sum(grade.is_failed for grade in rollout.grades)
+    metrics["reward/timeouts"] = sum(grade.status == "timeout" for grade in rollout.grades)
+    metrics["reward/errors"] = num_failed - metrics["reward/timeouts"]
+    return metrics
+
+
+def part_metrics(rollout: Rollout) -> Metrics:
+    """The mean of each part of a reward that is a sum; a part that is alone is the reward itself."""
+    names = dict.fromkeys(name for grade in rollout.grades for name in grade.parts)
+    if len(names) == 1:
+        return {}
+    short = {name: re.sub(r".*/(?=[^/]+\.py:)", "", name) for name in names}  # /home/me/my_reward.py:score
+    counts = Counter(short.values())
+    metrics = {}
+    for name in names:
+        shown = short[name] if counts[short[name]] == 1 else name
+        parts = [grade.parts.get(name, 0.0) for grade in rollout.grades]
+        metrics[f"reward/part/{shown}"] = sum(parts) / len(parts)
+    return metrics
 
 
 def stderr_of_mean(values_B: np.ndarray, group_B: np.ndarray) -> float:
-    """Standard error of the mean of values whose groups are independent; nan of a single group."""
+    """Standard error of the mean of values whose groups are independent; nan for a single group."""
     return stderr_of_ratio(np.bincount(group_B, values_B), np.bincount(group_B))
 
 
@@ -79,15 +101,16 @@ def stderr_of_ratio(sums_P: np.ndarray, counts_P: np.ndarray) -> float:
 
 def standard_errors(passes: list[Pass], num_prompts: int, group_size: int, world: World) -> dict[str, float]:
     """The standard errors of the metrics that are means over tokens: prompts are drawn, so their sums vary."""
-    sums_PK = torch.zeros(num_prompts, len(passes[0].sums_of_sequences), dtype=torch.float64)
-    for each in passes:
-        sums_SK = torch.stack(list(each.sums_of_sequences.values()), dim=1).double().cpu()
-        prompts_S = [(segment.index or 0) // group_size for segment in each.batch.segments_S]  # an empty one adds zeros
+    names = list(passes[0].sums_of_sequences)
+    sums_PK = torch.zeros(num_prompts, len(names), dtype=torch.float64)
+    for done in passes:
+        sums_SK = torch.stack(list(done.sums_of_sequences.values()), dim=1).double().cpu()
+        prompts_S = [(segment.index or 0) // group_size for segment in done.batch.segments_S]  # an empty one adds zeros
         sums_PK.index_add_(0, torch.tensor(prompts_S), sums_SK)
     sums_KP = sum_over_trainers(sums_PK.to(world.device)).T.cpu().numpy()
-    named = dict(zip(passes[0].sums_of_sequences, sums_KP, strict=True))
-    lengths_P = named.pop("tokens")
-    return {f"{name}_stderr": stderr_of_ratio(sums_P, lengths_P) for name, sums_P in named.items()}
+    sums = dict(zip(names, sums_KP, strict=True))
+    lengths_P = sums.pop("tokens")
+    return {f"{name}_stderr": stderr_of_ratio(sums_P, lengths_P) for name, sums_P in sums.items()}
 
 
 def temperature_of(slope: float, spread: float, squares: float) -> tuple[float, float]:
@@ -102,20 +125,25 @@ def temperature_of(slope: float, spread: float, squares: float) -> tuple[float, 
 def idle_share(batches: list[Batch], parity_length: float, world: World) -> float:
     """The share of the update in which ranks wait, by cost, for the costliest batch of each micro step."""
     costs = torch.tensor([batch.cost(parity_length) for batch in batches])
-    return 1.0 - (sum_over_trainers(costs).sum() / (max_over_trainers(costs).sum() * world.num_trainers)).item()
+    work = sum_over_trainers(costs).sum()
+    room = max_over_trainers(costs).sum() * world.num_trainers
+    return 1.0 - (work / room).item()
 
 
 def lag_metrics(trained: Rollout) -> Metrics:
-    """How many steps the weights that sampled are behind; {} where they cannot be."""
+    """Steps by which the weights that sampled are behind; {} where they cannot be."""
     if trained.lags is None:
         return {}
     lags_B = trained.sampled_only(trained.lags)
     lags = [lags for lags, length in zip(lags_B, trained.trained_lengths_B, strict=True) if length]
     together = np.concatenate([*lags, np.zeros(0 if lags else 1)])
-    is_mixed = [len(set(each.tolist())) > 1 for each in lags_B]
-    found = {"rollout/lag_mean": together.mean(), "rollout/lag_max": together.max()}
-    found["rollout/frac_old_tokens"] = (together > 0).mean()
-    return {name: float(value) for name, value in found.items()} | {"rollout/frac_mixed": float(np.mean(is_mixed))}
+    is_mixed = [len(set(lags.tolist())) > 1 for lags in lags_B]
+    return floats({
+        "rollout/lag_mean": together.mean(),
+        "rollout/lag_max": together.max(),
+        "rollout/frac_old_tokens": (together > 0).mean(),
+        "rollout/frac_mixed": np.mean(is_mixed),
+    })  # fmt: skip
 
 
 def merge_updates(updates: list[Metrics]) -> Metrics:
@@ -126,7 +154,7 @@ def merge_updates(updates: list[Metrics]) -> Metrics:
     merged = {}
     for name in updates[0] if updates else ():
         values = [metrics[name] for metrics in updates]
-        if "_gap_lag_" in name:  # of the updates that have tokens of this lag
+        if "_gap_lag_" in name:  # only the updates that have tokens of this lag count
             values = [value for value in values if not math.isnan(value)] or [math.nan]
         if name.endswith("_max"):
             merged[name] = max(values)
@@ -148,37 +176,41 @@ def throughput(work: Work, seconds_RE: list[np.ndarray], metrics: Metrics, world
     engine to the end of the last one. `perf/idle_frac` is the share of the step in which a GPU waits, on average: in
     sampling for the last engine, by the clock; in the update for the costliest micro-batch, by cost.
     """
-    update_s, step_s = metrics["time/update_s"], metrics["time/step_s"]
-    waited = sum(seconds_E.max() - seconds_E.mean() for seconds_E in seconds_RE)
-    waited += metrics["perf/update_idle_frac"] * update_s
-    num_samplers = world.num_engines * world.tp_size
-    flops_per_s = work.update_flops / update_s / world.num_trainers  # of each GPU
-    found = {
-        "time/rollout_tail_s": sum(seconds_E.max() - seconds_E.min() for seconds_E in seconds_RE),
+    sample_s, update_s, step_s = metrics["time/sample_s"], metrics["time/update_s"], metrics["time/step_s"]
+    waited = metrics["perf/update_idle_frac"] * update_s
+    flops_per_s = work.update_flops / update_s / world.num_trainers  # on each GPU
+    rates = {}
+    if world.has_engines:
+        waited += sum(seconds_E.max() - seconds_E.mean() for seconds_E in seconds_RE)
+        rates["time/rollout_tail_s"] = sum(seconds_E.max() - seconds_E.min() for seconds_E in seconds_RE)
+        num_samplers = world.num_engines * world.tp_size
+        rates["perf/sample_tokens_per_s_per_gpu"] = work.sampled_tokens / sample_s / num_samplers
+    else:  # the ranks have nothing to do until the servers' completions are there
+        waited += sample_s
+    rates |= {
         "perf/idle_frac": waited / step_s,
         "perf/tokens_per_s": work.completion_tokens / step_s,
-        "perf/sample_tokens_per_s_per_gpu": work.sampled_tokens / metrics["time/sample_s"] / num_samplers,
         "perf/update_tokens_per_s_per_gpu": work.update_tokens / update_s / world.num_trainers,
         "perf/update_tflops_per_gpu": flops_per_s / 1e12,
     }
-    if not world.has_engines:  # the ranks have nothing to do until the servers' completions are there
-        del found["time/rollout_tail_s"], found["perf/sample_tokens_per_s_per_gpu"]
-        found["perf/idle_frac"] = (metrics["time/sample_s"] + metrics["perf/update_idle_frac"] * update_s) / step_s
-    of_some = {"perf/shared_frac": work.shared_frac, "perf/teacher_s": work.teacher_s}
-    found |= {name: value for name, value in of_some.items() if value is not None}
+    if work.shared_frac is not None:
+        rates["perf/shared_frac"] = work.shared_frac
+    if work.teacher_s is not None:
+        rates["perf/teacher_s"] = work.teacher_s
     if work.logprobs_tokens:
         tokens_per_s = work.logprobs_tokens / metrics["time/logprobs_s"]
-        found["perf/logprobs_tokens_per_s_per_gpu"] = tokens_per_s / world.num_trainers
+        rates["perf/logprobs_tokens_per_s_per_gpu"] = tokens_per_s / world.num_trainers
     if world.device.type == "cuda" and (peak := peak_flops(torch.cuda.get_device_name(world.device))):
-        found["perf/update_mfu"] = flops_per_s / peak
-    return {name: float(value) for name, value in found.items()}
+        rates["perf/update_mfu"] = flops_per_s / peak
+    return floats(rates)
 
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of a GPU by the name that CUDA gives it; None if not in `GPUS` (its H100 is the SXM)."""
-    is_variant = any(variant in device_name for variant in ("PCIe", "NVL", "4090 D", "Ti", "Laptop"))
+    if any(variant in device_name for variant in VARIANTS):
+        return None
     words = re.split(r"[ -]", device_name.replace("RTX ", "RTX"))
     for name, (_, tera_flops, *_) in GPUS.items():
-        if name.partition("-")[0] in words and not is_variant:
+        if name.partition("-")[0] in words:
             return tera_flops * 1e12
     return None

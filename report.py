@@ -1,4 +1,4 @@
-"""What came out of runs, also while they go on.
+"""Shows and compares runs, also while they go on.
 
     python report.py runs/a runs/b                       a page that compares them, and curves.png of each
     python report.py --compare a1 a2 a3 -- b1 b2 b3      is the difference noise? instruments/compare.py
@@ -10,11 +10,12 @@ NAME is a file in references/.
 from __future__ import annotations
 
 import argparse
+import fnmatch
+import itertools
 import os
 import re
 import sys
 import warnings
-from fnmatch import fnmatch
 from pathlib import Path
 
 from instruments import reference
@@ -33,33 +34,35 @@ PANELS = {  # title -> the metrics that it shows; * stands for any text
     "sampler-trainer gap": "policy/rollout_gap_mean",
     "memory at the peak, GiB": "memory/*_gib",
 }
-OTHER_SCRIPTS = re.compile("Sans CJK|Han Sans|WenQuanYi|YaHei|SimHei|PingFang|Fallback|Unifont")  # names of fonts
+# Fonts that have more than Latin letters.
+WIDE_FONTS = re.compile("Sans CJK|Han Sans|WenQuanYi|YaHei|SimHei|PingFang|Fallback|Unifont")
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl by step, of a step the last one; none without the file. ValueError: it is damaged."""
-    by_step = {}
-    for record in read_lines(file := run_dir / "metrics.jsonl"):
-        if type(step := record.get("step")) is not int:
+    """The lines of metrics.jsonl by step, the last one of each; none without the file. ValueError: it is damaged."""
+    file = run_dir / "metrics.jsonl"
+    line_by_step = {}
+    for line in read_lines(file):
+        if type(line.get("step")) is not int:
             raise ValueError(f"{file} is damaged: a line of it has no step")
-        for name, value in record.items():
+        for name, value in line.items():
             if not isinstance(value, int | float | None):
                 raise ValueError(f"{file} is damaged: {name} is no number: {str(value)[:50]!r}")
-        by_step[step] = record
-    return [by_step[step] for step in sorted(by_step)]
+        line_by_step[line["step"]] = line
+    return [line_by_step[step] for step in sorted(line_by_step)]
 
 
 def history(run_dir: Path) -> History:
     """The run as comparisons take it. Raises ValueError if the folder holds no step of a run."""
     run = History(run_dir, read_config(run_dir), read_metrics(run_dir))
-    if not run.config or not run.records:
+    if not run.config or not run.lines:
         missing = "metrics.jsonl with a step" if run.config else "config.json"
         raise ValueError(f"{run_dir} is no run folder with results: it has no {missing}.")
     return run
 
 
 def judgement(run_dir: Path) -> str:
-    """The verdict that a run of a documented set-up ends with; "" of any other run."""
+    """The verdict that a run of a documented set-up ends with; "" for any other run."""
     config = read_config(run_dir)
     name = None if config.get("replay") else reference.belongs_to(config)
     return reference.report(name, history(run_dir)) if name else ""
@@ -67,8 +70,8 @@ def judgement(run_dir: Path) -> str:
 
 def seconds_of_phases(metrics: dict[str, float]) -> dict[str, float]:
     """Phase -> seconds, from the `time/<phase>_s` of a step."""
-    others = ("time/step_s", "time/rollout_tail_s")
-    return {name[5:-2]: x for name, x in metrics.items() if name.startswith("time/") and name not in others}
+    no_phases = ("time/step_s", "time/rollout_tail_s")
+    return {name[5:-2]: x for name, x in metrics.items() if name.startswith("time/") and name not in no_phases}
 
 
 def drawable(text: str) -> str:
@@ -81,29 +84,32 @@ def plot(run_dir: Path) -> None:
     from matplotlib import font_manager, rcParams  # here, not above: half a second that most processes never need
     from matplotlib.figure import Figure
 
-    others = sorted(name for name in font_manager.get_font_names() if OTHER_SCRIPTS.search(name))
-    rcParams.update({"text.parse_math": False, "font.family": ["DejaVu Sans", *others[:1]]})  # names as they are
-    records = read_metrics(run_dir)
-    published = reference.published_curves(History(run_dir, read_config(run_dir), records))
+    wide_fonts = sorted(filter(WIDE_FONTS.search, font_manager.get_font_names()))
+    rcParams.update({"text.parse_math": False, "font.family": ["DejaVu Sans", *wide_fonts[:1]]})  # names as they are
+    run = History(run_dir, read_config(run_dir), read_metrics(run_dir))
+    published = reference.published_curves(run)
     figure = Figure(figsize=(14, 10), layout="constrained")
     *axes, last = figure.subplots(3, 3).flat
     for axis, (title, pattern) in zip(axes, PANELS.items(), strict=True):
         axis.set(title=title, xlabel="step")
         axis.grid(alpha=0.3)
-        for name in sorted({name for record in records for name in record if fnmatch(name, pattern)}):
-            points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
-            marker, label = "o" if name.startswith("eval/") else None, drawable(name.partition("/")[2])
-            (line,) = axis.plot([x for x, _ in points], [y for _, y in points], marker=marker, label=label)
-            if curve := published.get(name):
+        for name in sorted(fnmatch.filter(run.names, pattern)):
+            points = run.points(name)
+            marker = "o" if name.startswith("eval/") else None
+            label = drawable(name.partition("/")[2])
+            (line,) = axis.plot(list(points), list(points.values()), marker=marker, label=label)
+            if name in published:
+                curve = published[name]
                 axis.plot(*zip(*curve["points"], strict=True), ".--", color=line.get_color(), label=curve["label"])
         if len(axis.lines) > 1 or ("*" in pattern and axis.lines):
             axis.legend(fontsize=8)
     last.set(title="seconds per phase", xlabel="step")
-    seconds = {record["step"]: seconds_of_phases(record) for record in records if "time/sample_s" in record}
-    if seconds:
-        phases = list(dict.fromkeys(phase for each in seconds.values() for phase in each))
-        heights = [[each.get(phase, 0.0) for each in seconds.values()] for phase in phases]
-        last.stackplot(list(seconds), heights, labels=phases)
+    trained = [line for line in run.lines if "time/sample_s" in line]
+    if trained:
+        seconds = [seconds_of_phases(line) for line in trained]
+        phases = list(dict.fromkeys(itertools.chain(*seconds)))
+        heights = [[by_phase.get(phase, 0.0) for by_phase in seconds] for phase in phases]
+        last.stackplot([line["step"] for line in trained], heights, labels=phases)
         last.legend(fontsize=8, loc="upper right", ncols=2)
     figure.suptitle(drawable(str(run_dir)))
     with atomic_write(run_dir / "curves.png") as unfinished, warnings.catch_warnings():
@@ -125,7 +131,7 @@ def main() -> None:
         parser.error("name one or more run folders; with --compare A... -- B... on both sides")
     try:
         if args.compare:
-            print(compare(*([history(run_dir) for run_dir in side] for side in (args.compare, args.runs))))
+            print(compare([history(run_dir) for run_dir in args.compare], [history(run_dir) for run_dir in args.runs]))
         elif args.reference:
             print("\n\n".join(reference.report(args.reference, history(run_dir)) for run_dir in args.runs))
         else:

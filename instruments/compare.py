@@ -11,56 +11,71 @@ last tenth of its points and over all of them. Two sides are compared by
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import re
-from fnmatch import fnmatch
 
 import numpy as np
 
 from instruments.history import History, but_for_the_seed, in_columns, read_lines
 
-METRICS = ("reward/mean", "eval/*/avg@*", "completion/tokens_mean", "policy/kl_ref", "policy/entropy")  # *: any text
+Side = list[History]  # the runs of A, or of B
+# * stands for any text.
+METRICS = ("reward/mean", "eval/*/avg@*", "completion/tokens_mean", "policy/kl_ref", "policy/entropy")
 GRADED_BY = ("--reward", "--list_answers", "--environment", "--tools")
 SAMPLED_BY = ("--temperature", "--top_p", "--max_completion_tokens")
-MEASURED_BY = {  # metrics whose verdict is "better" or "worse" -> flags that decide what they measure
-    "reward/": (*GRADED_BY, *SAMPLED_BY, "--train_data", "--truncated", "--overlong_cache_tokens"),
-    "eval/": (*GRADED_BY, *(name.replace("--", "--eval_") for name in SAMPLED_BY), "--eval_data"),
+EVAL_SAMPLED_BY = ("--eval_temperature", "--eval_top_p", "--eval_max_completion_tokens")
+MEASURED_BY = {  # namespace of metrics whose verdict is "better" or "worse" -> flags that decide what they measure
+    "reward": (*GRADED_BY, *SAMPLED_BY, "--train_data", "--truncated", "--overlong_cache_tokens"),
+    "eval": (*GRADED_BY, *EVAL_SAMPLED_BY, "--eval_data"),
 }
 COPIED = ("reward/", "completion/")  # metrics that a replay does not measure
-TITLES = {  # of so many parts of the points the last one is taken
+TITLES = {  # the points are cut into so many parts, of which the last one is taken
     10: "At the end: mean of the last tenth of the points that all runs have.",
     1: "Over the whole curve: mean of all points that all runs have.",
 }
 CONFIDENCE = 0.95
 
 
-def difference(a: list[History], b: list[History], name: str, steps: list[int]) -> tuple[float, float, float]:
+def namespace(name: str) -> str:
+    """The part of a metric's name before the first slash."""
+    return name.partition("/")[0]
+
+
+def mean_over(run: History, name: str, steps: list[int]) -> float:
+    points = run.points(name)
+    return float(np.mean([points[step] for step in steps]))
+
+
+def difference(a: Side, b: Side, name: str, steps: list[int]) -> tuple[float, float, float]:
     """The metric's means over these steps on both sides, and half the width of the interval of B - A.
 
     The last is nan if no error is known.
     """
-    means_a, means_b = ([float(np.mean([run.points(name)[step] for step in steps])) for run in side] for side in (a, b))
-    if seeds := shared_seeds(a, b):
-        of_seed = dict(zip((run.seed for run in b), means_b, strict=True))
-        margin = margin_of_mean([of_seed[seed] - mean for seed, mean in zip(seeds, means_a, strict=True)])
+    means_a = [mean_over(run, name, steps) for run in a]
+    means_b = [mean_over(run, name, steps) for run in b]
+    margin = math.nan
+    if shared_seeds(a, b):
+        mean_by_seed = {run.seed: mean for run, mean in zip(b, means_b, strict=True)}
+        pairs = zip(a, means_a, strict=True)
+        margin = margin_of_mean([mean_by_seed[run.seed] - mean for run, mean in pairs])
     elif len(a) + len(b) > 2:
         margin = margin_of_difference(means_a, means_b)
-    else:
-        margin = margin_of_problems(a[0], b[0], name, steps) if name.startswith("eval/") else math.nan
+    elif namespace(name) == "eval":
+        margin = margin_of_problems(a[0], b[0], name, steps)
     return float(np.mean(means_a)), float(np.mean(means_b)), margin
 
 
-def shared_seeds(a: list[History], b: list[History]) -> list[object]:
-    """The seeds of A, if both sides have the same ones, each once, and at least two; else []."""
-    sides = [[run.seed for run in side] for side in (a, b)]
-    is_clear = all(None not in seeds and len(set(seeds)) == len(seeds) >= 2 for seeds in sides)
-    return sides[0] if is_clear and set(sides[0]) == set(sides[1]) else []
+def shared_seeds(a: Side, b: Side) -> bool:
+    """Whether both sides have the same seeds, each once, and at least two."""
+    seeds = {run.seed for run in a}
+    return seeds == {run.seed for run in b} and None not in seeds and len(a) == len(b) == len(seeds) >= 2
 
 
-def common_steps(runs: list[History], name: str) -> list[int]:
+def common_steps(runs: Side, name: str) -> list[int]:
     """The steps where every run has a number: runs may differ in length and in the period of evaluation.
 
-    None if that before training is the only one: it says nothing of the runs.
+    [] if step 0 is the only one: an evaluation before training says nothing of the runs.
     """
     steps = sorted(set.intersection(*(set(run.points(name)) for run in runs)))
     return steps if steps != [0] else []
@@ -68,7 +83,8 @@ def common_steps(runs: list[History], name: str) -> list[int]:
 
 def margin_of_problems(a: History, b: History, name: str, steps: list[int]) -> float:
     """Half of the interval that another draw of held-out problems leaves; nan if both have not answered the same."""
-    scores_a, scores_b = (problem_scores(run, name, steps) for run in (a, b))
+    scores_a = problem_scores(a, name, steps)
+    scores_b = problem_scores(b, name, steps)
     if scores_a.keys() != scores_b.keys():
         return math.nan
     return margin_of_mean([scores_b[problem] - score for problem, score in scores_a.items()])
@@ -76,11 +92,13 @@ def margin_of_problems(a: History, b: History, name: str, steps: list[int]) -> f
 
 def problem_scores(run: History, name: str, steps: list[int]) -> dict[tuple[str, str], float]:
     """(row, answer) of a held-out problem -> its mean score in these evaluations; {} without their completions."""
+    set_name = name.split("/")[1]
     scores: dict[tuple[str, str], list[float]] = {}
     for step in steps:
-        for record in read_lines(run.folder / "eval" / f"step_{step}" / f"{name.split('/')[1]}.jsonl"):
-            score = next(iter(record["reward_parts"].values()), 0.0)  # of the first verifier, as in evaluate.py
-            scores.setdefault((record["row"], str(record["answer"])), []).append(score)
+        for completion in read_lines(run.folder / "eval" / f"step_{step}" / f"{set_name}.jsonl"):
+            parts = list(completion["reward_parts"].values())
+            score = parts[0] if parts else 0.0  # the first verifier's, as in evaluate.py
+            scores.setdefault((completion["row"], str(completion["answer"])), []).append(score)
     return {problem: float(np.mean(values)) for problem, values in scores.items()}
 
 
@@ -110,14 +128,16 @@ def margin_of_difference(a: list[float], b: list[float]) -> float:
     if min(len(a), len(b)) < 2:
         several = max(a, b, key=len)
         return margin_of_mean(several) * math.sqrt(len(several) + 1)
-    variances = [float(np.var(side, ddof=1)) / len(side) for side in (a, b)]  # of the means
-    if not any(variances):
+    variance_a = float(np.var(a, ddof=1)) / len(a)  # the variance of the mean
+    variance_b = float(np.var(b, ddof=1)) / len(b)
+    variance = variance_a + variance_b
+    if variance == 0:
         return 0.0
-    freedom = sum(variances) ** 2 / (variances[0] ** 2 / (len(a) - 1) + variances[1] ** 2 / (len(b) - 1))
-    return t_quantile(CONFIDENCE, freedom) * math.sqrt(sum(variances))
+    freedom = variance**2 / (variance_a**2 / (len(a) - 1) + variance_b**2 / (len(b) - 1))
+    return t_quantile(CONFIDENCE, freedom) * math.sqrt(variance)
 
 
-def compare(a: list[History], b: list[History]) -> str:
+def compare(a: Side, b: Side) -> str:
     """The whole answer; each side holds at least one run. Raises ValueError if a side holds a run twice."""
     for side in (a, b):
         if len({run.folder.resolve() for run in side}) < len(side):
@@ -125,99 +145,126 @@ def compare(a: list[History], b: list[History]) -> str:
     runs = [*a, *b]
     replays = [str(run.folder) for run in runs if run.config.get("replay")]
     names = sorted(set().union(*(run.names for run in runs)))
-    names = [name for name in names if not (replays and name.startswith(COPIED))]
-    steps = {name: common_steps(runs, name) for pattern in METRICS for name in names if fnmatch(name, pattern)}
+    if replays:
+        names = [name for name in names if not name.startswith(COPIED)]
+    steps = {}
+    for pattern in METRICS:
+        steps |= {name: common_steps(runs, name) for name in fnmatch.filter(names, pattern)}
+    if not steps:
+        return f"Nothing to compare: no run has one of {', '.join(METRICS)}."
     differences = differing([a[0], b[0]])
-    changed = [f"{name} {there!r} -> {here!r}" for name, (there, here) in differences.items()]
-    lines = [*described("A", a), *described("B", b)]
-    lines += [f"From A to B: {', '.join(changed) or 'the same flags'}.", *cost(a, b), method(a, b)]
+    changes = [f"{name} {there!r} -> {here!r}" for name, (there, here) in differences.items()]
+    changed = ", ".join(changes) or "the same flags"
+    lines = [*described("A", a), *described("B", b), f"From A to B: {changed}.", *cost(a, b), method(a, b)]
     unlike = {kind: not_alike(kind, [a[0], b[0]], differences) for kind in MEASURED_BY}
-    if found := dict.fromkeys(sum(unlike.values(), [])):
-        lines.append(f"Careful: the rewards of A and B are not measured alike: {', '.join(found)}.")
+    careful = dict.fromkeys(unlike["reward"] + unlike["eval"])
+    if careful:
+        lines.append(f"Careful: the rewards of A and B are not measured alike: {', '.join(careful)}.")
     for parts, title in TITLES.items():
         rows = [["", "A", "B", "B - A, and what holds"]]
-        for name in filter(steps.get, steps):
-            chosen = steps[name][-math.ceil(len(steps[name]) / parts) :]
-            rows.append([name, *verdict(name, *difference(a, b, name, chosen), "B" if len(runs) > 2 else "run B")])
-            if why := unlike.get(f"{name.partition('/')[0]}/"):
-                rows[-1][-1] = f"not measured alike: {', '.join(why)}"
+        for name, common in steps.items():
+            if not common:
+                continue
+            last_steps = common[-math.ceil(len(common) / parts) :]
+            row = verdict(name, *difference(a, b, name, last_steps), "B" if len(runs) > 2 else "run B")
+            if reasons := unlike.get(namespace(name)):
+                row[-1] = f"not measured alike: {', '.join(reasons)}"
+            rows.append([name, *row])
         lines += ["", title, *in_columns(rows)]
     lines += ["", f"In brackets: {CONFIDENCE:.0%} confidence intervals; one of twenty misses the truth."]
     if replays:
         lines.append(f"Rewards and lengths are left out: a replay ({', '.join(replays)}) copies those of its run.")
-    if missing := [name for name in steps if not steps[name]]:
+    if missing := [name for name, common in steps.items() if not common]:
         lines.append(f"Not compared, because no step of training has it in every run: {', '.join(missing)}.")
-    return "\n".join(lines) if steps else f"Nothing to compare: no run has one of {', '.join(METRICS)}."
+    return "\n".join(lines)
 
 
-def not_alike(kind: str, runs: list[History], differences: dict[str, list[object]]) -> list[str]:
-    """Those of the differences by which these metrics measure another thing; contents are those of what a flag names.
+def not_alike(kind: str, runs: Side, differences: dict[str, list[object]]) -> list[str]:
+    """The differences that change what these metrics measure; for contents, those of a file that such a flag names.
 
     A held-out accuracy is the score of the first verifier of --reward, without its weight.
     """
-    named = str([run.config.get(flag[2:]) for run in runs for flag in MEASURED_BY[kind]])
-    found = [name for name in differences if name in MEASURED_BY[kind] or name.removeprefix("contents of ") in named]
-    first = {re.match(r"[^,:]*((?<=\.py):\w+)?", each or "")[0] for each in differences.get("--reward", [])}
-    return [name for name in found if name != "--reward" or kind != "eval/" or len(first) > 1]
+    flags = MEASURED_BY[kind]
+    named = str([run.config.get(flag[2:]) for run in runs for flag in flags])
+    names = [name for name in differences if name in flags or name.removeprefix("contents of ") in named]
+    if kind == "eval" and "--reward" in names:
+        verifier = re.compile(r"[^,:]*((?<=\.py):\w+)?")
+        first = {verifier.match(reward or "")[0] for reward in differences["--reward"]}
+        if len(first) == 1:
+            names.remove("--reward")
+    return names
 
 
 def verdict(name: str, a: float, b: float, margin: float, side: str) -> list[str]:
     """Both means, and what holds. `side`: how B is called."""
-    value, size = b - a, max(abs(a), abs(b))
+    value = b - a
+    size = max(abs(a), abs(b))
     digits = 5 if size < 0.1 else 3 if size < 10 else 2
-    means = [f"{mean:.{digits}f}" for mean in (a, b)]
+    plain = f".{digits}f"
+    signed = "+" + plain
+    means = [format(a, plain), format(b, plain)]
     if math.isnan(margin):
-        return [*means, f"{value:+.{digits}f}: its error is not known"]
+        return [*means, f"{value:{signed}}: its error is not known"]
     if value == margin == 0:
         return [*means, "the same"]
-    words = ("better", "worse") if name.startswith(tuple(MEASURED_BY)) else ("higher", "lower")
-    unseen = f"no difference can be seen; one of {margin:.{digits}f} or more would show"
-    holds = unseen if abs(value) <= margin else f"{side} is {words[value < 0]}"
-    return [*means, f"{value:+.{digits}f} ({value - margin:+.{digits}f} to {value + margin:+.{digits}f}): {holds}"]
+    if abs(value) <= margin:
+        holds = f"no difference can be seen; one of {margin:{plain}} or more would show"
+    elif namespace(name) in MEASURED_BY:
+        holds = f"{side} is better" if value > 0 else f"{side} is worse"
+    else:
+        holds = f"{side} is higher" if value > 0 else f"{side} is lower"
+    return [*means, f"{value:{signed}} ({value - margin:{signed}} to {value + margin:{signed}}): {holds}"]
 
 
-def cost(a: list[History], b: list[History]) -> list[str]:
-    """What the steps that all runs have took, as a mean over the runs of a side; nothing where that is not known."""
+def cost(a: Side, b: Side) -> list[str]:
+    """A sentence on completions and seconds of the common steps, means over the runs of a side; [] where unknown."""
     steps = common_steps([*a, *b], "time/step_s")
-    sums = [np.mean([run.cost(steps) for run in side], axis=0) for side in (a, b)]
-    if not np.all(sums):
+    count_a, seconds_a = np.mean([run.cost(steps) for run in a], axis=0)
+    count_b, seconds_b = np.mean([run.cost(steps) for run in b], axis=0)
+    if not (count_a and seconds_a and count_b and seconds_b):
         return []
-    (count_a, seconds_a), (count_b, seconds_b) = sums
-    took = f"A {count_a:,.0f} completions in {seconds_a:,.0f} s, B {count_b:,.0f} in {seconds_b:,.0f} s"
-    words = f"B sampled {count_b / count_a:.2g} x as many and took {seconds_b / seconds_a:.2g} x as long"
-    return [f"Cost of the {len(steps)} steps that all runs have: {took}; {words}."]
+    return [
+        f"Cost of the {len(steps)} steps that all runs have: "
+        f"A {count_a:,.0f} completions in {seconds_a:,.0f} s, B {count_b:,.0f} in {seconds_b:,.0f} s; "
+        f"B sampled {count_b / count_a:.2g} x as many and took {seconds_b / seconds_a:.2g} x as long."
+    ]
 
 
-def described(side: str, runs: list[History]) -> list[str]:
-    """The side's runs, and what speaks against taking them for repetitions of one."""
-    each = [f"{run.folder} (seed {run.seed}, to step {run.last_step})" for run in runs]
-    lines = [f"{side}: {', '.join(each)}"]
+def described(side: str, runs: Side) -> list[str]:
+    """Lines that name the side's runs, and say why they are no repetitions of one."""
+    texts = [f"{run.folder} (seed {run.seed}, to step {run.last_step})" for run in runs]
+    lines = [f"{side}: {', '.join(texts)}"]
     if len({run.seed for run in runs}) < len(runs):
         lines.append(f"{side} has the same seed twice: these runs are no independent repetitions.")
-    if found := differing(runs):
-        lines.append(f"{side}'s runs differ in more than the seed: {', '.join(found)}.")
+    if differences := differing(runs):
+        lines.append(f"{side}'s runs differ in more than the seed: {', '.join(differences)}.")
     return lines
 
 
-def differing(runs: list[History]) -> dict[str, list[object]]:
+def differing(runs: Side) -> dict[str, list[object]]:
     """Flag -> its value in each of the runs, where they differ in more than the seed; file -> digest of its contents.
 
-    The contents of a file that not all of them name are no difference beside that of the flag.
+    If not all of them name a file, the flag is the difference, and the contents are not listed.
     """
-    flags = [{f"--{name}": value for name, value in but_for_the_seed(run.config).items()} for run in runs]
-    values = {name: [each.get(name) for each in flags] for name in sorted(set().union(*flags))}
-    contents = {name: [run.contents.get(name) for run in runs] for name in runs[0].contents}
-    values |= {name: found for name, found in contents.items() if None not in found}
-    return {name: found for name, found in values.items() if any(value != found[0] for value in found)}
+    flags = [but_for_the_seed(run.config) for run in runs]
+    values = {f"--{name}": [own.get(name) for own in flags] for name in sorted(set().union(*flags))}
+    contents = [run.contents for run in runs]
+    for name in contents[0]:
+        digests = [own.get(name) for own in contents]
+        if None not in digests:
+            values[name] = digests
+    return {name: given for name, given in values.items() if any(value != given[0] for value in given)}
 
 
-def method(a: list[History], b: list[History]) -> str:
-    """How the intervals are made."""
+def method(a: Side, b: Side) -> str:
+    """The sentence on how the intervals are made."""
     if shared_seeds(a, b):
         return "Both sides have the same seeds: intervals are of the differences of pairs."
     if len(a) + len(b) == 2:
-        known = "intervals hold the error of the evaluation; what another seed gives is not known"
-        return f"One seed each: a verdict on two runs, not on what they differ by; {known}."
+        return (
+            "One seed each: a verdict on two runs, not on what they differ by; "
+            "intervals hold the error of the evaluation; what another seed gives is not known."
+        )
     if min(len(a), len(b)) == 1:
         return "One side has one run: its variance is taken to be that of the other side."
     return "The seeds differ, or do not make pairs: Welch's intervals."

@@ -1,4 +1,4 @@
-"""What a run tells while it goes: a line a step, OUT_DIR/status.json for `watch`, and its tracker. docs/runs.md"""
+"""The voice of a run while it goes: a line a step, OUT_DIR/status.json for `watch`, and its tracker. docs/runs.md"""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ ON_CONSOLE = {  # metric -> how the console shows it
 STEPS_OF_FORECAST = 20  # the last ones: answers get longer, so that early steps say little
 Log = Callable[[int, Metrics], None]  # (step, metrics)
 Close = Callable[[], None]
-PROJECT = "grpo"
 
 
 @dataclass
 class Console:
-    """The main process tells, the others are silent."""
+    """Only the main process speaks; all other ranks call the same methods, and are silent."""
 
     out_dir: Path
     is_main: bool
     recording: Recording
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_OF_FORECAST))  # of the last steps
+    # The time of each of the last steps.
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_OF_FORECAST))
     tracker: tuple[Log, Close] | None = None
     done: dict[str, object] = field(default_factory=dict)  # the last step that is done, in status.json
 
@@ -58,36 +58,45 @@ class Console:
             return
         if step:  # 0: before training
             self.seconds.append(metrics["time/step_s"])
-        left = (last_step - step) * statistics.mean(self.seconds) if self.seconds else 0.0
+        left = 0.0
+        if self.seconds:
+            left = (last_step - step) * statistics.mean(self.seconds)
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.done = {"step": step, "last_step": last_step, "time": _clock(), "seconds_left": round(left), **finite}
         self.tell_phase("log", step)
         if self.tracker is not None:
             self._track(step, finite)
-        is_told = any(name.startswith("eval/") for name in metrics) or metrics.get("optim/skipped_updates")
-        if is_told or not self.recording.quiet:
+        is_notable = any(name.startswith("eval/") for name in metrics) or metrics.get("optim/skipped_updates")
+        if is_notable or not self.recording.quiet:
             print(console_line(step, last_step, metrics, phases, left), flush=True)
 
     def tell_phase(self, name: str, step: int) -> None:
         """Writes status.json: what is done now, in which step; below it the last step that is done."""
-        if self.is_main:
-            stopped = f"stopped after step {step}"
-            ON_END[:] = [lambda how: end_status(self.out_dir, stopped if how == "stopped" else how)]
-            status = {"now": name, "in_step": step, "since": _clock(), "pid": os.getpid()} | self.done
-            with best_effort(str(file := self.out_dir / "status.json")):
-                write(file, json.dumps(status, indent=1) + "\n")
+        if not self.is_main:
+            return
+
+        def end(how: str) -> None:
+            end_status(self.out_dir, f"stopped after step {step}" if how == "stopped" else how)
+
+        ON_END[:] = [end]
+        status = {"now": name, "in_step": step, "since": _clock(), "pid": os.getpid()} | self.done
+        file = self.out_dir / "status.json"
+        with best_effort(str(file)):
+            write(file, json.dumps(status, indent=1) + "\n")
 
     def _track(self, step: int, metrics: Metrics) -> None:
         try:
-            self.tracker[0](step, metrics)
-        except Exception as error:  # noqa: BLE001  of the tracker's program, which may raise anything
+            log, _ = self.tracker
+            log(step, metrics)
+        except Exception as error:  # noqa: BLE001  the tracker's program may raise anything
             self.tracker = None
             self.say(f"warning: --track {self.recording.track} has failed and is left out from now on: {error}")
 
     def finish(self, how: str) -> None:
         ON_END.clear()
         if self.tracker is not None:
-            self.tracker[1]()
+            _, close = self.tracker
+            close()
         if self.is_main:
             end_status(self.out_dir, how)
 
@@ -97,15 +106,21 @@ def console_line(step: int, last_step: int, metrics: Metrics, phases: dict[str, 
     parts = [f"step {step:>{len(str(last_step))}}/{last_step}"]
     parts += [form.format(metrics[name]) for name, form in ON_CONSOLE.items() if name in metrics]
     if metrics.get("optim/skipped_updates"):
-        reasons = {"not finite": "optim/skipped_not_finite", "beyond --max_kl": "optim/skipped_max_kl"}
-        counts = ", ".join(f"{metrics[name]:.0f} {reason}" for reason, name in reasons.items() if metrics.get(name))
-        parts.append(f"SKIPPED UPDATES {metrics['optim/skipped_updates']:.0f} ({counts})")
+        counts = []
+        if not_finite := metrics.get("optim/skipped_not_finite"):
+            counts.append(f"{not_finite:.0f} not finite")
+        if beyond := metrics.get("optim/skipped_max_kl"):
+            counts.append(f"{beyond:.0f} beyond --max_kl")
+        parts.append(f"SKIPPED UPDATES {metrics['optim/skipped_updates']:.0f} ({', '.join(counts)})")
     times = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items() if seconds >= 0.05)
     parts.append(f"{metrics['time/step_s']:.1f}s ({times})")
     parts += [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/") and "/avg@" in name]
-    failed = {name: share for name, share in metrics.items() if name.endswith("/frac_failed") and share}
-    parts += [f"{name} {share:.3f}, see eval/step_{step}" for name, share in failed.items()]
-    return " | ".join([*parts, f"{duration(seconds_left)} left"] if seconds_left else parts)
+    for name, value in metrics.items():
+        if name.endswith("/frac_failed") and value:
+            parts.append(f"{name} {value:.3f}, see eval/step_{step}")
+    if seconds_left:
+        parts.append(f"{duration(seconds_left)} left")
+    return " | ".join(parts)
 
 
 def duration(seconds: float) -> str:
@@ -144,13 +159,16 @@ def curves(package: str, out_dir: Path, saved_step: int) -> tuple[Log, Close]:
     With WANDB_MODE=offline all is in OUT_DIR/wandb; trackio stays on this machine unless the environment names a Space.
     """
     tracker = importlib.import_module(package)
-    config, project = (
-        (out_dir / "config.json").read_text("utf-8"),
-        os.environ.get(f"{package.upper()}_PROJECT", PROJECT),
+    options = {}
+    if package == "wandb":  # the same folder is the same run
+        options = {"id": hashlib.sha256(os.fsencode(out_dir.resolve())).hexdigest()[:16], "dir": str(out_dir)}
+    tracker.init(
+        project=os.environ.get(f"{package.upper()}_PROJECT", "grpo"),
+        name=out_dir.name,
+        config=json.loads((out_dir / "config.json").read_text("utf-8")),
+        resume="allow",
+        **options,
     )
-    run = hashlib.sha256(os.fsencode(out_dir.resolve())).hexdigest()[:16]  # the same folder is the same run
-    own = {"id": run, "dir": str(out_dir)} if package == "wandb" else {}
-    tracker.init(project=project, name=out_dir.name, config=json.loads(config), resume="allow", **own)
     return lambda step, metrics: tracker.log(metrics, step=step), tracker.finish
 
 

@@ -1,7 +1,7 @@
 """`train_grpo.py --dry_run`: what a run amounts to and whether it fits. It needs no GPU, no weights and no data.
 
-The exit code is 0 if the run fits and 3 if not. `setup_of` reads the flags, `memory.py` has the bytes, `time.py` the
-seconds, `advice.py` what would have to change, `report.py` what is printed.
+The exit code is 0 if the run fits and 3 if not. `setup_of` reads the flags, `plan_memory.py` has the bytes,
+`plan_time.py` the seconds, `plan_advice.py` what would have to change, `plan_report.py` what is printed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from runtime.machine import local_world_size
 
 TABLE = Path(__file__).parent / "models.json"
 NETWORK_SPEED = 50e9  # bytes per second between nodes, one way, for each GPU: a card of 400 Gbit/s each
-ROWS = json.loads(TABLE.with_name("data_sets.json").read_text("utf-8"))  # of data sets that are not on the disk
+# Data set that is not on the disk -> its rows.
+ROWS = json.loads(TABLE.with_name("data_sets.json").read_text("utf-8"))
 
 
 def dry_run(args: argparse.Namespace) -> int:
@@ -46,7 +47,8 @@ def config_of(model: str) -> PretrainedConfig:
     table = json.loads(TABLE.read_text("utf-8"))
     if model in table and not Path(model).exists():
         own = table[model]
-        return AutoConfig.for_model(**table.get(own.pop("as", None), {}) | own)
+        same = table.get(own.pop("as", None), {})
+        return AutoConfig.for_model(**same | own)
     try:
         return load_config(model)
     except (ValueError, OSError) as error:
@@ -58,11 +60,11 @@ def rows_of(train_data: list[str]) -> int | None:
     """Training rows by #ROWS, lines on the disk and the table; None if those of a source are not known."""
     total = 0
     for source in train_data:
-        what, split, count = parse_source(source)
-        if count is None and Path(what).is_file() and what.endswith(".jsonl"):
-            count = sum(1 for line in Path(what).read_bytes().splitlines() if line.strip())
+        path, split, count = parse_source(source)
+        if count is None and Path(path).is_file() and path.endswith(".jsonl"):
+            count = sum(1 for line in Path(path).read_bytes().splitlines() if line.strip())
         elif count is None:
-            count = ROWS.get(f"{what}@{split or 'train'}", ROWS.get(Path(what).stem))
+            count = ROWS.get(f"{path}@{split or 'train'}", ROWS.get(Path(path).stem))
         if count is None:
             return None
         total += count
@@ -72,7 +74,9 @@ def rows_of(train_data: list[str]) -> int | None:
 def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     """The flags as a Setup. Raises ValueError for flags that contradict each other, the model or the hardware."""
     gpus = args.plan_gpus or launched_world_size()
-    nodes = args.plan_nodes or (1 if args.plan_gpus else launched_world_size() // local_world_size())
+    nodes = args.plan_nodes
+    if not nodes:
+        nodes = 1 if args.plan_gpus else gpus // local_world_size()
     if gpus % nodes:
         raise ValueError(f"--plan_gpus {gpus} is not divisible by --plan_nodes {nodes}; it counts GPUs of all nodes.")
     check_flags(args, gpus)
@@ -85,8 +89,10 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     algorithm_of(args)  # raises for choices that do not exist, or flags without effect
     num_rows = args.plan_rows or rows_of(args.train_data)
     if num_rows is None and args.epochs is not None:
-        data = f"--train_data {' '.join(args.train_data)}"
-        raise ValueError(f"--epochs {args.epochs}: how many rows {data} has is not known here; give --plan_rows.")
+        raise ValueError(
+            f"--epochs {args.epochs}: how many rows --train_data {' '.join(args.train_data)} has is not known here; "
+            "give --plan_rows."
+        )
     plan = make_plan(args, args.prompts_per_step if num_rows is None else num_rows)
     has_kl = args.kl_coef != 0
     needs_first = args.num_iterations > 1 or (has_kl and args.kl_in == "reward") or lora.lora_dropout > 0
@@ -98,18 +104,25 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
         num_checkpoints=most_checkpoints(Saving.from_flags(args), min(plan.total_steps, args.stop_after or math.inf)),
     )  # fmt: skip
     engine = EngineSettings.from_flags(args, max_model_len=sum(limits))
-    of_servers = len(args.generation_gpus) or max(1, len(args.server_urls)) * args.tensor_parallel_size
+    generation_gpus = 0
+    if args.engine == "server":
+        num_servers = max(1, len(args.server_urls))
+        generation_gpus = len(args.generation_gpus) or num_servers * args.tensor_parallel_size
     gpu_memory, flops, memory_speed, link_speed, host_speed = gpu_figures(args.plan_gpu)
     hardware = Hardware(
         name=args.plan_gpu, gpus=gpus, nodes=nodes,
         gpu_bytes=gpu_memory * GIB, host_bytes=args.plan_host_memory_gib * GIB,
         flops=flops * 1e12, flops_share=args.plan_flops_share, memory_speed=memory_speed * 1e12,
         link_speed=link_speed * 1e9, network_speed=NETWORK_SPEED, host_speed=host_speed * 1e9,
-        generation_gpus=of_servers if args.engine == "server" else 0,
+        generation_gpus=generation_gpus,
     )  # fmt: skip
-    other = args.reference if args.reference != args.model else None
-    teacher = shape_of(config_of(other), other) if other and has_kl else None
-    return Setup(model, Memory.from_flags(args), lora, engine, plan, run, hardware, teacher)
+    teacher = None
+    if has_kl and args.reference and args.reference != args.model:
+        teacher = shape_of(config_of(args.reference), args.reference)
+    return Setup(
+        model=model, memory=Memory.from_flags(args), lora=lora, engine=engine, plan=plan, run=run, hardware=hardware,
+        teacher=teacher,
+    )  # fmt: skip
 
 
 def mean_tokens(kind: str, mean: float | None, limit: int) -> float:
@@ -120,7 +133,8 @@ def mean_tokens(kind: str, mean: float | None, limit: int) -> float:
 
 
 def most_checkpoints(saving: Saving, last_step: float) -> int:
-    """On the disk at a time: those that are kept, the best one, and the one that is being written."""
+    """Checkpoints on the disk at a time: those that are kept, the best one, and the one that is being written."""
     num_saves = math.ceil(last_step / (saving.save_every or last_step))
-    most = saving.keep_checkpoints + 1 + (saving.keep_best is not None)
-    return min(num_saves, most) if saving.keep_checkpoints else num_saves
+    if not saving.keep_checkpoints:
+        return num_saves
+    return min(num_saves, saving.keep_checkpoints + 1 + (saving.keep_best is not None))

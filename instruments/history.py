@@ -1,4 +1,4 @@
-"""What a run folder says of a run."""
+"""A run as its folder keeps it: flags, metrics, digests of its inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class History:
 
     folder: Path
     config: dict[str, object]
-    records: list[dict[str, float]]
+    lines: list[dict[str, float]]
 
     @property
     def seed(self) -> object:
@@ -23,33 +23,38 @@ class History:
 
     @property
     def last_step(self) -> int:
-        return int(self.records[-1]["step"]) if self.records else 0
+        return int(self.lines[-1]["step"]) if self.lines else 0
 
     @property
     def names(self) -> set[str]:
-        return {name for record in self.records for name in record}
+        """The names of all metrics."""
+        return set().union(*self.lines)
 
     @property
     def contents(self) -> dict[str, object]:
         """Digests of what the flags name: weights, rows with their prompts, own files. Without what a seed draws."""
         file = self.folder / "inputs.json"
-        found = parse(file.read_text("utf-8"), str(file)) if file.exists() else {}
-        paths = {name: str(self.config.get(name[2:]) if name.startswith("--") else name) for name in found}
-        same = {name: but_for_the_seed(self.config | {"path": path})["path"] for name, path in paths.items()}
-        drawn = [name for name, path in paths.items() if same[name] != path or re.search(r"#\d+$", path)]
-        return {f"contents of {path}": found[name] for name, path in paths.items() if name not in drawn}
+        digests = parse(file.read_text("utf-8"), str(file)) if file.exists() else {}
+        contents = {}
+        for name, digest in digests.items():
+            path = str(self.config.get(name[2:])) if name.startswith("--") else name
+            same = but_for_the_seed(self.config | {"path": path})["path"]
+            if same == path and not re.search(r"#\d+$", path):
+                contents[f"contents of {path}"] = digest
+        return contents
 
     def cost(self, steps: list[int]) -> tuple[float, float]:
         """Completions that these steps have sampled, with dynamic sampling more than they trained on; their seconds."""
-        own = 0 if self.config.get("replay") else self.config.get("prompts_per_step", 0)
-        sampled, seconds = self.points("sampling/prompts"), self.points("time/step_s")
-        prompts = sum(sampled.get(step, own) for step in steps if step)
+        trained = 0 if self.config.get("replay") else self.config.get("prompts_per_step", 0)
+        sampled = self.points("sampling/prompts")
+        seconds = self.points("time/step_s")
+        prompts = sum(sampled.get(step, trained) for step in steps if step)
         return prompts * self.config.get("group_size", 0), sum(seconds[step] for step in steps)
 
     def points(self, name: str) -> dict[int, float]:
         """Step -> value of a metric, where it is a finite number."""
-        found = {int(record["step"]): record.get(name) for record in self.records}
-        return {step: value for step, value in found.items() if value is not None and math.isfinite(value)}
+        values = {int(line["step"]): line.get(name) for line in self.lines}
+        return {step: value for step, value in values.items() if value is not None and math.isfinite(value)}
 
 
 def but_for_the_seed(config: dict[str, object]) -> dict[str, object]:
@@ -62,7 +67,7 @@ def but_for_the_seed(config: dict[str, object]) -> dict[str, object]:
 
     def shared(value: object) -> object:
         if isinstance(value, list):
-            return [shared(each) for each in value]
+            return [shared(member) for member in value]
         if not isinstance(value, str):
             return value
         return re.sub(rf"(seed[_=-]?){seed}(?!\d)", r"\1*", value.replace(out_dir, "OUT_DIR"))
@@ -88,12 +93,12 @@ def read_lines(file: Path) -> list[dict]:
 def parse(text: str, where: str, **options: object) -> dict:
     """The object. Raises ValueError with the place for anything else. `options`: of `json.loads`."""
     try:
-        found = json.loads(text, **options)
+        value = json.loads(text, **options)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is damaged: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ValueError(f"{where} is damaged: it holds no JSON object")
-    return found
+    return value
 
 
 def in_columns(rows: list[list[str]]) -> list[str]:

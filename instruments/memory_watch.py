@@ -29,8 +29,9 @@ from instruments.plan_memory import (
     host_phases,
     misfits,
     needed,
+    total,
     without,
-)
+)  # fmt: skip
 from instruments.plan_setup import GIB, Setup
 from model.sizes import cpu_cache_bytes
 from model.weights import load_config
@@ -46,29 +47,26 @@ PHASES = {
     "evaluate": ("rollout",),
     "checkpoint": (),
 }
-NEAR = 0.95  # of the limit: a warning
-FEWER, LESS = "start fewer ranks", "lower --gpu_memory_utilization"
-BATCH, SMALLER = "lower --micro_batch_tokens", "lower --micro_batch_tokens, add --gradient_checkpointing"
+INNER_PHASES = {"pack": "update", "sleep": "sync"}  # phase without figures of its own -> the one that has its flags
+NEAR = 0.95  # the share of the limit that is warned of
+RANKS, ENGINE_SHARE = "start fewer ranks", "lower --gpu_memory_utilization"
+BATCH, PASSES = "lower --micro_batch_tokens", "lower --micro_batch_tokens, add --gradient_checkpointing"
 WAYS_OUT = {  # phase -> what to change: on a GPU; on a CPU, where there is nothing to offload
-    "load": (f"{LESS}, or give --offload optimizer", f"{FEWER}, or give --param_dtype bfloat16"),
-    "sample": (LESS, f"lower --max_completion_tokens, or {FEWER}"),
-    "evaluate": (LESS, f"lower --eval_max_completion_tokens, or {FEWER}"),
-    "sync": (LESS, FEWER),
+    "load": (f"{ENGINE_SHARE}, or give --offload optimizer", f"{RANKS}, or give --param_dtype bfloat16"),
+    "sample": (ENGINE_SHARE, f"lower --max_completion_tokens, or {RANKS}"),
+    "evaluate": (ENGINE_SHARE, f"lower --eval_max_completion_tokens, or {RANKS}"),
+    "sync": (ENGINE_SHARE, RANKS),
     "logprobs": (f"{BATCH}, or add --offload_reference", BATCH),
-    "update": (f"{SMALLER}, or --offload optimizer", f"{SMALLER}, or give --param_dtype bfloat16"),
-    "checkpoint": (BATCH, FEWER),
-    "host": ("use less of --offload, or fewer --reward_workers", f"{FEWER}, or fewer --reward_workers"),
+    "update": (f"{PASSES}, or --offload optimizer", f"{PASSES}, or give --param_dtype bfloat16"),
+    "checkpoint": (BATCH, RANKS),
+    "host": ("use less of --offload, or fewer --reward_workers", f"{RANKS}, or fewer --reward_workers"),
 }
 # torch, its allocators and CUDA's libraries have no common class of errors; cudaError 2 is cudaErrorMemoryAllocation.
-SAID = re.compile(
+NO_MEMORY = re.compile(
     r"out of memory|can(?:no|')t allocate memory|unable to allocate|bad_alloc|CUBLAS_STATUS_ALLOC_FAILED"
     r"|Registering memory failed with cudaError: 2\b",
     re.IGNORECASE,
 )
-
-
-class OutOfMemory(MemoryError):
-    """One sentence, with the flags to change."""
 
 
 class MemoryWatch:
@@ -84,7 +82,8 @@ class MemoryWatch:
         self.current: str | None = "load"
         self.peaks: dict[str, tuple[int, int]] = {}  # phase -> bytes taken, bytes of them that tensors or engine hold
         self.host_peak = 0
-        self.said: set[str] = set()  # phases that were warned of, and "report"
+        self.is_reported = False
+        self.warned: set[str] = set()  # phases that were warned of
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -99,19 +98,21 @@ class MemoryWatch:
     def phase(self, name: str) -> Iterator[None]:
         """Keeps the peak of the block; a phase without a name in `PHASES` belongs to the one around it.
 
-        Raises OutOfMemory in the place of an error that says that memory ran out.
+        Raises MemoryError with a sentence in the place of an error that says that memory ran out.
         """
         outer = self.current
-        if name == "sync" and self.is_cuda:  # as the engine does when it wakes: the peak is that of what comes
+        if name == "sync" and self.is_cuda:  # as the engine does when it wakes: the peak is that of what follows
             torch.cuda.empty_cache()
         self._note()
         self.current = name if name in PHASES else outer
         try:
             yield
         except (MemoryError, RuntimeError, OSError) as error:
-            if isinstance(error, OutOfMemory) or not lacks_memory(error):  # OutOfMemory: of a phase inside
+            # A MemoryError with a cause is such a sentence: the engine's, or that of a phase inside.
+            is_sentence = isinstance(error, MemoryError) and error.__cause__ is not None
+            if is_sentence or not lacks_memory(error):
                 raise
-            raise OutOfMemory(self._out_of_memory(name, error)) from error
+            raise MemoryError(self._sentence(name, error)) from error
         self._note()
         self.current = None if outer == "load" and name != "load" else outer
 
@@ -124,65 +125,69 @@ class MemoryWatch:
 
     def metrics(self) -> dict[str, float]:
         """`memory/` metrics since the last call, in GiB: the same on every rank; all ranks call it."""
-        of_ranks = gather_from_ranks((self.peaks, self.host_peak + resident_of_children()))
-        found = {}
+        ranks = gather_from_ranks((self.peaks, self.host_peak + resident_of_children()))
+        metrics = {}
         for name in self.peaks:
-            taken, held = max(peaks.get(name, (0, 0)) for peaks, _ in of_ranks)
-            found[f"memory/{name}_gib"] = taken / GIB
+            taken, held = max(peaks.get(name, (0, 0)) for peaks, _ in ranks)
+            metrics[f"memory/{name}_gib"] = taken / GIB
             if self.is_cuda:
-                found[f"memory/{name}_allocated_gib"] = held / GIB
-        found["memory/peak_gib"] = max(found.values(), default=0.0)
-        found["memory/host_gib"] = largest_node([on_host for _, on_host in of_ranks]) / GIB
+                metrics[f"memory/{name}_allocated_gib"] = held / GIB
+        metrics["memory/peak_gib"] = max(metrics.values(), default=0.0)
+        metrics["memory/host_gib"] = largest_node([on_host for _, on_host in ranks]) / GIB
         self.peaks, self.host_peak = {}, 0
-        return found
+        return metrics
 
     def remarks(self, metrics: dict[str, float]) -> list[str]:
         """After the first update, prediction against truth; and a warning for each phase that comes near the limit."""
-        said = []
-        if "report" not in self.said and "memory/update_gib" in metrics:
-            self.said.add("report")
-            said.append(self._report(metrics))
+        remarks = []
+        if not self.is_reported and "memory/update_gib" in metrics:
+            self.is_reported = True
+            remarks.append(self._report(metrics))
         for name in (*PHASES, "host"):
-            limit = self.host_limit if name == "host" else self.limit
-            taken = metrics.get(f"memory/{name}_gib", 0) * GIB
-            if taken > NEAR * limit and name not in self.said:
-                self.said.add(name)
-                near = f"{name} takes {taken / GIB:.1f} of {limit / GIB:.1f} GiB"
-                said.append(f"warning: {near}; before memory runs out: {self._ways_out(name)}.")
-        return said
+            limit = (self.host_limit if name == "host" else self.limit) / GIB
+            taken = metrics.get(f"memory/{name}_gib", 0)
+            if taken > NEAR * limit and name not in self.warned:
+                self.warned.add(name)
+                remarks.append(
+                    f"warning: {name} takes {taken:.1f} of {limit:.1f} GiB; "
+                    f"before memory runs out: {self._ways_out(name)}."
+                )
+        return remarks
 
     def _ways_out(self, name: str) -> str:
         """The flags to change for a phase of the loop, or for the "host"."""
-        ways = WAYS_OUT.get({"pack": "update", "sleep": "sync"}.get(name, name), WAYS_OUT["host"])
-        return ways[0 if self.is_cuda else 1]
+        on_gpu, on_cpu = WAYS_OUT.get(INNER_PHASES.get(name, name), WAYS_OUT["host"])
+        return on_gpu if self.is_cuda else on_cpu
 
-    def _out_of_memory(self, name: str, error: BaseException) -> str:
+    def _sentence(self, name: str, error: BaseException) -> str:
         """Where memory ran out, which flag to change, and what the error says, for example of the size."""
-        if isinstance(error, MemoryError) and error.__cause__ is not None:
-            return str(error)  # the engine's own sentence, which knows more
-        place = place_of(error, self.is_cuda)
-        of_host = "host" if self.is_cuda else name
-        causes = {"GPU": [name], "host": [of_host], "GPU or pinned host": [name, "host"]}[place]
-        where = f"{place} memory ran out on rank {self.world.trainer_rank} in phase {name}"
-        said = str(error).partition("\n")[0]
-        return f"{where}; {'; or '.join(map(self._ways_out, causes))} ({said})."
+        kind = memory_kind(error, self.is_cuda)
+        advice = self._ways_out("host" if kind == "host" and self.is_cuda else name)
+        if kind == "GPU or pinned host":
+            advice += f"; or {self._ways_out('host')}"
+        first_line = str(error).partition("\n")[0]
+        rank = self.world.trainer_rank
+        return f"{kind} memory ran out on rank {rank} in phase {name}; {advice} ({first_line})."
 
     def _report(self, metrics: dict[str, float]) -> str:
-        where = "GPU" if self.is_cuda else "rank"
-        pairs = []
+        """The peaks of the phases, each beside its prediction."""
+        figures = []
         for name in (*PHASES, "host"):
-            if (found := metrics.get(f"memory/{name}_gib")) is not None:
-                expected = self.predicted.get(name)
-                pairs.append(f"{name} {found:.2f}" + (f" ({expected / GIB:.2f})" if expected else ""))
+            if f"memory/{name}_gib" in metrics:
+                figure = f"{name} {metrics[f'memory/{name}_gib']:.2f}"
+                if name in self.predicted:
+                    figure += f" ({self.predicted[name] / GIB:.2f})"
+                figures.append(figure)
+        where = "GPU" if self.is_cuda else "rank"
         known = "in brackets what the dry run predicts" if self.predicted else "the dry run has no figures for it"
-        return f"memory, GiB per {where} at the peak, host per node; {known}: {', '.join(pairs)}"
+        return f"memory, GiB per {where} at the peak, host per node; {known}: {', '.join(figures)}"
 
 
 # How much is taken, and what is said when there is none left -------------------------------------------------------
 
 
 def restart(device: torch.device) -> None:
-    """Peaks are counted from here on."""
+    """Lets peaks be counted from here on."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     with suppress(OSError):  # where the kernel does not allow it, the peak is that since the start
@@ -193,43 +198,43 @@ def peak(device: torch.device) -> tuple[int, int]:
     """(bytes taken on the GPU, bytes of them that are in use) at the peak. On the CPU twice what is resident."""
     if device.type == "cpu":
         return peak_resident(), peak_resident()
-    free, total = torch.cuda.mem_get_info(device)
+    free, size = torch.cuda.mem_get_info(device)
     stats = torch.cuda.memory_stats(device)  # they count what a sleeping engine has given back: only differences hold
     reserved, allocated = stats["reserved_bytes.all.peak"], stats["allocated_bytes.all.peak"]
-    taken = total - free + reserved - stats["reserved_bytes.all.current"]
+    taken = size - free + reserved - stats["reserved_bytes.all.current"]
     return taken, taken - (reserved - allocated)
 
 
 def peak_resident() -> int:
-    """Bytes of this process."""
+    """Resident bytes of this process at their peak."""
     return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
 
 
 def resident_of_children() -> int:
     """Bytes of the processes below this one, which grade. Pages that they share count in each."""
-    total = 0
+    size = 0
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # it has ended meanwhile
-            total += child.memory_info().rss
-    return total
+            size += child.memory_info().rss
+    return size
 
 
-def largest_node(of_ranks: list[int]) -> int:
-    """The sum over the ranks of a node, of the node with the largest."""
+def largest_node(bytes_by_rank: list[int]) -> int:
+    """The bytes of the node with the most: the sum over its ranks."""
     size = local_world_size()
-    return max(sum(of_ranks[i : i + size]) for i in range(0, len(of_ranks), size))
+    return max(sum(bytes_by_rank[i : i + size]) for i in range(0, len(bytes_by_rank), size))
 
 
 def lacks_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or SAID.search(str(error)) is not None
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_MEMORY.search(str(error)) is not None
 
 
-def place_of(error: BaseException, is_cuda: bool) -> str:
+def memory_kind(error: BaseException, is_cuda: bool) -> str:
     """Which memory ran out: "GPU", "host", or "GPU or pinned host" where CUDA does not tell."""
     text = str(error)
     if not is_cuda or "Registering memory" in text:
         return "host"
-    if isinstance(error, torch.OutOfMemoryError) or any(x in text for x in ("GPU memory", "CUBLAS", "cumem")):
+    if isinstance(error, torch.OutOfMemoryError) or re.search("GPU memory|CUBLAS|cumem", text):
         return "GPU"
     return "GPU or pinned host" if "CUDA" in text else "host"
 
@@ -245,8 +250,8 @@ def watch_memory(args: argparse.Namespace, num_rows: int, world: World) -> Memor
         setup = setup_of(here, load_config(args.model))
     except ValueError:  # the formulas do not cover the model
         return memory
-    gpu = memory.limit if memory.is_cuda else memory.host_limit
-    hardware = replace(setup.hardware, gpu_bytes=gpu, host_bytes=memory.host_limit)
+    gpu_bytes = memory.limit if memory.is_cuda else memory.host_limit
+    hardware = replace(setup.hardware, gpu_bytes=gpu_bytes, host_bytes=memory.host_limit)
     setup = replace(setup, hardware=hardware)
     if memory.is_cuda:
         check_fit(setup, torch.cuda.mem_get_info()[0])
@@ -257,9 +262,11 @@ def watch_memory(args: argparse.Namespace, num_rows: int, world: World) -> Memor
 
 def check_fit(setup: Setup, free: float) -> None:
     """Raises ValueError if tensors alone are more than there is. `free`: bytes of this GPU that nobody has taken."""
-    if found := misfits(setup, free):
-        advice = "start the same command with --dry_run: it names the fewest changes that make the run fit"
-        raise ValueError(f"the run does not fit, by the formulas of the dry run: {found[0]}; {advice}.")
+    if sentences := misfits(setup, free):
+        raise ValueError(
+            f"the run does not fit, by the formulas of the dry run: {sentences[0]}; "
+            "start the same command with --dry_run: it names the fewest changes that make the run fit."
+        )
 
 
 def check_disk(setup: Setup, out_dir: Path) -> None:
@@ -267,14 +274,16 @@ def check_disk(setup: Setup, out_dir: Path) -> None:
 
     A quota is not seen here.
     """
-    files = (file for pattern in ("step_*", "unfinished_step_*") for file in out_dir.glob(f"{pattern}/**/*"))
+    files = [*out_dir.glob("step_*/**/*"), *out_dir.glob("unfinished_step_*/**/*")]
     held, free = gather_from_ranks((sum(file.lstat().st_size for file in files), shutil.disk_usage(out_dir).free))[0]
-    one, needed = checkpoint_bytes(setup), disk_bytes(setup)
-    if needed > held + free:
-        count = f"{setup.run.num_checkpoints} checkpoints of {one / GIB:.3g} GiB need {needed / GIB:.3g} GiB"
-        has = f"--out_dir {str(out_dir)!r} has {free / GIB:.3g} free and holds {held / GIB:.3g} of checkpoints"
-        advice = "make room, choose another folder, or keep fewer (--keep_checkpoints, at least 1; 0 keeps all)"
-        raise ValueError(f"the run does not fit on the disk: {count}, and {has}; {advice}.")
+    size = disk_bytes(setup)
+    if size > held + free:
+        raise ValueError(
+            f"the run does not fit on the disk: {setup.run.num_checkpoints} checkpoints of "
+            f"{checkpoint_bytes(setup) / GIB:.3g} GiB need {size / GIB:.3g} GiB, and --out_dir {str(out_dir)!r} has "
+            f"{free / GIB:.3g} free and holds {held / GIB:.3g} of checkpoints; make room, choose another folder, "
+            "or keep fewer (--keep_checkpoints, at least 1; 0 keeps all)."
+        )
 
 
 def predicted_bytes(setup: Setup, world: World) -> dict[str, float]:
@@ -282,15 +291,17 @@ def predicted_bytes(setup: Setup, world: World) -> dict[str, float]:
     phases, on_host = gpu_phases(setup), host_phases(setup)
     if world.device.type == "cuda":
         sizes = {name: needed(parts) for name, parts in phases.items()}
-        host = max(sum(parts.values()) for parts in on_host.values())
+        host = max(map(total, on_host.values()))
     else:  # what libraries take is there already; nothing is pinned; the engine never sleeps
-        tp, ranks = setup.run.tensor_parallel_size, setup.hardware.gpus // setup.hardware.nodes
-        itemsize = setup.compute_bytes
-        cache = cpu_cache_bytes(load_config(setup.model.name), setup.engine.max_model_len, itemsize, tp)
-        engine = 0 if setup.has_servers else setup.model.parameters * itemsize / tp + cache
-        there = sum(without(on_host["run"], "processes", "rounding of pinned memory").values()) / ranks
+        tp, ranks = setup.run.tensor_parallel_size, setup.hardware.ranks_per_node
+        cache = cpu_cache_bytes(load_config(setup.model.name), setup.engine.max_model_len, setup.compute_bytes, tp)
+        engine = 0 if setup.has_servers else setup.weight_bytes / tp + cache
+        there = total(without(on_host["run"], "processes", "rounding of pinned memory")) / ranks
         there += peak_resident() + engine
-        sizes = {name: sum(without(parts, *ENGINE).values()) + there for name, parts in phases.items()}
+        sizes = {name: total(without(parts, *ENGINE)) + there for name, parts in phases.items()}
         host = max(sizes.values()) * ranks
-    found = {name: [sizes[each] for each in known if each in sizes] for name, known in PHASES.items()}
-    return {name: max(values) for name, values in found.items() if values} | {"host": host}
+    predicted = {}
+    for phase, known in PHASES.items():
+        if values := [sizes[name] for name in known if name in sizes]:
+            predicted[phase] = max(values)
+    return predicted | {"host": host}

@@ -26,35 +26,44 @@ SCRIPTS = ("curves.js", "overview.js", "differences.js", "samples.js", "page.js"
 BYTES_OF_SAMPLES = 18_500_000  # so that a page stays below 20 MB
 
 
-def write_page(file: Path, records: dict[Path, list[dict[str, float]]]) -> None:
+def write_page(file: Path, metrics: dict[Path, list[dict[str, float]]]) -> None:
     """Writes the page of these runs: folder -> the lines of its metrics.jsonl."""
-    runs = [describe(folder, lines) for folder, lines in records.items()]
-    names, chunks = [folder.absolute().name for folder in records], {}
-    num_sampled = sum(any((folder / "rollouts").glob("step_*.parquet")) for folder in records)
-    for index, (folder, run) in enumerate(zip(records, runs, strict=True)):
+    runs = []
+    chunks = {}
+    names = [folder.absolute().name for folder in metrics]
+    num_sampled = sum(any((folder / "rollouts").glob("step_*.parquet")) for folder in metrics)
+    for index, (folder, lines) in enumerate(metrics.items()):
+        run = describe(folder, lines)
         run["name"] = names[index] if names.count(names[index]) == 1 else str(folder)
-        run["samples"], own = pack_samples(folder, BYTES_OF_SAMPLES // max(num_sampled, 1))
-        chunks |= {f"samples-{index}-{step}": chunk for step, chunk in own.items()}
+        run["samples"], chunks_by_step = pack_samples(folder, BYTES_OF_SAMPLES // max(num_sampled, 1))
+        runs.append(run)
+        for step, chunk in chunks_by_step.items():
+            chunks[f"samples-{index}-{step}"] = chunk
     chunks["runs"] = embed({"runs": runs, "seed_groups": seed_groups(runs)})
     write(file, fill_template(chunks))
 
 
-def describe(folder: Path, records: list[dict[str, float]]) -> dict:
-    """What the page shows of a run beside its samples."""
-    start, code = (read_lines(folder / "starts.jsonl") or [{}])[-1], {}
-    if start:
+def describe(folder: Path, lines: list[dict[str, float]]) -> dict:
+    """The run as the page shows it, without its samples."""
+    starts = read_lines(folder / "starts.jsonl")
+    code = {}
+    hardware = None
+    if starts:
+        start = starts[-1]
         patch = folder / f"changes_{start.get('time')}.patch"
         changes = hashlib.sha256(patch.read_bytes()).hexdigest()[:10] if patch.exists() else "none"
         code = {"commit": start.get("commit"), "uncommitted changes": changes, **start.get("packages", {})}
-    names = dict.fromkeys(name for record in records for name in record if name != "step")
-    run = History(folder, flags := read_config(folder), records)
+        if "device" in start:
+            hardware = f"{start['world_size']} × {start['device']}"
+    names = dict.fromkeys(name for line in lines for name in line if name != "step")
+    run = History(folder, read_config(folder), lines)
     return {
         "folder": str(folder),
-        "config": flags,
+        "config": run.config,
         "code": code | run.contents,
-        "hardware": f"{start['world_size']} × {start['device']}" if "device" in start else None,
-        "steps": [record["step"] for record in records],
-        "metrics": {name: [rounded(record.get(name)) for record in records] for name in names},
+        "hardware": hardware,
+        "steps": [line["step"] for line in lines],
+        "metrics": {name: [rounded(line.get(name)) for line in lines] for name in names},
         "published": published_curves(run),
     }
 
@@ -73,7 +82,8 @@ def fill_template(chunks: dict[str, str]) -> str:
     texts = {Path(name).name: (FOLDER / name).read_text("utf-8") for name in FILES}
     texts["scripts"] = "\n".join((FOLDER / name).read_text("utf-8") for name in SCRIPTS)
     hashes = [hashlib.sha256(texts[name].encode()).digest() for name in ("uPlot.iife.min.js", "scripts")]
-    texts["hashes"] = " ".join(f"'sha256-{base64.b64encode(each).decode()}'" for each in hashes)
-    data = (f'<script type="text/plain" id="{name}">{chunk}</script>' for name, chunk in chunks.items())
-    texts["data"] = "\n".join(data)
-    return re.sub(r"\{\{ (.+?) \}\}", lambda match: texts[match[1]], (FOLDER / "template.html").read_text("utf-8"))
+    texts["hashes"] = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in hashes)
+    scripts = [f'<script type="text/plain" id="{name}">{chunk}</script>' for name, chunk in chunks.items()]
+    texts["data"] = "\n".join(scripts)
+    template = (FOLDER / "template.html").read_text("utf-8")
+    return re.sub(r"\{\{ (.+?) \}\}", lambda match: texts[match[1]], template)

@@ -1,4 +1,4 @@
-"""What would make a setup fit, or be faster: the fewest changes, and beside them the fastest. Each is tried out."""
+"""Changes that would make a setup fit, the fewest and the fastest. All of them are tried out."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from instruments.plan_memory import gpu_phases, host_phases, misfits, needed, short_cache
+from instruments.plan_memory import gpu_phases, host_phases, misfits, needed, short_cache, total
 from instruments.plan_setup import GIB, Setup
 from instruments.plan_time import step_seconds
 
-MOST_CHANGES = 4  # that are tried together
-FASTER = 0.98  # of the seconds; what gains less is as fast
-PARTS = ("memory", "run", "engine", "hardware")  # of a setup, with its flags
+MOST_CHANGES = 4  # the most that are tried together
+FASTER = 0.98  # share of the seconds; a change that gains less is as fast
+PARTS = ("memory", "run", "engine", "hardware")  # the parts of a setup that hold its flags
 Change = Mapping[str, object]  # flag -> its value
 
 
@@ -23,18 +23,27 @@ def flags_of(setup: Setup) -> Change:
 
 
 def with_changes(setup: Setup, changes: Change) -> Setup:
-    own = {part: vars(getattr(setup, part)).keys() & changes.keys() for part in PARTS}
-    changed = {part: {flag: changes[flag] for flag in flags} for part, flags in own.items()}
-    return replace(setup, **{part: replace(getattr(setup, part), **values) for part, values in changed.items()})
+    parts = {}
+    for name in PARTS:
+        part = getattr(setup, name)
+        own = {flag: value for flag, value in changes.items() if flag in vars(part)}
+        parts[name] = replace(part, **own)
+    return replace(setup, **parts)
 
 
 def levers(setup: Setup) -> list[list[Change]]:
-    """What could be changed on the same machines, and at last to more of them; in each list the mildest first."""
-    plan, run, h, now = setup.plan, setup.run, setup.hardware, flags_of(setup)
-    per_node, least = h.gpus // h.nodes, run.max_prompt_tokens + run.max_completion_tokens
-    sizes = range(run.tensor_parallel_size + 1, per_node + 1)  # which divide GPUs and heads, and leave whole engines
-    sizes = [n for n in sizes if math.gcd(h.gpus, setup.model.heads) % n == 0 and not setup.has_servers]
-    shares = sorted((n / 20 for n in range(2, 19)), key=lambda share: abs(share - now["gpu_memory_utilization"]))
+    """Lists of changes on the same machines, and at last to more of them; in each list the mildest first."""
+    plan, run, h = setup.plan, setup.run, setup.hardware
+    now = flags_of(setup)
+    least = run.max_prompt_tokens + run.max_completion_tokens
+    sizes = []
+    for n in range(run.tensor_parallel_size + 1, h.ranks_per_node + 1):
+        if setup.has_servers or math.gcd(h.gpus, setup.model.heads) % n:
+            continue
+        if plan.prompts_per_step % (h.gpus // n) == 0:  # each engine has as many prompts
+            sizes.append(n)
+    shares = [n / 20 for n in range(2, 19)]
+    shares.sort(key=lambda share: abs(share - now["gpu_memory_utilization"]))
     values = {
         "gradient_checkpointing": [True],
         "communicate_once": [False],
@@ -43,31 +52,38 @@ def levers(setup: Setup) -> list[list[Change]]:
         "gpu_memory_utilization": shares,
         "enforce_eager": [True],
         "shard_ranks": [n for n in range(setup.num_shards + 1, h.gpus + 1) if h.gpus % n == 0],
-        "tensor_parallel_size": [n for n in sizes if plan.prompts_per_step % (h.gpus // n) == 0],
+        "tensor_parallel_size": sizes,
         "offload_reference": [True],
         "param_dtype": ["bfloat16"],
         "offload": ["none", "optimizer", "all"],
     }
-    found: list[list[Change]] = [[{flag: x} for x in tried if x != now[flag]] for flag, tried in values.items()]
+    changes: list[list[Change]] = []
+    for flag, tried in values.items():
+        changes.append([{flag: value} for value in tried if value != now[flag]])
     if setup.has_servers or plan.prompts_per_step % (2 * setup.num_engines) == 0:
-        found.append([{"gpus": 2 * h.gpus} | ({"nodes": 2 * h.nodes} if per_node >= 8 else {})])
-    return found
+        more = {"gpus": 2 * h.gpus}
+        if h.ranks_per_node >= 8:
+            more["nodes"] = 2 * h.nodes
+        changes.append([more])
+    return changes
 
 
 def quickest(setups: Iterable[Setup]) -> list[Setup]:
     """The first of the setups that fit and are as fast as the fastest of them; none if none fits."""
-    fit = [(step_seconds(each), each) for each in setups if not misfits(each)]
-    limit = min((seconds for seconds, _ in fit), default=0.0) / FASTER
-    return [each for seconds, each in fit if seconds <= limit][:1]
+    fitting = [(step_seconds(setup), setup) for setup in setups if not misfits(setup)]
+    limit = min((seconds for seconds, _ in fitting), default=0.0) / FASTER
+    return [setup for seconds, setup in fitting if seconds <= limit][:1]
 
 
 def fewest(setup: Setup) -> list[Setup]:
     """The setups that fit after the fewest changes: on the same machines first, then by speed."""
     for count in range(1, MOST_CHANGES + 1):
-        chosen = itertools.combinations(levers(setup), count)
-        tried = ((with_changes(setup, ChainMap(*each)) for each in itertools.product(*flags)) for flags in chosen)
-        if found := list(itertools.chain.from_iterable(map(quickest, tried))):
-            return sorted(found, key=lambda each: (each.hardware.gpus, step_seconds(each)))[:5]
+        fitting = []
+        for lists in itertools.combinations(levers(setup), count):
+            tried = [with_changes(setup, ChainMap(*changes)) for changes in itertools.product(*lists)]
+            fitting += quickest(tried)
+        if fitting:
+            return sorted(fitting, key=lambda setup: (setup.hardware.gpus, step_seconds(setup)))[:5]
     return []
 
 
@@ -76,35 +92,45 @@ def fastest(setup: Setup, start: Setup) -> Setup:
     changes = [change for change in itertools.chain(*levers(setup)) if "gpus" not in change]
     changes += [{flag: flags_of(setup)[flag]} for flag in ChainMap(*changes)]  # and back again
     while True:
-        fit = [each for change in changes if not misfits(each := with_changes(start, change))]
-        best = min(fit, key=step_seconds, default=start)
+        tried = [with_changes(start, change) for change in changes]
+        fitting = [setup for setup in tried if not misfits(setup)]
+        best = min(fitting, key=step_seconds, default=start)
         if step_seconds(best) >= FASTER * step_seconds(start):
             return start
         start = best
 
 
 def advised(setup: Setup) -> dict[str, object]:
-    """What would fit after the fewest changes, and what would be the fastest (None: one of these, or as it is)."""
-    fits = not misfits(setup)
-    few = [] if fits else fewest(setup)
-    starts = [setup] if fits and short_cache(setup) else [each for each in few if each.hardware == few[0].hardware]
-    best = quickest([*starts, *(fastest(setup, each) for each in starts)])
+    """The setups that fit after the fewest changes, and the fastest (None: it is one of these, or the present one)."""
+    few = []
+    starts = []
+    if misfits(setup):
+        few = fewest(setup)
+        starts = [changed for changed in few if changed.hardware == few[0].hardware]
+    elif short_cache(setup):
+        starts = [setup]
+    best = quickest([*starts, *(fastest(setup, start) for start in starts)])
     return {
-        "changes_that_would_fit": [described(setup, each) for each in few],
+        "changes_that_would_fit": [described(setup, changed) for changed in few],
         "fastest_that_fits": described(setup, best[0]) if best != starts[:1] else None,
     }
 
 
 def described(setup: Setup, changed: Setup) -> dict[str, object]:
-    before, words = flags_of(setup), []
+    now = flags_of(setup)
+    words = []
     for flag, value in flags_of(changed).items():
-        if value != before[flag]:
-            name = f"--plan_{flag}" if flag in ("gpus", "nodes") else f"--{flag}"
-            words.append(f"{'' if value else 'no '}{name}" if isinstance(value, bool) else f"{name} {value}")
+        if value == now[flag]:
+            continue
+        name = f"--plan_{flag}" if flag in ("gpus", "nodes") else f"--{flag}"
+        if value is False:
+            words.append(f"no {name}")
+        else:
+            words.append(name if value is True else f"{name} {value}")
     return {
         "changes": words,
         "gpu_needed_gib": round(max(map(needed, gpu_phases(changed).values())) / GIB, 1),
-        "host_peak_gib": round(max(sum(parts.values()) for parts in host_phases(changed).values()) / GIB),
+        "host_peak_gib": round(max(map(total, host_phases(changed).values())) / GIB),
         "step_seconds": round(step_seconds(changed)),
         "warnings": short_cache(changed),
     }

@@ -1,4 +1,4 @@
-"""How much memory a run takes: formulas for each phase, in bytes. Pure functions of a `Setup`.
+"""The memory that a run takes: formulas for each phase, in bytes. Pure functions of a `Setup`.
 
 Read `gpu_phases` (one GPU), `host_phases` (one node) and `checkpoint_bytes` (disk) first. The formulas of the passes
 were fitted to the storages of the real model; `benchmarks/bench_memory.py` compares them with real updates. They assume
@@ -16,125 +16,162 @@ from model.sizes import HEAD_CHUNK_LOGITS, MOST_ON_GPU, OPTIMIZER_CHUNK
 REDUCE = 4  # gradients are reduced in fp32
 FRAGMENTATION = 1.05  # what torch's allocator holds, over the live tensors
 CONTEXT = 2.5 * GIB  # per GPU: CUDA context, NCCL buffers, workspaces of the matrix products
-# The engine beside weights and cache, without and with CUDA graphs.
-ENGINE_WORKING = {True: 2.5 * GIB, False: 4.0 * GIB}  # vLLM's pull request 11743 logged 2.95 + 1.27 GiB
-ENGINE_ASLEEP = {True: 0.5 * GIB, False: 2.0 * GIB}  # NCCL buffers, graphs; vLLM's issue 47654 logged 1.4 GiB of these
-CHUNK_BYTES = {2: 28, 4: 8}  # bytes of a parameter -> of an element that the optimizer works on: fp32 copies or moments
-SHORT_CACHE = 1 / 8  # of the sequences: with less the engine reads its weights for a few tokens at a time
-PROCESS_HOST = 6 * GIB  # host RAM of one rank without weights: libraries, CUDA's host side, pinned buffers, the rollout
+# The engine beside weights and cache, without and with CUDA graphs. vLLM's pull request 11743 logged 2.95 + 1.27 GiB.
+ENGINE_WORKING = {True: 2.5 * GIB, False: 4.0 * GIB}
+# NCCL buffers, graphs. vLLM's issue 47654 logged 1.4 GiB of these.
+ENGINE_ASLEEP = {True: 0.5 * GIB, False: 2.0 * GIB}
+# Bytes of a parameter -> bytes of an element that the optimizer works on: fp32 copies or moments.
+CHUNK_BYTES = {2: 28, 4: 8}
+SHORT_CACHE = 1 / 8  # share of the sequences: with less the engine reads its weights for a few tokens at a time
+# Host RAM of one rank without weights: libraries, CUDA's host side, pinned buffers, the rollout.
+PROCESS_HOST = 6 * GIB
 
 Parts = dict[str, float]  # bytes by what they are for
-ENGINE = ("engine weights", "engine working", "KV cache", "engine asleep", "weights arriving")  # its parts
+# The engine's parts.
+ENGINE = ("engine weights", "engine working", "KV cache", "engine asleep", "weights arriving")
+
+
+def total(parts: Parts) -> float:
+    return sum(parts.values())
+
+
+def without(parts: Parts, *names: str) -> Parts:
+    return {name: size for name, size in parts.items() if name not in names}
+
+
+def without_zeros(phases: dict[str, Parts]) -> dict[str, Parts]:
+    return {phase: {name: size for name, size in parts.items() if size} for phase, parts in phases.items()}
+
+
+def largest(moments: list[Parts]) -> Parts:
+    return max(moments, key=total)
 
 
 def needed(parts: Parts) -> float:
-    """Bytes that a GPU must have for these tensors: the engine's share is not fragmented by the trainer's allocator."""
-    return FRAGMENTATION * sum(without(parts, *ENGINE).values()) + sum(parts.get(name, 0) for name in ENGINE) + CONTEXT
+    """Bytes that a GPU must have for these tensors: the trainer's allocator does not fragment the engine's share."""
+    engine = sum(parts.get(name, 0) for name in ENGINE)
+    return FRAGMENTATION * total(without(parts, *ENGINE)) + engine + CONTEXT
 
 
 def gpu_phases(setup: Setup) -> dict[str, Parts]:
     """Phase -> what a GPU holds at its peak."""
-    m, memory = setup.model, setup.memory
-    static, awake = without(static_parts(setup, on_host=False), "gradients"), engine_parts(setup)
-    itemsize = setup.compute_bytes if setup.has_lora else setup.trained_bytes
-    largest_tensor = m.table * itemsize  # the embedding, as it is loaded
+    m = setup.model
+    updating = static_parts(setup, on_host=False)
+    static = without(updating, "gradients")
+    awake = engine_parts(setup)
     asleep = {"engine asleep": ENGINE_ASLEEP[setup.engine.enforce_eager]}
-    # The largest parameter and its shard in --dtype; the next one is gathered while the engine copies this one.
-    gathered = {"gathered": setup.compute_bytes * (m.table * (1 + 1 / setup.num_shards) + m.intermediate * m.hidden)}
+    loaded_table = setup.table_bytes if setup.has_lora else m.table * setup.trained_bytes
+    # The largest parameter and its shard; the next one is gathered while the engine copies this one.
+    gathered = setup.compute_bytes * (m.table * (1 + 1 / setup.num_shards) + m.intermediate * m.hidden)
     # vLLM pads a table whose rows are no multiple of 64, and keeps it to the end of a sync: the head comes beside it.
-    kept = setup.compute_bytes * m.table * (m.vocab % 64 > 0 and m.root_trained >= 2 * m.table)
-    comes_from_host = memory.offload == "all" or (setup.has_reference_model and memory.offload_reference)
-    layer = (setup.of_reference.model if memory.offload != "all" else m).layer_parameters
-    shards = {"shards from host": layer * setup.compute_bytes / setup.num_shards * 2 * comes_from_host}
+    padded = 0 if m.is_tied or m.vocab % 64 == 0 else setup.table_bytes
+    passes = largest([logprobs_peak(setup), logprobs_peak(setup.reference_setup)])
     phases = {
-        "load": largest([static, without(static, "optimizer") | {"one tensor": largest_tensor}]),
+        "load": largest([static, without(static, "optimizer") | {"one tensor": loaded_table}]),
         "rollout": static | awake,
-        "logprobs": static | largest([logprobs_peak(setup), logprobs_peak(setup.of_reference)]) | shards | asleep,
+        "logprobs": static | passes | shards_from_host(setup) | asleep,
         "update": static | update_peak(setup) | asleep,
-        "optimizer": static_parts(setup, on_host=False) | optimizer_peak(setup) | asleep,
-        "sync": static | gathered | without(awake, "KV cache") | {"weights arriving": kept},
+        "optimizer": updating | optimizer_peak(setup) | asleep,
+        "sync": static | {"gathered": gathered} | without(awake, "KV cache") | {"weights arriving": padded},
     }
     if setup.has_servers:
-        phases = {name: without(parts, *ENGINE) for name, parts in phases.items() if name != "rollout"}
-        arriving = setup.compute_bytes * (m.table + m.layer_parameters / setup.run.tensor_parallel_size)
-        phases["server"] = awake | {"weights arriving": arriving + kept}  # a tensor, and the layer that it is in
+        del phases["rollout"]
+        phases = {name: without(parts, *ENGINE) for name, parts in phases.items()}
+        # A server takes a tensor at a time, and keeps the layer that it is in.
+        arriving = setup.table_bytes + setup.compute_bytes * m.layer_parameters / setup.run.tensor_parallel_size
+        phases["server"] = awake | {"weights arriving": arriving + padded}
     if (not setup.run.has_kl or setup.run.over_vocabulary) and not setup.old_logprob_passes:
         del phases["logprobs"]
-    return {name: nonzero(parts) for name, parts in phases.items()}
-
-
-def without(parts: Parts, *names: str) -> Parts:
-    return {name: part for name, part in parts.items() if name not in names}
-
-
-def nonzero(parts: Parts) -> Parts:
-    return {name: part for name, part in parts.items() if part}
+    return without_zeros(phases)
 
 
 def static_parts(setup: Setup, on_host: bool) -> Parts:
     """Bytes that outlast a phase: on one GPU, or in the host RAM of one node."""
     parts = {"parameters": setup.stored_bytes, "gradients": setup.gradient_bytes, "optimizer": setup.state_bytes}
-    moved = {"none": set(), "optimizer": {"optimizer"}, "all": set(parts)}[setup.memory.offload]
+    offloaded = {"none": [], "optimizer": ["optimizer"], "all": [*parts]}[setup.memory.offload]
     if setup.has_reference_model:
-        parts["reference"] = setup.of_reference.model.parameters * setup.compute_bytes
+        parts["reference"] = setup.reference_setup.weight_bytes
     if setup.memory.offload_reference:
-        moved.add("reference")
-    shards = setup.hardware.gpus / setup.hardware.nodes if on_host else 1  # on the node, or on the GPU
-    return {name: part * shards / setup.num_shards for name, part in parts.items() if (name in moved) == on_host}
+        offloaded.append("reference")
+    ranks = setup.hardware.ranks_per_node if on_host else 1
+    return {name: size * ranks / setup.num_shards for name, size in parts.items() if (name in offloaded) == on_host}
+
+
+def shards_from_host(setup: Setup) -> Parts:
+    """Bytes on one GPU of the shards that are on their way in a pass: of a layer, and of the next one."""
+    if setup.memory.offload == "all":
+        model = setup.model
+    elif setup.has_reference_model and setup.memory.offload_reference:
+        model = setup.reference_setup.model
+    else:
+        return {}
+    return {"shards from host": model.layer_parameters * setup.compute_bytes / setup.num_shards * 2}
 
 
 def engine_parts(setup: Setup) -> Parts:
     """Bytes on one GPU of the awake engine. It takes its whole share of the GPU: the rest of it is KV cache."""
-    weights = setup.model.parameters * setup.compute_bytes / setup.run.tensor_parallel_size
+    weights = setup.weight_bytes / setup.run.tensor_parallel_size
     working = ENGINE_WORKING[setup.engine.enforce_eager]
-    budget = setup.engine.gpu_memory_utilization * setup.hardware.gpu_bytes
-    return {"engine weights": weights, "engine working": working, "KV cache": max(budget - weights - working, 0.0)}
+    share = setup.engine.gpu_memory_utilization * setup.hardware.gpu_bytes
+    cache = max(share - weights - working, 0.0)
+    return {"engine weights": weights, "engine working": working, "KV cache": cache}
 
 
 def cache_bytes_per_token(setup: Setup) -> float:
     """Keys and values of a token on one GPU of its engine, which divides them by heads."""
-    return setup.model.kv_per_token * setup.compute_bytes / min(setup.run.tensor_parallel_size, setup.model.kv_heads)
+    parts = min(setup.run.tensor_parallel_size, setup.model.kv_heads)
+    return setup.model.kv_per_token * setup.compute_bytes / parts
 
 
 def sequences_at_once(setup: Setup) -> float:
     """Sequences of the full model length that fit into one engine's cache. Below 1 vLLM does not start."""
-    return engine_parts(setup)["KV cache"] / (setup.engine.max_model_len * cache_bytes_per_token(setup))
+    sequence = setup.engine.max_model_len * cache_bytes_per_token(setup)
+    return engine_parts(setup)["KV cache"] / sequence
 
 
 def short_cache(setup: Setup) -> list[str]:
     """A warning if the cache holds less than `SHORT_CACHE` of what an engine would run at a time."""
-    wanted, held = min(setup.plan.completions_per_step / setup.num_engines, MOST_ON_GPU), sequences_at_once(setup)
-    is_short = 1 <= held < SHORT_CACHE * wanted
-    return [f"the cache holds {held:.1f} of an engine's {wanted:g} sequences"] if is_short else []
+    wanted = min(setup.completions_per_engine, MOST_ON_GPU)
+    held = sequences_at_once(setup)
+    if 1 <= held < SHORT_CACHE * wanted:
+        return [f"the cache holds {held:.1f} of an engine's {wanted:g} sequences"]
+    return []
 
 
 def misfits(setup: Setup, free: float | None = None) -> list[str]:
-    """What does not fit, one sentence each; empty if all does.
+    """A sentence for each phase that does not fit; [] if all do.
 
     `free`: bytes of the GPU that nobody has taken; then tensors alone count, without what is kept in reserve.
     """
-    h, found, reserve = setup.hardware, [], () if free is None else ("processes",)
+    h = setup.hardware
+    sentences = []
     for name, parts in gpu_phases(setup).items():
-        size, has = (needed(parts), h.gpu_bytes) if free is None else (sum(parts.values()), free)
-        if size > has and (free is None or name != "server"):  # a server's GPU is another one
-            too_many = (size - has) / GIB
-            found.append(f"GPU, {name}: needs {size / GIB:.1f} GiB of {has / GIB:.1f}, {too_many:.1f} GiB too many")
+        if free is None:
+            size, room = needed(parts), h.gpu_bytes
+        elif name == "server":  # its GPU is another one
+            continue
+        else:
+            size, room = total(parts), free
+        if size > room:
+            sentences.append(
+                f"GPU, {name}: needs {size / GIB:.1f} GiB of {room / GIB:.1f}, {(size - room) / GIB:.1f} GiB too many"
+            )
     if sequences_at_once(setup) < 1:
-        share, others = setup.engine.gpu_memory_utilization, sum(without(engine_parts(setup), "KV cache").values())
-        given = f"--gpu_memory_utilization {share:g} is {share * h.gpu_bytes / GIB:.1f} GiB, of which the engine"
-        left = f"needs {others / GIB:.1f} without its cache: not enough for one sequence of"
-        found.append(f"GPU, rollout: {given} {left} {setup.engine.max_model_len} tokens")
+        share = setup.engine.gpu_memory_utilization
+        engine = total(without(engine_parts(setup), "KV cache"))
+        sentences.append(
+            f"GPU, rollout: --gpu_memory_utilization {share:g} is {share * h.gpu_bytes / GIB:.1f} GiB, "
+            f"of which the engine needs {engine / GIB:.1f} without its cache: "
+            f"not enough for one sequence of {setup.engine.max_model_len} tokens"
+        )
     for name, parts in host_phases(setup).items():
-        if (size := sum(without(parts, *reserve).values())) > h.host_bytes:
-            found.append(f"host RAM, {name}: needs {size / GIB:.0f} GiB of {h.host_bytes / GIB:.0f} on each node")
-    return found
+        size = total(parts if free is None else without(parts, "processes"))
+        if size > h.host_bytes:
+            sentences.append(f"host RAM, {name}: needs {size / GIB:.0f} GiB of {h.host_bytes / GIB:.0f} on each node")
+    return sentences
 
 
 # The passes ----------------------------------------------------------------------------------------------------------
-
-
-def largest(moments: list[Parts]) -> Parts:
-    return max(moments, key=lambda moment: sum(moment.values()))
 
 
 def update_peak(setup: Setup) -> Parts:
@@ -144,43 +181,59 @@ def update_peak(setup: Setup) -> Parts:
     layer before it, while the last one is reduced; the reduction of embedding and head; where they are tied, the sum of
     their gradients.
     """
-    m, memory, tokens, compute = setup.model, setup.memory, setup.counted_tokens, setup.compute_bytes
-    root, is_once = compute * m.root_parameters, memory.communicate_once
-    layer = compute * (m.layer_parameters + (setup.trained_per_layer if setup.has_lora else 0))
-    one, two = (root + (m.layers if is_once else n) * layer for n in (1, 2))  # gathered at a time
-    kept_name = "checkpoints" if memory.gradient_checkpointing else "activations"
-    kept = 2 * tokens * m.hidden if memory.gradient_checkpointing else saved_per_layer(setup)  # a layer's input, or all
+    m, tokens, compute = setup.model, setup.counted_tokens, setup.compute_bytes
+    is_once = setup.memory.communicate_once
+    root = compute * m.root_parameters
+    layer = compute * (m.layer_parameters + setup.adapter_per_layer)
+    one = root + (m.layers if is_once else 1) * layer  # gathered at a time
+    two = one if is_once else one + layer
+    if setup.memory.gradient_checkpointing:
+        kept_name, kept = "checkpoints", 2 * tokens * m.hidden  # a layer's input
+    else:
+        kept_name, kept = "activations", saved_per_layer(setup)
     last_norm = (8 if setup.has_lora else 10) * tokens * m.hidden
-    head_gradient, embedded = 0 if setup.has_lora else compute * m.table, 2 * m.hidden + 4 * m.head_dim  # with angles
-    of_layer = {"one layer": backward_of_layer(setup), "gathered": two}
-    reduced = head_gradient + REDUCE * setup.trained_per_layer  # of the layer after this one
+    embedded = tokens * (2 * m.hidden + 4 * m.head_dim)  # with rotary angles
+    head_gradient = setup.head_gradient_bytes
+    in_layer = {"one layer": backward_of_layer(setup), "gathered": two}
+    head = {kept_name: m.layers * kept + last_norm, "gathered": one, "logits": head_bytes(setup)}
     moments = [
-        {kept_name: m.layers * kept + last_norm, "gathered": one, "logits": head_bytes(setup)} | followed(setup),
-        {"one layer": tokens * embedded, "gathered": max(2 * (root + layer), one)},
-        {kept_name: m.layers * kept} | of_layer | {"reduction": head_gradient},
+        head | teacher_parts(setup),
+        {"one layer": embedded, "gathered": max(2 * (root + layer), one)},
+        {kept_name: m.layers * kept} | in_layer | {"reduction": head_gradient},
     ]
     if setup.run.over_vocabulary:  # the pass of the reference, before that of the policy
-        moments.append(logprobs_peak(setup.of_reference))
+        moments.append(logprobs_peak(setup.reference_setup))
     if m.layers > 1:
-        moments.append({kept_name: (m.layers - 1) * kept} | of_layer | {"reduction": reduced})
+        reduction = {"reduction": head_gradient + REDUCE * setup.trained_per_layer}
+        moments.append({kept_name: (m.layers - 1) * kept} | in_layer | reduction)
     if not setup.has_lora:
-        cast = compute * (setup.trained_bytes == 2 and not has_sums_apart(setup))  # to be added to the shard
-        shard = (REDUCE + cast) * m.root_trained / setup.num_shards
-        last = max((m.root_trained - m.hidden) * compute, shard + compute * m.table * (setup.num_shards > 1))
-        moments.append({"gathered": is_once * one, "reduction": REDUCE * m.root_trained + last})
-        if m.root_trained < 2 * m.table:  # tied: two gradients, and their sum
-            gathered = one if is_once else root
-            moments.append({"gathered": gathered, "reduction": 3 * compute * m.table + REDUCE * m.layer_parameters})
+        moments.append({"gathered": is_once * one, "reduction": root_reduction(setup)})
+        if m.is_tied:  # two gradients, and their sum
+            reduction = 3 * setup.table_bytes + REDUCE * m.layer_parameters
+            moments.append({"gathered": one if is_once else root, "reduction": reduction})
     if is_once:  # shards of them come only as whole ones go, in the last backward pass
         return largest(moments) | {"gradients, whole": REDUCE * setup.trainable}
     return {"gradients": gradients_in_passes(setup)} | largest(moments)
 
 
-def followed(setup: Setup) -> Parts:
-    """What the head keeps of a reference that is followed over the vocabulary: its last hidden states, its head."""
-    teacher = setup.of_reference.model
+def root_reduction(setup: Setup) -> float:
+    """Bytes on one GPU while the gradients of embedding, head and last norm are reduced."""
+    trained = setup.model.root_trained
+    itemsize = REDUCE
+    if setup.trained_bytes == 2 and not has_sums_apart(setup):  # cast, to be added to the shard
+        itemsize += setup.compute_bytes
+    reduced = itemsize * trained / setup.num_shards + setup.table_bytes * (setup.num_shards > 1)
+    unreduced = (trained - setup.model.hidden) * setup.compute_bytes
+    return REDUCE * trained + max(unreduced, reduced)
+
+
+def teacher_parts(setup: Setup) -> Parts:
+    """The last hidden states and the head of a reference that is followed over the vocabulary: the head keeps them."""
+    if not setup.run.over_vocabulary:
+        return {}
+    teacher = setup.reference_setup.model
     numbers = (setup.memory.micro_batch_tokens + teacher.vocab) * teacher.hidden
-    return {"teacher": numbers * setup.compute_bytes} if setup.run.over_vocabulary else {}
+    return {"teacher": numbers * setup.compute_bytes}
 
 
 def has_sums_apart(setup: Setup) -> bool:
@@ -189,42 +242,46 @@ def has_sums_apart(setup: Setup) -> bool:
 
 
 def gradients_in_passes(setup: Setup) -> float:
-    """Bytes on one GPU, of the shards."""
+    """Bytes on one GPU of the gradients' shards."""
     shards = static_parts(setup, on_host=False).get("gradients", 0)
     if not has_sums_apart(setup):
         return shards
-    return REDUCE * setup.trainable / setup.num_shards + (shards if setup.trained_bytes < REDUCE else 0)
+    sums = REDUCE * setup.trainable / setup.num_shards
+    return sums + shards if setup.trained_bytes < REDUCE else sums
 
 
-def head_chunk(setup: Setup) -> int:
-    """Tokens whose logits are made at a time."""
-    return min(setup.memory.micro_batch_tokens, HEAD_CHUNK_LOGITS // setup.model.vocab)
+def logits_at_once(setup: Setup) -> int:
+    """Logits that are made at a time."""
+    vocab = setup.model.vocab
+    return min(setup.memory.micro_batch_tokens, HEAD_CHUNK_LOGITS // vocab) * vocab
 
 
 def head_bytes(setup: Setup) -> float:
     """The head's peak: logits that their gradient replaces, and the weight's gradient. Over the vocabulary there may be
     four fp32 numbers a logit: two of each model.
     """
-    gradient = 0 if setup.has_lora else setup.compute_bytes * setup.model.table
-    return gradient + (16 if setup.run.over_vocabulary else logit_bytes(setup)) * head_chunk(setup) * setup.model.vocab
+    logit = 16 if setup.run.over_vocabulary else logit_peak(setup)
+    return setup.head_gradient_bytes + logit * logits_at_once(setup)
 
 
-def logit_bytes(setup: Setup) -> int:
-    """Of a logit in the head's dtype, and 3 for pieces in eager mode or the cast of its gradient."""
-    return 3 + (2 if setup.compute_bytes == 2 and setup.memory.head_dtype != "float32" else 4)
+def logit_peak(setup: Setup) -> int:
+    """Bytes of a logit, and 3 for pieces in eager mode or the cast of its gradient."""
+    return 3 + setup.logit_bytes
 
 
 def backward_of_layer(setup: Setup) -> float:
-    """What a layer takes in its backward pass: the largest of MLP, attention, and weights with the norm's gradients."""
-    m, tokens, has_lora = setup.model, setup.counted_tokens, setup.has_lora
-    h, i, compute = m.hidden, m.intermediate, setup.compute_bytes
-    mlp, weights = tokens * (4 * i + 2 * h), 0
-    if not has_lora:
-        mlp += compute * i * h
-        weights = max(compute * m.layer_parameters, 3 * compute * i * h + 30 * tokens * h)
+    """Bytes of a layer in its backward pass: the largest of MLP, attention, and weights with the norm's gradients."""
+    m, tokens, compute = setup.model, setup.counted_tokens, setup.compute_bytes
+    norms = 9 if setup.has_lora else 11
+    mlp = tokens * (4 * m.intermediate + 2 * m.hidden)
+    weights = 0
+    if not setup.has_lora:
+        matrix = compute * m.intermediate * m.hidden
+        mlp += matrix
+        weights = max(compute * m.layer_parameters, 3 * matrix + 30 * tokens * m.hidden)
     # Copies of keys and values, and their gradients; with grouped queries first a gradient for each query head.
     copies = setup.keys_per_position * (8 * m.kv + (4 * m.q if m.kv < m.q else 0))
-    attention = tokens * (copies + 12 * m.q + 4 * m.head_dim + (9 if has_lora else 11) * h + head_norms(setup))
+    attention = tokens * (copies + 12 * m.q + 4 * m.head_dim + norms * m.hidden + head_norms(setup))
     saved = saved_per_layer(setup)
     if setup.memory.gradient_checkpointing:
         return max(mlp + saved, attention, weights)
@@ -233,48 +290,62 @@ def backward_of_layer(setup: Setup) -> float:
 
 def saved_per_layer(setup: Setup) -> float:
     """Bytes that the backward pass of a layer needs from its forward pass, without recomputation."""
-    m, lora, tokens = setup.model, setup.lora, setup.counted_tokens
+    m = setup.model
+    tokens = setup.counted_tokens
     norms = 12 if setup.has_lora else 16  # a frozen norm does not need its normalized input
+    mlp = 8 * m.intermediate + norms * m.hidden
     keys = 4 * m.kv * setup.keys_per_position
-    saved = tokens * (8 * m.intermediate + norms * m.hidden + 4 * m.q + keys + 4 * m.heads + head_norms(setup))
-    if setup.has_lora and lora.lora_dropout:
+    saved = tokens * (mlp + 4 * m.q + keys + 4 * m.heads + head_norms(setup))
+    if setup.has_lora and setup.lora.lora_dropout:
         # An adapter keeps its input after dropout, and the mask (one byte a number), not the input before.
         inputs = sum(m.projections[name][0] for name in setup.lora_targets)
         saved += tokens * (3 * inputs - 2 * m.intermediate - 4 * m.hidden)
-    return saved + tokens * 2 * lora.lora_rank * len(setup.lora_targets)
+    return saved + tokens * 2 * setup.lora.lora_rank * len(setup.lora_targets)
 
 
 def head_norms(setup: Setup) -> int:
     """Bytes that the norms of a token's queries and keys save: their input in fp32, and normalized as in `norms`."""
-    return setup.model.has_head_norms * (4 if setup.has_lora else 6) * (setup.model.q + setup.model.kv)
+    m = setup.model
+    return m.has_head_norms * (4 if setup.has_lora else 6) * (m.q + m.kv)
 
 
 def logprobs_peak(setup: Setup) -> Parts:
     """Bytes on one GPU at most in a pass without gradients: at its start, in a layer or in the head."""
-    m, tokens = setup.model, setup.counted_tokens
-    root, layer = setup.compute_bytes * m.root_parameters, setup.compute_bytes * m.layer_parameters
+    m = setup.model
+    tokens = setup.counted_tokens
+    root = setup.compute_bytes * m.root_parameters
+    layer = setup.compute_bytes * m.layer_parameters
+    kept = 0  # the layers that stay gathered, and FSDP's buffer of the last one
     is_of_policy = setup.old_logprob_passes > 0 or not setup.has_reference_model
-    kept = m.layers * layer * (setup.memory.communicate_once and is_of_policy)  # and FSDP's buffer of the last layer
+    if setup.memory.communicate_once and is_of_policy:
+        kept = m.layers * layer
     mlp = tokens * ((8 if setup.has_lora else 6) * m.intermediate + 8 * m.hidden)
     kernel = 4 * m.q + 4 * m.kv * (1 + setup.keys_per_position)
-    attention = tokens * (6 * m.hidden + 4 * m.head_dim + max(kernel, 10 * m.q * m.has_head_norms))  # 10: in the norm
-    logits = logit_bytes(setup) * head_chunk(setup) * m.vocab
+    norm = 10 * m.q * m.has_head_norms
+    attention = tokens * (6 * m.hidden + 4 * m.head_dim + max(kernel, norm))
+    embedded = tokens * (2 * m.hidden + 4 * m.head_dim)
     return largest([
-        {"gathered": 2 * (root + layer), "one layer": tokens * (2 * m.hidden + 4 * m.head_dim)},
+        {"gathered": 2 * (root + layer), "one layer": embedded},
         {"gathered": root + max(3 * layer, kept), "one layer": max(mlp, attention)},
-        {"gathered": root + layer + kept, "logits": logits, "one layer": 2 * tokens * m.hidden},
+        {
+            "gathered": root + layer + kept,
+            "logits": logit_peak(setup) * logits_at_once(setup),
+            "one layer": 2 * tokens * m.hidden,
+        },
     ])  # fmt: skip
 
 
 def optimizer_peak(setup: Setup) -> Parts:
     """Bytes on one GPU that the optimizer takes where it works in chunks: bf16 parameters, or state on the host."""
-    m, memory = setup.model, setup.memory
-    is_chunked = memory.offload == "optimizer" or (memory.offload == "none" and setup.trained_bytes == 2)
+    m = setup.model
+    offload = setup.memory.offload
+    if offload == "all" or (offload == "none" and setup.trained_bytes == 4):
+        return {"one chunk": 0}
     tensor = max(m.vocab, m.intermediate) * m.hidden
     if setup.has_lora:
         tensor = setup.lora.lora_rank * max(max(m.projections[name]) for name in setup.lora_targets)
     chunk = min(OPTIMIZER_CHUNK, tensor / setup.num_shards)
-    return {"one chunk": is_chunked * CHUNK_BYTES[setup.trained_bytes] * chunk}
+    return {"one chunk": CHUNK_BYTES[setup.trained_bytes] * chunk}
 
 
 # Host RAM and disk ---------------------------------------------------------------------------------------------------
@@ -282,37 +353,41 @@ def optimizer_peak(setup: Setup) -> Parts:
 
 def host_phases(setup: Setup) -> dict[str, Parts]:
     """Phase -> bytes of host RAM on one node, which is taken to hold all generation servers."""
-    ranks = setup.hardware.gpus / setup.hardware.nodes  # of a node
+    processes = (setup.hardware.ranks_per_node + setup.hardware.generation_gpus) * PROCESS_HOST
     static = static_parts(setup, on_host=True)
-    kept = {"processes": (ranks + setup.hardware.generation_gpus) * PROCESS_HOST} | static
     stored = setup.compute_bytes if setup.has_lora else setup.trained_bytes
-    rounding = {"parameters": stored, "gradients": setup.trained_bytes, "reference": setup.compute_bytes}
-    kept["rounding of pinned memory"] = sum(
-        static.get(name, 0) * (pinned_share(setup, itemsize) - 1) for name, itemsize in rounding.items()
-    )
+    itemsizes = {"parameters": stored, "gradients": setup.trained_bytes, "reference": setup.compute_bytes}
+    rounding = 0
+    for name, itemsize in itemsizes.items():
+        rounding += static.get(name, 0) * (pinned_share(setup, itemsize) - 1)
+    kept = {"processes": processes} | static | {"rounding of pinned memory": rounding}
     read = {"weights, read": setup.model.table * stored}
-    written = {"the policy, gathered on rank 0": setup.model.parameters * setup.compute_bytes}
+    written = {"the policy, gathered on rank 0": setup.weight_bytes}
     phases = {"load": without(kept, "gradients") | read, "run": kept, "checkpoint": kept | written}
-    return {name: nonzero(parts) for name, parts in phases.items()}
+    return without_zeros(phases)
 
 
 def pinned_share(setup: Setup, itemsize: int) -> float:
-    """What FSDP's shards take in page-locked memory, over their bytes: torch rounds each up to a power of two
+    """The page-locked memory of FSDP's shards over their bytes: torch rounds each shard up to a power of two
     (CachingHostAllocator.h). The optimizer's state is pinned in place, without rounding.
     """
     m = setup.model
-    matrices = [(m.layers, inputs * outputs) for inputs, outputs in m.projections.values()] + [(2, m.table)]
-    shards = [(count, numbers * itemsize / setup.num_shards) for count, numbers in matrices]
-    pinned = sum(count * 2 ** math.ceil(math.log2(size)) for count, size in shards)
-    return pinned / sum(count * size for count, size in shards)
+    matrices = [(m.layers, inputs * outputs) for inputs, outputs in m.projections.values()]
+    matrices.append((2, m.table))
+    pinned = held = 0
+    for count, numbers in matrices:
+        shard = numbers * itemsize / setup.num_shards
+        pinned += count * 2 ** math.ceil(math.log2(shard))
+        held += count * shard
+    return pinned / held
 
 
 def checkpoint_bytes(setup: Setup) -> float:
     """On disk: the policy in --dtype; for a resume the trained parameters as kept, and the optimizer's state."""
     adapter = setup.gradient_bytes if setup.has_lora else 0  # once more, in peft's format
-    return setup.model.parameters * setup.compute_bytes + setup.gradient_bytes + setup.state_bytes + adapter
+    return setup.weight_bytes + setup.gradient_bytes + setup.state_bytes + adapter
 
 
 def disk_bytes(setup: Setup) -> float:
-    """On disk, of all checkpoints that are there at a time."""
+    """On disk, for all checkpoints that are there at a time."""
     return setup.run.num_checkpoints * checkpoint_bytes(setup)

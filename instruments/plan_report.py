@@ -1,4 +1,4 @@
-"""The report of a dry run: built once as an object of plain types, which JSON prints as it is; then told as text."""
+"""The report of a dry run: an object of plain types, which JSON prints as it is, and the same as text."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from flags import counted
 from instruments import plan_memory as memory
 from instruments import plan_time as time
 from instruments.plan_advice import advised
+from instruments.plan_memory import Parts, total
 from instruments.plan_setup import GIB, Setup
 
 TEXT = """\
@@ -35,37 +36,42 @@ time        {step_seconds:.0f} s per step: {times}
             with {mean_prompt_tokens:g} + {mean_completion_tokens:g} tokens at {flops_share:.0%} of peak FLOPs
             {remarks}{total_hours:,.1f} hours, {total_gpu_hours:,} GPU hours"""
 NO_TIME = "time        none is estimated, because the run does not fit"
-OF_PLAN = ("prompts_per_step", "group_size", "completions_per_step", "updates_per_step", "total_steps", "total_updates")
+FITS = """\
+fits: {gpu_peak_phase} needs {gpu_needed_gib:.1f} of {gpu_capacity_gib:.1f} GiB, {spare:.0%} to spare \
+beyond the reserve; the host needs {host_peak_gib:.0f} of {host_capacity_gib:.0f} GiB"""
+CHANGE = "  {flags}: {gpu_needed_gib} GiB on a GPU, {host_peak_gib} on the host, {step_seconds} s per step"
+PLAN_FIGURES = (
+    "prompts_per_step", "group_size", "completions_per_step", "updates_per_step", "total_steps", "total_updates",
+)  # fmt: skip
 
 
 def gib(size: float) -> float:
     return round(size / GIB, 2)
 
 
-def in_gib(parts: dict[str, float]) -> dict[str, float]:
+def in_gib(parts: Parts) -> Parts:
     return {name: gib(size) for name, size in parts.items()}
-
-
-def total(parts: dict[str, float]) -> float:
-    return sum(parts.values())
 
 
 def report_of(setup: Setup) -> dict[str, object]:
     """All numbers as one object of plain types: the headline figures, then the tables behind them."""
     plan, run, h = setup.plan, setup.run, setup.hardware
-    phases, on_host, seconds = memory.gpu_phases(setup), memory.host_phases(setup), time.step_seconds(setup)
-    live, needed = ({name: size(parts) for name, parts in phases.items()} for size in (total, memory.needed))
-    peak, found = max(needed, key=needed.get), memory.misfits(setup)
-    per_update, hours = plan.completions_per_step // plan.updates_per_pass, seconds * plan.total_steps / 3600
-    kind, samplers = ("server", f" + {h.generation_gpus}") if setup.has_servers else ("engine", "")
-    return {
-        **{name: getattr(plan, name) for name in OF_PLAN},
+    phases = memory.gpu_phases(setup)
+    on_host = memory.host_phases(setup)
+    needed = {name: memory.needed(parts) for name, parts in phases.items()}
+    peak = max(needed, key=needed.get)
+    misfits = memory.misfits(setup)
+    per_update = plan.completions_per_step // plan.updates_per_pass
+    servers = f" + {h.generation_gpus}" if setup.has_servers else ""
+    engines = counted(setup.num_engines, "server" if setup.has_servers else "engine")
+    report = {name: getattr(plan, name) for name in PLAN_FIGURES}
+    report |= {
         "model": setup.model.name,
-        "machines": f"{h.gpus}{samplers} x {h.name}, {counted(h.nodes, 'node')}",
-        "engines": f"{counted(setup.num_engines, kind)} of {counted(run.tensor_parallel_size, 'GPU')}",
+        "machines": f"{h.gpus}{servers} x {h.name}, {counted(h.nodes, 'node')}",
+        "engines": f"{engines} of {counted(run.tensor_parallel_size, 'GPU')}",
         "completions_per_update": per_update,
         "completions_per_update_and_gpu": per_update / h.gpus,
-        "completions_per_engine": plan.completions_per_step / setup.num_engines,
+        "completions_per_engine": setup.completions_per_engine,
         "total_completions": plan.total_steps * plan.completions_per_step,
         "training_rows": run.num_rows,
         "steps_per_epoch": None if run.num_rows is None else plan.steps_per_epoch,
@@ -76,7 +82,7 @@ def report_of(setup: Setup) -> dict[str, object]:
         "parameters": setup.model.parameters,
         "trainable_parameters": setup.trainable,
         "kv_bytes_per_token": setup.model.kv_per_token * setup.compute_bytes,
-        "gpu_peak_gib": gib(live[peak]),
+        "gpu_peak_gib": gib(total(phases[peak])),
         "gpu_needed_gib": gib(needed[peak]),
         "gpu_peak_phase": peak,
         "gpu_capacity_gib": gib(h.gpu_bytes),
@@ -84,35 +90,49 @@ def report_of(setup: Setup) -> dict[str, object]:
         "host_capacity_gib": gib(h.host_bytes),
         "checkpoint_gib": gib(memory.checkpoint_bytes(setup)),
         "disk_gib": gib(memory.disk_bytes(setup)),
-        "step_seconds": None if found else round(seconds, 1),  # and so on: a run that cannot exist takes no time
-        "total_hours": None if found else round(hours, 1),
-        "total_gpu_hours": None if found else round(hours * (h.gpus + h.generation_gpus)),
-        "gpu_gib": {x: in_gib(parts | {"live": live[x], "needed": needed[x]}) for x, parts in phases.items()},
+        "step_seconds": None,
+        "total_hours": None,
+        "total_gpu_hours": None,
+        "gpu_gib": {
+            name: in_gib(parts | {"live": total(parts), "needed": needed[name]}) for name, parts in phases.items()
+        },
         "host_gib": {name: in_gib(parts | {"needed": total(parts)}) for name, parts in on_host.items()},
-        "seconds": {} if found else {name: round(value, 1) for name, value in time.phase_seconds(setup).items()},
-        "remarks": [] if found or not setup.has_servers else remarks(setup),
+        "seconds": {},
+        "remarks": [],
         "mean_prompt_tokens": run.mean_prompt_tokens,
         "mean_completion_tokens": run.mean_completion_tokens,
         "flops_share": h.flops_share,
-        "fits": not found,
-        "misfits": found,
+        "fits": not misfits,
+        "misfits": misfits,
         "warnings": memory.short_cache(setup),
-    } | advised(setup)
+    }
+    if not misfits:  # a run that cannot exist takes no time
+        seconds = time.step_seconds(setup)
+        hours = seconds * plan.total_steps / 3600
+        report["step_seconds"] = round(seconds, 1)
+        report["total_hours"] = round(hours, 1)
+        report["total_gpu_hours"] = round(hours * (h.gpus + h.generation_gpus))
+        report["seconds"] = {name: round(value, 1) for name, value in time.phase_seconds(setup).items()}
+        report["remarks"] = remarks(setup) if setup.has_servers else []
+    return report | advised(setup)
 
 
 def remarks(setup: Setup) -> list[str]:
-    """How long ranks and servers wait for each other."""
-    (sampling, training), steps = time.beside(setup), setup.plan.steps_ahead
-    together = min(sampling, training) if steps else 0.0
-    ahead = f"sampling {counted(steps, 'step')} ahead" if steps else "one after the other"
-    return [f"{ahead}: ranks wait {sampling - together:.1f} s, servers {training - together:.1f} s"]
+    """A line on the time that ranks and servers wait for each other."""
+    sampling, training = time.beside(setup)
+    order, together = "one after the other", 0.0
+    if steps := setup.plan.steps_ahead:
+        order, together = f"sampling {counted(steps, 'step')} ahead", min(sampling, training)
+    return [f"{order}: ranks wait {sampling - together:.1f} s, servers {training - together:.1f} s"]
 
 
 def text_of(report: dict) -> str:
     """The report for people."""
-    rows = report["training_rows"]
+    epochs = ""
+    if report["training_rows"] is not None:
+        epochs = f"{counted(report['steps_per_epoch'], 'step')} per epoch of {report['training_rows']} rows; "
     words = report | {
-        "epochs": "" if rows is None else f"{counted(report['steps_per_epoch'], 'step')} per epoch of {rows} rows; ",
+        "epochs": epochs,
         "prompts": counted(report["prompts_per_step"], "prompt"),
         "sequences": counted(report["sequences_at_once_per_engine"], "sequence"),
         "steps": counted(report["total_steps"], "step"),
@@ -123,38 +143,42 @@ def text_of(report: dict) -> str:
         "times": ", ".join(f"{name} {seconds:.1f}" for name, seconds in report["seconds"].items()),
         "remarks": "".join(f"{remark}\n            " for remark in report["remarks"]),
         "verdict": verdict_of(report),
-    }  # fmt: skip
-    return TEXT.format_map(words | {"time": TIME.format_map(words) if report["fits"] else NO_TIME})
+    }
+    words["time"] = TIME.format_map(words) if report["fits"] else NO_TIME
+    return TEXT.format_map(words)
 
 
-def table_of(columns: dict[str, dict[str, float]]) -> str:
+def table_of(columns: dict[str, Parts]) -> str:
     """A table with one row per key of the inner dicts, in the order in which they come up; "live" and "needed" last."""
-    names = dict.fromkeys(part for parts in columns.values() for part in parts)
+    names = dict.fromkeys(name for parts in columns.values() for name in parts)
     names = sorted(names, key=lambda name: name in ("live", "needed"))
-    width = max(len(name) for name in names) + 4
+    width = max(map(len, names)) + 4
     lines = [" " * width + "".join(f"{column:>12}" for column in columns)]
     for name in names:
-        cells = (f"{parts[name]:12.1f}" if name in parts else " " * 12 for parts in columns.values())
-        lines.append((f"  {name:<{width - 2}}" + "".join(cells)).rstrip())
+        line = f"  {name:<{width - 2}}"
+        for parts in columns.values():
+            line += f"{parts[name]:12.1f}" if name in parts else " " * 12
+        lines.append(line.rstrip())
     return "\n".join(lines)
 
 
 def verdict_of(report: dict) -> str:
-    """Whether the run fits; if not, what would; and what would be faster."""
+    """Lines that say whether the run fits; if not, what would; and what would be faster."""
     if report["fits"]:
         spare = 1 - report["gpu_needed_gib"] / report["gpu_capacity_gib"]
-        gpu = f"{report['gpu_needed_gib']:.1f} of {report['gpu_capacity_gib']:.1f} GiB, {spare:.0%} to spare"
-        host = f"{report['host_peak_gib']:.0f} of {report['host_capacity_gib']:.0f} GiB"
-        lines = [f"fits: {report['gpu_peak_phase']} needs {gpu} beyond the reserve; the host needs {host}"]
+        lines = [FITS.format(**report, spare=spare)]
     else:
-        few = [line_of(each) for each in report["changes_that_would_fit"]] or ["  none of up to four changes"]
-        lines = ["does not fit:", *report["misfits"], "would fit, with the fewest changes:", *few]
+        lines = ["does not fit:", *report["misfits"], "would fit, with the fewest changes:"]
+        lines += map(change_line, report["changes_that_would_fit"])
+        if not report["changes_that_would_fit"]:
+            lines.append("  none of up to four changes")
     lines += [f"warning: {warning}" for warning in report["warnings"]]
-    if fast := report["fastest_that_fits"]:
-        lines += ["the fastest that fits the same machines:", line_of(fast)]
+    if fastest := report["fastest_that_fits"]:
+        lines += ["the fastest that fits the same machines:", change_line(fastest)]
     return "\n".join(lines)
 
 
-def line_of(each: dict) -> str:
-    needs = f"{each['gpu_needed_gib']} GiB on a GPU, {each['host_peak_gib']} on the host"
-    return "; ".join([f"  {' '.join(each['changes'])}: {needs}, {each['step_seconds']} s per step", *each["warnings"]])
+def change_line(setup: dict) -> str:
+    """A changed setup: its flags, what it needs, and its warnings."""
+    line = CHANGE.format(**setup, flags=" ".join(setup["changes"]))
+    return "; ".join([line, *setup["warnings"]])

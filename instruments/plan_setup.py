@@ -18,7 +18,7 @@ from model.weights import model_of_shapes
 GIB = 1024**3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes of a dense decoder (Llama, Mistral, Qwen2, Qwen3; the text part of Qwen2.5-VL)."""
 
@@ -29,12 +29,12 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
-    has_head_norms: bool  # of each query and key head, as Qwen3
+    has_head_norms: bool  # norms of each query and key head, as in Qwen3
     vocab: int
     projections: dict[str, tuple[int, int]]  # name -> (inputs, outputs) of each matrix of a layer
     layer_parameters: int
-    root_parameters: int  # not in a layer: embedding, head, last norm, vision tower. FSDP gathers them as one unit
-    tower_parameters: int  # of the vision tower, which is never trained; 0: there is none
+    # Not in a layer: embedding, head, last norm, vision tower. FSDP gathers them as one unit.
+    root_parameters: int
     # What follows from these:
     q: int  # width of all query heads
     kv: int
@@ -43,27 +43,41 @@ class ModelShape:
     parameters: int
     kv_per_token: int  # numbers in the cache of keys and values
 
+    @property
+    def is_tied(self) -> bool:
+        """Whether embedding and head are one table."""
+        return self.root_trained < 2 * self.table
+
 
 def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
     """The shape of the model `name`, without storage. Raises ValueError for one that the formulas do not cover."""
     text = config.get_text_config()
     known = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text")
     if text.model_type not in known or (text is not config and config.model_type != "qwen2_5_vl"):
-        others = f"not {config.model_type!r}, which it can neither plan nor rule out"
-        raise ValueError(f"{name}: the dry run knows the architectures {', '.join(known)}, {others}.")
+        raise ValueError(
+            f"{name}: the dry run knows the architectures {', '.join(known)}, "
+            f"not {config.model_type!r}, which it can neither plan nor rule out."
+        )
     model = model_of_shapes(name, config)
-    layers, tower = model.get_decoder().layers, tower_of(model)
-    linear = {path.rpartition(".")[2]: each for path, each in layers[0].named_modules() if isinstance(each, nn.Linear)}
-    root, of_tower = num_parameters(model) - num_parameters(layers), 0 if tower is None else num_parameters(tower)
-    heads, kv_heads, width = text.num_attention_heads, text.num_key_value_heads, head_dim(text)
+    tower = tower_of(model)
+    tower_parameters = 0 if tower is None else num_parameters(tower)
+    layers = model.get_decoder().layers
+    root_parameters = num_parameters(model) - num_parameters(layers)
+    modules = dict(layers[0].named_modules())
+    projections = {}
+    for path, module in modules.items():
+        if isinstance(module, nn.Linear):
+            projections[path.rpartition(".")[2]] = (module.in_features, module.out_features)
+    width = head_dim(text)
+    kv = text.num_key_value_heads * width
     return ModelShape(
         name=name, layers=text.num_hidden_layers, hidden=text.hidden_size, intermediate=text.intermediate_size,
-        heads=heads, kv_heads=kv_heads, head_dim=width,
-        has_head_norms=any(path.endswith("q_norm") for path, _ in layers[0].named_modules()), vocab=text.vocab_size,
-        projections={key: (each.in_features, each.out_features) for key, each in linear.items()},
-        layer_parameters=num_parameters(layers[0]), root_parameters=root, tower_parameters=of_tower,
-        q=heads * width, kv=kv_heads * width, table=text.vocab_size * text.hidden_size, root_trained=root - of_tower,
-        parameters=num_parameters(model), kv_per_token=2 * text.num_hidden_layers * kv_heads * width,
+        heads=text.num_attention_heads, kv_heads=text.num_key_value_heads, head_dim=width,
+        has_head_norms=any(path.endswith("q_norm") for path in modules), vocab=text.vocab_size,
+        projections=projections, layer_parameters=num_parameters(layers[0]), root_parameters=root_parameters,
+        q=text.num_attention_heads * width, kv=kv, table=text.vocab_size * text.hidden_size,
+        root_trained=root_parameters - tower_parameters, parameters=num_parameters(model),
+        kv_per_token=2 * text.num_hidden_layers * kv,
     )  # fmt: skip
 
 
@@ -72,7 +86,7 @@ def num_parameters(module: nn.Module) -> int:
 
 
 class RunShape(Settings, kw_only=True):
-    """What the flags say of a step, beside `Plan`, `Memory` and `EngineSettings`."""
+    """A step as the flags describe it, beside `Plan`, `Memory` and `EngineSettings`."""
 
     num_rows: int | None  # usable training rows; None: not known
     max_prompt_tokens: int
@@ -81,31 +95,35 @@ class RunShape(Settings, kw_only=True):
     mean_completion_tokens: float
     tensor_parallel_size: int
     has_kl: bool
-    over_vocabulary: bool  # that KL: the reference runs beside the update
+    over_vocabulary: bool  # the KL is taken over all tokens: the reference runs beside the update
     needs_first_logprobs: bool  # old log-probs are computed for the first update, too
     in_flight: bool
     num_checkpoints: int  # on the disk at a time, at most
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Hardware:
     """The machines. Bytes, bytes per second, FLOPs per second; of one GPU unless said."""
 
     name: str
-    gpus: int  # of the ranks, on all nodes
+    gpus: int  # all GPUs of the ranks
     nodes: int
-    gpu_bytes: float  # that a process can take
-    host_bytes: float  # of a node
+    gpu_bytes: float  # memory that a process can take
+    host_bytes: float  # the RAM of a node
     flops: float  # dense bf16
-    flops_share: float  # of these that passes over whole sequences reach
+    flops_share: float  # the share of these that passes over whole sequences reach
     memory_speed: float
     link_speed: float  # to the other GPUs of the node, in one direction
     network_speed: float  # to other nodes
     host_speed: float  # to host RAM, in one direction
-    generation_gpus: int = 0  # of generation servers, beside those of the ranks; 0: the ranks sample
+    generation_gpus: int  # GPUs of generation servers, beside the ranks'; 0: the ranks sample
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.gpus // self.nodes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Setup:
     """All that the formulas need."""
 
@@ -116,7 +134,7 @@ class Setup:
     plan: Plan
     run: RunShape
     hardware: Hardware
-    teacher: ModelShape | None = None  # the reference of --reference; None: it is that of the policy
+    teacher: ModelShape | None  # the model of --reference; None: the reference has the policy's shape
 
     @property
     def has_servers(self) -> bool:
@@ -124,19 +142,34 @@ class Setup:
 
     @property
     def compute_bytes(self) -> int:
-        """Of a number in the trainer's arithmetic, in the engine and in its cache."""
+        """Bytes of a number in the trainer's arithmetic, in the engine and in its cache."""
         return 4 if self.engine.dtype == "float32" else 2
 
     @property
+    def logit_bytes(self) -> int:
+        """Bytes of a logit in the head's dtype."""
+        return 4 if self.memory.head_dtype == "float32" else self.compute_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the whole model in --dtype."""
+        return self.model.parameters * self.compute_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the embedding in --dtype, and of the head."""
+        return self.model.table * self.compute_bytes
+
+    @property
     def counted_tokens(self) -> int:
-        """Of a micro-batch. In float32 each counts for two: the formulas of activations are those of bf16, in which
-        only norms and logits are fp32, so this is an upper bound.
+        """Tokens of a micro-batch. In float32 each counts for two: the formulas of activations are those of bf16,
+        in which only norms and logits are fp32, so this is an upper bound.
         """
         return self.memory.micro_batch_tokens * self.compute_bytes // 2
 
     @property
     def num_shards(self) -> int:
-        """GPUs that share a copy of the policy: parameters, gradients, optimizer and reference are divided by it."""
+        """GPUs that share a copy of the policy, its gradients, its optimizer and the reference."""
         return self.memory.shard_ranks or self.hardware.gpus
 
     @property
@@ -149,6 +182,10 @@ class Setup:
         return (self.hardware.generation_gpus or self.hardware.gpus) // self.run.tensor_parallel_size
 
     @property
+    def completions_per_engine(self) -> float:
+        return self.plan.completions_per_step / self.num_engines
+
+    @property
     def has_lora(self) -> bool:
         return self.lora.lora_rank > 0
 
@@ -159,13 +196,23 @@ class Setup:
     @property
     def trained_per_layer(self) -> int:
         """Trained parameters of a decoder layer."""
-        if self.has_lora:
-            return self.lora.lora_rank * sum(sum(self.model.projections[name]) for name in self.lora_targets)
-        return self.model.layer_parameters
+        return self.adapter_per_layer if self.has_lora else self.model.layer_parameters
+
+    @property
+    def adapter_per_layer(self) -> int:
+        """Parameters of a layer's adapters; 0 without LoRA."""
+        widths = sum(sum(self.model.projections[name]) for name in self.lora_targets)
+        return self.lora.lora_rank * widths
 
     @property
     def trainable(self) -> int:
-        return self.model.layers * self.trained_per_layer + (0 if self.has_lora else self.model.root_trained)
+        root = 0 if self.has_lora else self.model.root_trained
+        return self.model.layers * self.trained_per_layer + root
+
+    @property
+    def head_gradient_bytes(self) -> int:
+        """Bytes of the gradient of the whole head, which adapters leave frozen."""
+        return 0 if self.has_lora else self.table_bytes
 
     @property
     def old_logprob_passes(self) -> float:
@@ -185,41 +232,46 @@ class Setup:
         return self.run.has_kl and (not self.has_lora or self.teacher is not None)
 
     @property
-    def of_reference(self) -> Setup:
-        """The same with the reference in the place of the policy: for its passes."""
+    def reference_setup(self) -> Setup:
+        """This setup with the reference in the place of the policy: for its passes."""
         return replace(self, model=self.teacher or self.model)
 
     @property
     def trained_bytes(self) -> int:
-        """Of a trained parameter, and of its gradient. Adapters are fp32."""
+        """Bytes of a trained parameter, and of its gradient. Adapters are fp32."""
         return 2 if self.memory.param_dtype == "bfloat16" and not self.has_lora else 4
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the gradients of one copy; its trained parameters take as many bytes."""
+        """Bytes of the gradients of one copy; its trained parameters take as many."""
         return self.trainable * self.trained_bytes
 
     @property
     def stored_bytes(self) -> int:
-        """Of one copy's parameters as the trainer keeps them. With LoRA the frozen ones are as in the passes."""
+        """Bytes of one copy's parameters as the trainer keeps them. With LoRA the frozen ones are in --dtype."""
         if self.has_lora:
-            return self.model.parameters * self.compute_bytes + self.gradient_bytes
+            return self.weight_bytes + self.gradient_bytes
         return self.model.parameters * self.trained_bytes
 
     @property
     def state_bytes(self) -> int:
-        """Of one copy's optimizer: two moments; with bf16 parameters also the remainders (`model/optimizer.py`)."""
-        return self.trainable * {4: 8, 2: 6}[self.trained_bytes]
+        """Bytes of one copy's optimizer: two moments; with bf16 parameters also remainders (`model/optimizer.py`)."""
+        return self.trainable * (8 if self.trained_bytes == 4 else 6)
 
     @property
     def sharers(self) -> int:
         """Completions of mean length that share their prompt in a micro-batch."""
+        if not self.memory.share_prompts:
+            return 1
         room = self.memory.micro_batch_tokens - self.run.mean_prompt_tokens
-        of_prompt = min(self.plan.group_size, int(room // self.run.mean_completion_tokens))
-        return max(1, of_prompt) if self.memory.share_prompts else 1
+        return max(1, min(self.plan.group_size, int(room // self.run.mean_completion_tokens)))
 
     @property
     def keys_per_position(self) -> float:
-        """At most, where completions have one token: attention repeats a shared prompt's keys for each completion."""
-        prompt, sharers = self.run.max_prompt_tokens, self.plan.group_size if self.memory.share_prompts else 1
+        """Copies of a key for each position, at most: attention repeats a shared prompt's keys for each completion.
+
+        The most are made where completions have one token.
+        """
+        prompt = self.run.max_prompt_tokens
+        sharers = self.plan.group_size if self.memory.share_prompts else 1
         return sharers * (prompt + 1) / (prompt + sharers)

@@ -1,4 +1,4 @@
-"""How long a step takes, and what it moves: FLOPs and bytes by formula, over the share of peak speeds that is reached.
+"""The seconds of a step: FLOPs and bytes by formula, over the share of peak speeds that is reached.
 
 It leaves out loading, evaluation, checkpoints, grading, and waiting for the slowest rank. benchmarks/README.md has
 published runs beside it, and says how the constants were chosen.
@@ -15,7 +15,7 @@ from model.sizes import MOST_ON_GPU
 
 # Seconds that no formula of bytes or FLOPs explains.
 TOKEN_STEP = {True: 0.015, False: 0.005}  # each running completion gets a token; without and with CUDA graphs
-ALL_REDUCE = 15e-6  # of a few MB between the GPUs of an engine: two in a layer
+ALL_REDUCE = 15e-6  # a few MB between the GPUs of an engine: two in a layer
 PASS = 0.03  # a pass of the trainer over a micro-batch
 SWITCH = 5.0  # the engine goes to sleep, wakes up and loads the new weights, once a step
 PAUSE = 1.0  # generation servers take new weights, beside the time of their transfer; assumed, not measured
@@ -24,65 +24,71 @@ PAUSE = 1.0  # generation servers take new weights, beside the time of their tra
 COMPILED = 1 / 3
 HEAD_BYTES = 6  # of a bf16 logit, forwards, and as many backwards: it is written, read, and read again
 # Shares of the data sheets' speeds that are reached; assumptions.
-MEMORY_SHARE = 0.6  # of the GPU memory's, in decoding and in the optimizer
-STREAM_SHARE = 0.8  # of the GPU memory's, between the matrix products of a pass
-LINK_SHARE = 0.7  # of links, network and bus
+MEMORY_SHARE = 0.6  # the GPU memory's, in decoding and in the optimizer
+STREAM_SHARE = 0.8  # the GPU memory's, between the matrix products of a pass
+LINK_SHARE = 0.7  # links, network and bus
 
 
-def forward_flops(model: ModelShape, length: float, of_head: float) -> float:
-    """FLOPs of a forward pass over a sequence of this length, of which so many positions go through the head.
+def forward_flops(model: ModelShape, length: float, num_logits: float) -> float:
+    """FLOPs of a forward pass over a sequence of this length, of which `num_logits` positions go through the head.
 
     2 for each position and number of a matrix; for attention 2 x length^2 x width a layer: half of it is masked.
     """
-    of_layer = sum(inputs * outputs for inputs, outputs in model.projections.values())
-    return 2 * (model.layers * (of_layer * length + model.q * length**2) + model.table * of_head)
+    matrices = sum(inputs * outputs for inputs, outputs in model.projections.values())
+    layer = matrices * length + model.q * length**2
+    return 2 * (model.layers * layer + model.table * num_logits)
 
 
-def forward_bytes(setup: Setup, model: ModelShape, length: float, of_head: float) -> tuple[float, float]:
+def forward_bytes(setup: Setup, model: ModelShape, length: float, num_logits: float) -> tuple[float, float]:
     """Bytes that the layers, and the head, read and write between matrix products in a forward pass.
 
-    Of a position and layer in eager mode: a norm 36 a number and a sum 6, twice; rotary angles 20; the gate 10.
+    A position takes in a layer in eager mode: a norm 36 a number and a sum 6, twice; rotary angles 20; the gate 10.
     """
-    of_layer = 2 * (36 + 6) * model.hidden + 20 * (model.q + model.kv) + 10 * model.intermediate
-    itemsize = 2 if setup.compute_bytes == 2 and setup.memory.head_dtype != "float32" else 4
-    layers = model.layers * of_layer * length * setup.compute_bytes / 2 * (COMPILED if setup.memory.compile else 1)
-    return layers, HEAD_BYTES * itemsize / 2 * model.vocab * of_head
+    position = 2 * (36 + 6) * model.hidden + 20 * (model.q + model.kv) + 10 * model.intermediate
+    layers = model.layers * position * length * setup.compute_bytes / 2
+    if setup.memory.compile:
+        layers *= COMPILED
+    return layers, HEAD_BYTES * setup.logit_bytes / 2 * model.vocab * num_logits
 
 
 def micro_batches(setup: Setup) -> int:
     """Micro-batches of one rank in one update. Half a sequence of room is left in each."""
-    of_completion = setup.run.mean_prompt_tokens / setup.sharers + setup.run.mean_completion_tokens
-    filled = max(of_completion, setup.memory.micro_batch_tokens - of_completion / 2)
-    of_rank = setup.plan.completions_per_step / setup.plan.updates_per_pass / setup.hardware.gpus
-    return math.ceil(of_rank * of_completion / filled)
+    sequence = setup.run.mean_prompt_tokens / setup.sharers + setup.run.mean_completion_tokens
+    filled = max(sequence, setup.memory.micro_batch_tokens - sequence / 2)
+    sequences = setup.plan.completions_per_step / setup.plan.updates_per_pass / setup.hardware.gpus
+    return math.ceil(sequences * sequence / filled)
 
 
 def traffic(setup: Setup) -> dict[str, float]:
-    """Bytes that one GPU moves in a step, by what for."""
+    """Purpose -> bytes that one GPU moves in a step."""
     plan, memory, n = setup.plan, setup.memory, setup.num_shards
-    per_iteration = micro_batches(setup) * plan.updates_per_pass
-    trained = per_iteration * plan.num_iterations
-    in_updates, in_pass, reductions = 2 * trained, per_iteration, trained
+    remote = (n - 1) / n  # the share that a GPU does not hold itself
+    weights = setup.weight_bytes
+    reference = setup.reference_setup.weight_bytes
+    per_pass = micro_batches(setup) * plan.updates_per_pass
+    trained = per_pass * plan.num_iterations
+    # How often weights are gathered for the updates and for a pass, and gradients reduced.
+    in_updates, in_pass, reductions = 2 * trained, per_pass, trained
     if memory.communicate_once:
         in_updates, in_pass, reductions = plan.updates_per_step, plan.updates_per_pass, plan.updates_per_step
-    of_reference = setup.reference_passes * (per_iteration if setup.has_reference_model else in_pass)
-    weights, others = setup.model.parameters * setup.compute_bytes, (n - 1) / n
-    of_teacher = setup.of_reference.model.parameters * setup.compute_bytes
+    in_reference = setup.reference_passes * (per_pass if setup.has_reference_model else in_pass)
     from_host = 0.0
     if memory.offload == "all":  # and gradients to the host
         from_host += in_updates * setup.stored_bytes / n + trained * setup.gradient_bytes / n
     if memory.offload == "optimizer":
         from_host += plan.updates_per_step * 2 * setup.state_bytes / n
     if setup.has_reference_model and memory.offload_reference:
-        from_host += of_reference * of_teacher / n
+        from_host += in_reference * reference / n
+    copies = 2 * plan.updates_per_step * setup.trainable * REDUCE / n * (1 - 1 / setup.num_copies)
     return {
-        "all-gather, log-probs": setup.old_logprob_passes * in_pass * weights * others,
-        "all-gather, reference": of_reference * of_teacher * others,
-        "all-gather, update": in_updates * weights * others,
-        "reduce-scatter": reductions * setup.trainable * REDUCE * others,
-        "all-reduce of copies": 2 * plan.updates_per_step * setup.trainable * REDUCE / n * (1 - 1 / setup.num_copies),
-        "sync": weights * others,
-        "to servers": weights * setup.num_engines * setup.has_servers,  # from the main rank's GPU, one after the other
+        "all-gather, log-probs": setup.old_logprob_passes * in_pass * weights * remote,
+        "all-gather, reference": in_reference * reference * remote,
+        "all-gather, update": in_updates * weights * remote,
+        "reduce-scatter": reductions * setup.trainable * REDUCE * remote,
+        "all-reduce of copies": copies,
+        "sync": weights * remote,
+        # From the main rank's GPU, one server after the other.
+        "to servers": weights * setup.num_engines * setup.has_servers,
         "to and from host": from_host,
     }
 
@@ -93,29 +99,33 @@ def link_speed(setup: Setup, members: int, stride: int = 1) -> float:
     Across nodes the cards of all members in a node carry what the node does not have.
     """
     h = setup.hardware
-    nodes = members // math.gcd(members, max(1, h.gpus // h.nodes // stride))  # the largest number, if groups differ
+    in_node = max(1, h.ranks_per_node // stride)
+    nodes = members // math.gcd(members, in_node)  # the largest number, if groups differ
     if nodes == 1:
         return LINK_SHARE * h.link_speed
-    others = (members - 1) / members / ((nodes - 1) / nodes)  # what a GPU lacks, over what its node lacks
-    return LINK_SHARE * min(h.link_speed, h.network_speed * members / nodes * others)
+    lacks = (members - 1) / members / ((nodes - 1) / nodes)  # what a GPU lacks, over what its node lacks
+    return LINK_SHARE * min(h.link_speed, h.network_speed * members / nodes * lacks)
 
 
 def rollout_seconds(setup: Setup) -> float:
     """Prompts, then tokens: the engine is full until the last completions run; the longest goes on alone to the limit.
 
-    A step of a token reads the weights, or takes as long as its FLOPs. What is read of the cache and what the ranks of
-    an engine exchange comes on top. So more cache, which makes fewer steps, is never slower.
+    A step of a token reads the weights, or takes as long as its FLOPs. Reads of the cache and what the ranks of an
+    engine exchange are added. So more cache, which makes fewer steps, is never slower.
     """
-    plan, run, h, m, tp = setup.plan, setup.run, setup.hardware, setup.model, setup.run.tensor_parallel_size
+    plan, run, h, m = setup.plan, setup.run, setup.hardware, setup.model
+    tp = run.tensor_parallel_size
     prompt, completion = run.mean_prompt_tokens, run.mean_completion_tokens
-    flops, memory = h.flops * h.flops_share * tp, h.memory_speed * MEMORY_SHARE
-    sequences = plan.completions_per_step / setup.num_engines
-    tokens, prompts = sequences * completion, sequences / plan.group_size * prompt
+    flops = h.flops * h.flops_share * tp
+    memory = h.memory_speed * MEMORY_SHARE
+    sequences = setup.completions_per_engine
+    tokens = sequences * completion
+    prompts = sequences / plan.group_size * prompt
     steps = tokens / running_sequences(setup)
     alone = max(run.max_completion_tokens - completion, 0)
     if run.in_flight and plan.steps_ahead > 1:  # meanwhile the servers sample the next step, and the one after it
         alone = 0
-    weights = m.parameters * setup.compute_bytes / tp / memory
+    weights = setup.weight_bytes / tp / memory
     prefill = forward_flops(m, prompt, 1) * sequences / plan.group_size / flops
     if plan.partial_rollouts:  # the step waits for groups, not for the longest of all; what goes on is read again
         alone = min(alone, completion * (longest_of_group(plan.group_size) - 1))
@@ -136,15 +146,15 @@ def longest_of_group(group_size: int) -> float:
 
 def running_sequences(setup: Setup) -> float:
     """Completions that an engine works on at a time: all of its step's, or as many as the cache or vLLM takes."""
-    sequences = setup.plan.completions_per_step / setup.num_engines
     length = setup.run.mean_prompt_tokens + setup.run.mean_completion_tokens
     in_cache = engine_parts(setup)["KV cache"] / cache_bytes_per_token(setup) / length
-    return max(1.0, min(sequences, MOST_ON_GPU, in_cache))
+    return max(1.0, min(setup.completions_per_engine, MOST_ON_GPU, in_cache))
 
 
 def step_seconds(setup: Setup) -> float:
     """The phases one after the other; with --steps_ahead the servers sample a coming step while the ranks train."""
-    return sum(phase_seconds(setup).values()) - (min(beside(setup)) if setup.plan.steps_ahead else 0)
+    seconds = sum(phase_seconds(setup).values())
+    return seconds - min(beside(setup)) if setup.plan.steps_ahead else seconds
 
 
 def beside(setup: Setup) -> tuple[float, float]:
@@ -153,32 +163,36 @@ def beside(setup: Setup) -> tuple[float, float]:
     return seconds["rollout"], sum(seconds.values()) - seconds["rollout"] - seconds["sync"]
 
 
+def pass_seconds(setup: Setup, products: float = 1, layers: float = 1, head: float = 1) -> float:
+    """A pass over the step's completions: a forward one, or so many times its products, bytes of layers and of head."""
+    h = setup.hardware
+    prompt, completion = setup.run.mean_prompt_tokens, setup.run.mean_completion_tokens
+    flops = forward_flops(setup.model, prompt + completion, completion)
+    flops -= forward_flops(setup.model, prompt, 0) * (1 - 1 / setup.sharers)
+    length = completion + prompt / setup.sharers
+    layer_bytes, head_bytes = forward_bytes(setup, setup.model, length, completion)
+    moved = layers * layer_bytes + head * head_bytes
+    seconds = products * flops / (h.flops * h.flops_share) + moved / (h.memory_speed * STREAM_SHARE)
+    return setup.plan.completions_per_step / h.gpus * seconds
+
+
 def phase_seconds(setup: Setup) -> dict[str, float]:
     """Phase -> seconds. `step_seconds` says what a step makes of them."""
-    plan, run, h, m, memory = setup.plan, setup.run, setup.hardware, setup.model, setup.memory
-    moved, n = traffic(setup), setup.num_shards
+    plan, h, n = setup.plan, setup.hardware, setup.num_shards
+    moved = traffic(setup)
     link = link_speed(setup, n)
-    prompt, completion = run.mean_prompt_tokens, run.mean_completion_tokens
-
-    def pass_seconds(model: ModelShape, products: float = 1, layers: float = 1, head: float = 1) -> float:
-        """A forward pass; or so many times its matrix products, and the bytes of its layers and its head."""
-        of_completion = forward_flops(model, prompt + completion, completion)
-        of_completion -= forward_flops(model, prompt, 0) * (1 - 1 / setup.sharers)
-        of_layers, of_head = forward_bytes(setup, model, completion + prompt / setup.sharers, completion)
-        moved = layers * of_layers + head * of_head
-        seconds = products * of_completion / (h.flops * h.flops_share) + moved / (h.memory_speed * STREAM_SHARE)
-        return plan.completions_per_step / h.gpus * seconds
-
-    forward, of_reference = pass_seconds(m), pass_seconds(setup.of_reference.model)
     passes = micro_batches(setup) * plan.updates_per_pass * PASS
-    reference = setup.reference_passes * (of_reference + passes) + moved["all-gather, reference"] / link
-    logprobs = setup.old_logprob_passes * (forward + passes) + moved["all-gather, log-probs"] / link
-    backward = (1 if setup.has_lora else 2) + memory.gradient_checkpointing
-    update = pass_seconds(m, products=1 + backward, layers=3 + memory.gradient_checkpointing, head=2)
+    reference = setup.reference_passes * (pass_seconds(setup.reference_setup) + passes)
+    reference += moved["all-gather, reference"] / link
+    logprobs = setup.old_logprob_passes * (pass_seconds(setup) + passes) + moved["all-gather, log-probs"] / link
+    recomputed = setup.memory.gradient_checkpointing
+    backward = (1 if setup.has_lora else 2) + recomputed
+    update = pass_seconds(setup, products=1 + backward, layers=3 + recomputed, head=2)
     exchange = (moved["all-gather, update"] + moved["reduce-scatter"]) / link
     exchange += moved["all-reduce of copies"] / link_speed(setup, setup.num_copies, stride=n)
     optimizer = plan.updates_per_step * (2 * setup.state_bytes + 3 * setup.gradient_bytes) / n
-    slower = 10 if memory.offload == "all" else 1  # there the optimizer works in host RAM, about ten times slower
+    if setup.memory.offload == "all":  # there the optimizer works in host RAM, about ten times slower
+        optimizer *= 10
     sync = SWITCH + moved["sync"] / link
     if setup.has_servers:
         speed = h.link_speed if h.nodes == 1 else h.network_speed
@@ -188,8 +202,8 @@ def phase_seconds(setup: Setup) -> dict[str, float]:
         "logprobs": logprobs,
         "update": (update + passes * (1 + backward)) * plan.num_iterations + exchange,
         "host transfers": moved["to and from host"] / (h.host_speed * LINK_SHARE),
-        "optimizer": optimizer * slower / (h.memory_speed * MEMORY_SHARE),
+        "optimizer": optimizer / (h.memory_speed * MEMORY_SHARE),
         "sync": sync,
     }
-    seconds["update" if run.over_vocabulary else "logprobs"] += reference
+    seconds["update" if setup.run.over_vocabulary else "logprobs"] += reference
     return seconds

@@ -9,9 +9,9 @@ problems. Texts in `training`, `model` and `metric` are patterns: * stands for a
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,16 +22,17 @@ from instruments.history import History, in_columns
 
 FOLDER = Path(__file__).parent.parent / "references"
 REACHED, NOT_REACHED, UNKNOWN = "reached", "not reached", "cannot be judged"
-SAMPLING = ("samples", "temperature", "top_p", "max_completion_tokens")  # of a protocol; it also has `problems`
+# The keys of a protocol; it also has `problems`.
+SAMPLING = ("samples", "temperature", "top_p", "max_completion_tokens")
 
 
 class Judgement(NamedTuple):
-    """One figure, as published and of the run."""
+    """One figure: as published, and as the run has it."""
 
     figure: dict
-    found: float | None
+    value: float | None
     verdict: str
-    reason: str = ""  # why it cannot be judged
+    reason: str  # why it cannot be judged, or ""
 
 
 def names() -> list[str]:
@@ -44,23 +45,31 @@ def load(name: str) -> dict:
 
 def belongs_to(config: dict[str, object]) -> str | None:
     """The name of the reference whose training this is; None if there is none."""
-    return next((name for name in names() if config and not other_flags(load(name), config)), None)
+    for name in names():
+        if config and not other_flags(load(name), config):
+            return name
+    return None
 
 
 def other_flags(reference: dict, config: dict[str, object]) -> list[str]:
     """The flags that are not as the reference has them, in words."""
-    wanted = [(name, config.get(name), value) for name, value in reference["training"].items()]
-    return [f"--{name} {found!r}, not {value!r}" for name, found, value in wanted if not is_as_wanted(found, value)]
+    return [
+        f"--{name} {config.get(name)!r}, not {wanted!r}"
+        for name, wanted in reference["training"].items()
+        if not is_as_wanted(config.get(name), wanted)
+    ]
 
 
-def is_as_wanted(found: object, wanted: object) -> bool:
+def is_as_wanted(value: object, wanted: object) -> bool:
     """Compares texts by pattern, a list by its only member, all else exactly."""
-    if isinstance(found, list):
-        return len(found) == 1 and is_as_wanted(found[0], wanted)
-    return fnmatch(found, wanted) if isinstance(found, str) and isinstance(wanted, str) else found == wanted
+    if isinstance(value, list):
+        return len(value) == 1 and is_as_wanted(value[0], wanted)
+    if isinstance(value, str) and isinstance(wanted, str):
+        return fnmatch.fnmatch(value, wanted)
+    return value == wanted
 
 
-def of_model(entries: list[dict], config: dict[str, object]) -> list[dict]:
+def about_model(entries: list[dict], config: dict[str, object]) -> list[dict]:
     """The figures or curves that are about the run's model."""
     model = config.get("model")
     return [entry for entry in entries if is_as_wanted(model, entry.get("model", model))]
@@ -69,27 +78,37 @@ def of_model(entries: list[dict], config: dict[str, object]) -> list[dict]:
 def published_curves(run: History) -> dict[str, dict]:
     """Metric of the run -> {"label", "points": [[step, value], ...]}, as its own reference has published it."""
     name = belongs_to(run.config)
-    curves = of_model(load(name)["curves"], run.config) if name else []
-    return {metric: curve for curve in curves for metric in run.names if fnmatch(metric, curve["metric"])}
+    if name is None:
+        return {}
+    curves = about_model(load(name)["curves"], run.config)
+    return {metric: curve for curve in curves for metric in run.names if fnmatch.fnmatch(metric, curve["metric"])}
 
 
 def judge(reference: dict, run: History) -> list[Judgement]:
     """Every figure that was published for the run's model."""
-    other, judgements = "; ".join(other_flags(reference, run.config)), []
-    another = other and f"another training: {other}"
-    for figure in of_model(reference["figures"], run.config):
-        found, problem = evaluated(figure, run) if "evaluated_by" in figure else logged(figure, run)
-        reason = figure.get("cannot_be_judged") or another or problem
+    differences = other_flags(reference, run.config)
+    other_training = f"another training: {'; '.join(differences)}" if differences else ""
+    judgements = []
+    for figure in about_model(reference["figures"], run.config):
+        value, problem = evaluated(figure, run) if "evaluated_by" in figure else logged(figure, run)
+        reason = figure.get("cannot_be_judged") or other_training or problem
         low, high = bounds(figure)
-        verdict = UNKNOWN if reason else REACHED if low <= found <= high else NOT_REACHED
-        judgements.append(Judgement(figure, found, verdict, reason))
+        verdict = UNKNOWN
+        if not reason:
+            verdict = REACHED if low <= value <= high else NOT_REACHED
+        judgements.append(Judgement(figure, value, verdict, reason))
     return judgements
 
 
 def bounds(figure: dict) -> tuple[float, float]:
     """The lowest and the highest value with which the figure is reached."""
     value, tolerance = figure["value"], figure.get("tolerance", math.nan)
-    return value - tolerance, value + tolerance if figure.get("is") == "equal" else math.inf
+    return value - tolerance, value + tolerance if is_equal(figure) else math.inf
+
+
+def is_equal(figure: dict) -> bool:
+    """Whether the figure has to be equal, as the accuracy before training: then it is no result."""
+    return figure.get("is") == "equal"
 
 
 def logged(figure: dict, run: History) -> tuple[float | None, str]:
@@ -97,19 +116,21 @@ def logged(figure: dict, run: History) -> tuple[float | None, str]:
     first, last = figure["steps"]
     if run.last_step < last:
         return None, f"the run is at step {run.last_step} of {last}"
-    for name in sorted(name for name in run.names if fnmatch(name, figure["metric"])):
-        if values := [value for step, value in run.points(name).items() if first <= step <= last]:
-            problem = other_protocol(figure, protocol_of(run, name, last)) if name.startswith("eval/") else ""
-            return float(np.mean(values)), problem
+    for name in fnmatch.filter(sorted(run.names), figure["metric"]):
+        values = [value for step, value in run.points(name).items() if first <= step <= last]
+        if values:
+            mean = float(np.mean(values))
+            is_evaluation = name.startswith("eval/")
+            return mean, other_protocol(figure, protocol_of(run, name, last)) if is_evaluation else ""
     return None, f"metrics.jsonl has no {figure['metric']} at step {last}"
 
 
 def evaluated(figure: dict, run: History) -> tuple[float | None, str]:
     """The same from evaluate.py's results.json: of `best`, if there is one, else of the last step that has results."""
     _, set_name, metric = figure["metric"].split("/")
-    places = run.folder / "eval"
-    steps = sorted(places.glob("step_*"), key=lambda folder: int(folder.name.partition("_")[2]), reverse=True)
-    for folder in [places / (run.folder / "best").resolve().name, *steps]:
+    evaluations = run.folder / "eval"
+    last_first = sorted(evaluations.glob("step_*"), key=lambda folder: -int(folder.name.removeprefix("step_")))
+    for folder in [evaluations / (run.folder / "best").resolve().name, *last_first]:
         for file in sorted(folder.glob("*/results.json"), reverse=True):  # the latest first
             result = json.loads(file.read_text("utf-8"))["sets"].get(set_name, {})
             if metric in result:
@@ -119,50 +140,64 @@ def evaluated(figure: dict, run: History) -> tuple[float | None, str]:
 
 
 def protocol_of(run: History, name: str, step: int) -> dict[str, object]:
-    """How training has sampled a held-out set; {} if unknown. Its flags have one value for all sets, or one each."""
+    """Settings by which training has sampled a held-out set; {} if unknown. A flag has one value, or one a set."""
     set_name = name.split("/")[1]
     sets = [name_of_source(str(source)) for source in run.config.get("eval_data", [])]
     file = run.folder / "eval" / f"step_{step}" / f"{set_name}.jsonl"
-    values = {key: run.config.get(f"eval_{key}") for key in SAMPLING}
-    if set_name not in sets or not all(values.values()) or not file.exists():
+    if set_name not in sets or not file.exists():
         return {}
-    protocol = {key: each[sets.index(set_name) % len(each)] for key, each in values.items()}
-    return protocol | {"problems": len(file.read_text("utf-8").splitlines()) // protocol["samples"]}
+    protocol = {}
+    for key in SAMPLING:
+        values = run.config.get(f"eval_{key}")
+        if not values:
+            return {}
+        protocol[key] = values[sets.index(set_name) % len(values)]
+    num_completions = len(file.read_text("utf-8").splitlines())
+    return protocol | {"problems": num_completions // protocol["samples"]}
 
 
-def other_protocol(figure: dict, found: dict[str, object]) -> str:
-    """In what an evaluation differs from the published one, or ""."""
-    wanted = [(key, found.get(key, "not known"), value) for key, value in figure.get("protocol", {}).items()]
-    words = [f"{key} {given}, not {value}" for key, given, value in wanted if given != value]
+def other_protocol(figure: dict, protocol: dict[str, object]) -> str:
+    """A sentence on how an evaluation differs from the published one, or ""."""
+    words = []
+    for key, wanted in figure.get("protocol", {}).items():
+        value = protocol.get(key, "not known")
+        if value != wanted:
+            words.append(f"{key} {value}, not {wanted}")
     return f"another evaluation: {'; '.join(words)}" if words else ""
 
 
 def report(name: str, run: History) -> str:
-    """The whole answer: "not reached" if a figure is not, else "cannot be judged" if a result cannot.
-
-    A figure that has to be equal, as the accuracy before training, is no result.
-    """
+    """The whole answer: "not reached" if a figure is not, else "cannot be judged" if a result cannot."""
     if run.config.get("replay"):
         raise ValueError(f"{run.folder} is a replay: its completions and rewards are those of another run; judge that.")
     reference = load(name)
     judgements = judge(reference, run)
-    verdicts = [each.verdict for each in judgements]
-    results = [each.verdict for each in judgements if each.figure.get("is") != "equal"]
-    overall = NOT_REACHED if NOT_REACHED in verdicts else UNKNOWN if UNKNOWN in results else REACHED
+    overall = REACHED
+    if any(judgement.verdict == UNKNOWN and not is_equal(judgement.figure) for judgement in judgements):
+        overall = UNKNOWN
+    if any(judgement.verdict == NOT_REACHED for judgement in judgements):
+        overall = NOT_REACHED
     if not judgements:
         nothing = f"nothing is published for --model {run.config.get('model')}"
         overall = f"{UNKNOWN}: {reference.get('cannot_be_judged', nothing)}"
-    lines, rows = [f"{run.folder} against {name}: {overall}"], [row_of(each) for each in judgements]
-    lines += in_columns([["", "published", "this run", "reached if", ""], *rows]) if rows else []
-    for reason in dict.fromkeys(each.reason for each in judgements if each.reason):
-        figures = [each.figure["what"] for each in judgements if each.reason == reason]
-        lines.append(f"{UNKNOWN} ({reason}): {'; '.join(figures)}")
+    lines = [f"{run.folder} against {name}: {overall}"]
+    if judgements:
+        lines += in_columns([["", "published", "this run", "reached if", ""], *map(row_of, judgements)])
+    figures_by_reason: dict[str, list[str]] = {}
+    for judgement in judgements:
+        if judgement.reason:
+            figures_by_reason.setdefault(judgement.reason, []).append(judgement.figure["what"])
+    lines += [f"{UNKNOWN} ({reason}): {'; '.join(figures)}" for reason, figures in figures_by_reason.items()]
     return "\n".join([*lines, f"source: {reference['source']}"])
 
 
 def row_of(judgement: Judgement) -> list[str]:
-    figure, found, verdict, _ = judgement
+    figure = judgement.figure
     low, high = bounds(figure)
-    condition = f"at least {low:.4g}" if high == math.inf else f"{low:.4g} to {high:.4g}"
-    condition = "-" if "cannot_be_judged" in figure else condition
-    return [figure["what"], f"{figure['value']:.4g}", "-" if found is None else f"{found:.4g}", condition, verdict]
+    condition = f"{low:.4g} to {high:.4g}"
+    if "cannot_be_judged" in figure:
+        condition = "-"
+    elif high == math.inf:
+        condition = f"at least {low:.4g}"
+    value = "-" if judgement.value is None else f"{judgement.value:.4g}"
+    return [figure["what"], f"{figure['value']:.4g}", value, condition, judgement.verdict]

@@ -49,20 +49,22 @@ class Keeper:
 
     out_dir: Path
     max_gib: float
-    tokens: list[bytes] | None  # of each token id; None: not known, or not of the main process
+    tokens: list[bytes] | None  # the bytes of each token id; None: not known, or not the main process
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rollouts"))
-    under_way: Future[None] | None = None
+    writing: Future[None] | None = None  # the step that is being written, or was last
 
     def keep(self, sampled: Sampled) -> None:
         """Returns soon, unless the disk has not yet taken the step before. All ranks call it."""
-        logprobs = {b: values for part in gather_from_ranks(sampled.logprobs) for b, values in part.items()}
+        logprobs = {}
+        for part in gather_from_ranks(sampled.logprobs):
+            logprobs |= part
         if is_main_process():
             self.wait()
-            self.under_way = self.thread.submit(self._write, replace(sampled, logprobs=logprobs))
+            self.writing = self.thread.submit(self._write, replace(sampled, logprobs=logprobs))
 
     def wait(self) -> None:
-        if self.under_way is not None:
-            self.under_way.result()
+        if self.writing is not None:
+            self.writing.result()
 
     def _write(self, sampled: Sampled) -> None:
         import pyarrow as pa
@@ -77,7 +79,8 @@ class Keeper:
             sizes = {step: file_of(self.out_dir, step).stat().st_size for step in steps_in(self.out_dir)}
             room = shutil.disk_usage(self.out_dir).free + sum(sizes.values())
             while sum(sizes.values()) > min(self.max_gib * 2**30, room / 4) and len(sizes) > 1:
-                file_of(self.out_dir, oldest := min(sizes)).unlink()
+                oldest = min(sizes)
+                file_of(self.out_dir, oldest).unlink()
                 del sizes[oldest]
 
 
@@ -93,14 +96,15 @@ def table_of(sampled: Sampled) -> pa.Table:
     """A row for each completion. `advantages` and `old_logprobs` are null where it was not trained on."""
     import pyarrow as pa
 
-    rollout, count = sampled.rollout, len(sampled.rollout.rows)
+    rollout = sampled.rollout
+    rows, grades = rollout.rows, rollout.grades
+    count = len(rows)
     integers, floats = pa.large_list(pa.int32()), pa.large_list(pa.float32())
     advantages, logprobs = [None] * count, [None] * count
     for i, b in enumerate(sampled.used_B):
         advantages[b] = sampled.advantages[i] if sampled.advantages else None
         logprobs[b] = sampled.logprobs.get(i)
     is_trained_B = np.ones(count, dtype=bool) if rollout.is_trained_B is None else rollout.is_trained_B
-    rows, grades = rollout.rows, rollout.grades
     return pa.table({
         "step": np.full(count, sampled.step, dtype=np.int32),
         "b": np.arange(count, dtype=np.int32),
@@ -142,7 +146,7 @@ def bytes_of_tokens(tokenizer: PreTrainedTokenizerBase) -> list[bytes] | None:
     is_byte_level = '"ByteLevel"' in json.dumps(spec["decoder"])
     table = {ord(character): byte for byte, character in bytes_to_unicode().items()}
 
-    def bytes_of(i: int) -> bytes:
+    def token_bytes(i: int) -> bytes:
         if i in added or i not in texts:
             return added.get(i, f"<token {i}>").encode()
         if is_byte_level:
@@ -152,4 +156,4 @@ def bytes_of_tokens(tokenizer: PreTrainedTokenizerBase) -> list[bytes] | None:
             return bytes([int(match[1], 16)])
         return texts[i].replace("\u2581", " ").encode()  # SentencePiece's space
 
-    return [bytes_of(i) for i in range(max(texts, default=-1) + 1)]
+    return [token_bytes(i) for i in range(max(texts, default=-1) + 1)]

@@ -18,14 +18,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-OF_A_COMPLETION = (
+COMPLETION_COLUMNS = (
     "group", "row", "prompt", "answer", "reward", "reward_parts", "reward_status", "read_as", "is_correct",
     "is_truncated", "is_trained",
 )  # fmt: skip
-OF_A_TOKEN = ("token_ids", "rollout_logprobs", "is_sampled")
-COLUMNS = {*OF_A_COMPLETION, *OF_A_TOKEN, "completion"}
-STEPS = 20  # that are shown at least, of fewer groups if need be
-LOWEST_LOGPROB, UNKNOWN = -20.0, 255  # the second also of what an environment said
+TOKEN_COLUMNS = ("token_ids", "rollout_logprobs", "is_sampled")
+COLUMNS = {*COMPLETION_COLUMNS, *TOKEN_COLUMNS, "completion"}
+STEPS = 20  # the fewest that are shown, with fewer groups if need be
+LOWEST_LOGPROB, UNKNOWN = -20.0, 255  # the second also for what an environment said
 
 
 def rounded(value: float | None) -> float | None:
@@ -33,24 +33,29 @@ def rounded(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
 
 
-def embed(header: dict, arrays: dict[str, np.ndarray] | None = None) -> str:
+def embed(header: dict, **arrays: np.ndarray) -> str:
     """base64(deflate(length of the header, header as JSON, bytes of the arrays)); the header lists the arrays."""
-    arrays = arrays or {}
     layout = [[name, array.dtype.str[1:], array.nbytes] for name, array in arrays.items()]
-    head = json.dumps({**header, "arrays": layout}, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
-    raw = b"".join([len(head).to_bytes(4, "little"), head, *(array.tobytes() for array in arrays.values())])
+    text = json.dumps({**header, "arrays": layout}, ensure_ascii=False, separators=(",", ":"))
+    head = text.encode(errors="replace")
+    raw = len(head).to_bytes(4, "little") + head
+    for array in arrays.values():
+        raw += array.tobytes()
     return base64.b64encode(zlib.compress(raw, 1)).decode()
 
 
 def pack_samples(folder: Path, num_bytes: int) -> tuple[dict, dict[int, str]]:
-    """(what is there and what was left out, step -> chunk). Damaged files are named on the console and left out."""
+    """(counts of all and of what is shown, step -> chunk). Damaged files are named on the console and left out."""
     files = sorted((folder / "rollouts").glob("step_[0-9]*.parquet"), key=number_of, reverse=True)
     tokens = read(folder / "rollouts" / "tokens.parquet", {"bytes"}) if files else None
     # The last one first, then others between those before: the steps that fit are spread over the run.
-    strides = [2**power for power in range(len(files).bit_length(), -1, -1)]
+    order = []
+    for power in range(len(files).bit_length(), -1, -1):
+        order += files[:: 2**power]
     chunks, num_groups, kept = {}, 0, 0
-    for file in dict.fromkeys(file for stride in strides for file in files[::stride]):
-        if not (table := read(file, COLUMNS)):
+    for file in dict.fromkeys(order):
+        table = read(file, COLUMNS)
+        if not table:
             continue
         if not chunks:
             num_groups = len(pc.unique(table["group"]))
@@ -60,8 +65,11 @@ def pack_samples(folder: Path, num_bytes: int) -> tuple[dict, dict[int, str]]:
         if chunks and sum(map(len, chunks.values())) + len(chunk) > num_bytes:
             break
         chunks[number_of(file)] = chunk
-    found = {"steps": sorted(chunks), "num_steps": len(files), "groups": kept, "num_groups": num_groups}
-    return found | {"has_tokens": tokens is not None}, chunks
+    summary = {
+        "steps": sorted(chunks), "num_steps": len(files), "groups": kept, "num_groups": num_groups,
+        "has_tokens": tokens is not None,
+    }  # fmt: skip
+    return summary, chunks
 
 
 def number_of(path: Path) -> int:
@@ -80,25 +88,26 @@ def read(file: Path, columns: set[str]) -> pa.Table | None:
         return None
 
 
-def take_groups(table: pa.Table, wanted: int) -> pa.Table:
-    """The completions of so many of the groups, evenly spaced."""
+def take_groups(table: pa.Table, count: int) -> pa.Table:
+    """The completions of `count` groups, evenly spaced."""
     groups = pc.unique(table["group"])
-    if len(groups) <= wanted:
+    if len(groups) <= count:
         return table
-    kept = groups.take([i * len(groups) // wanted for i in range(wanted)])
+    kept = groups.take([i * len(groups) // count for i in range(count)])
     return table.filter(pc.is_in(table["group"], kept))
 
 
 def pack_step(table: pa.Table, tokens: pa.Table | None) -> str:
     """The chunk of a step. Without the bytes of the tokens, it has the texts that were stored."""
-    rows = table.select(OF_A_COMPLETION if tokens else (*OF_A_COMPLETION, "completion")).to_pylist()
+    rows = table.select(COMPLETION_COLUMNS if tokens else (*COMPLETION_COLUMNS, "completion")).to_pylist()
     lengths = pc.list_value_length(table["token_ids"]).to_pylist()
     for row, length in zip(rows, lengths, strict=True):
-        parts = {name: rounded(part) for name, part in json.loads(row["reward_parts"]).items()}
-        row |= {"length": length, "reward": rounded(row["reward"]), "reward_parts": parts}
+        row["length"] = length
+        row["reward"] = rounded(row["reward"])
+        row["reward_parts"] = {name: rounded(part) for name, part in json.loads(row["reward_parts"]).items()}
     if not tokens:
         return embed({"rows": rows})
-    ids, logprobs, is_sampled = (pc.list_flatten(table[name]).combine_chunks() for name in OF_A_TOKEN)
+    ids, logprobs, is_sampled = (pc.list_flatten(table[name]).combine_chunks() for name in TOKEN_COLUMNS)
     known = pc.if_else(pc.less(ids, tokens.num_rows), ids, None)  # a model may have more ids than its tokenizer
     pieces = tokens["bytes"].combine_chunks().take(known).fill_null(b"<unknown token>")
     sizes = np.asarray(pc.binary_length(pieces))
@@ -106,7 +115,6 @@ def pack_step(table: pa.Table, tokens: pa.Table | None) -> str:
     # Most log-probs are small: the root spreads them.
     shares = np.clip(np.asarray(logprobs), LOWEST_LOGPROB, 0) / LOWEST_LOGPROB
     codes = np.nan_to_num((np.sqrt(shares) * (UNKNOWN - 1)).round(), nan=UNKNOWN)
-    if len(is_sampled):  # else there is no environment, and each is
+    if len(is_sampled):  # else there is no environment, and all are
         codes[~np.asarray(is_sampled)] = UNKNOWN
-    arrays = {"bytes": text, "sizes": sizes.astype("<u2"), "logprob": codes.astype(np.uint8)}
-    return embed({"rows": rows}, arrays)
+    return embed({"rows": rows}, bytes=text, sizes=sizes.astype("<u2"), logprob=codes.astype(np.uint8))

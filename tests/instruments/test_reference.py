@@ -125,7 +125,7 @@ def test_a_figure_over_steps_takes_their_mean_and_bears_a_null(tmp_path):
     records[130]["reward/mean"] = None
     run = report.history(write_run(tmp_path, config_of(DAPO), records))
     (found,) = [each for each in judge(load(DAPO), run) if each.figure["what"] == "reward, steps 120 to 150"]
-    assert found.verdict == "reached" and found.found == pytest.approx((16 * 0.4 + 14 * 0.3) / 30), "0.315 or more"
+    assert found.verdict == "reached" and found.value == pytest.approx((16 * 0.4 + 14 * 0.3) / 30), "0.315 or more"
 
 
 def results(folder: Path, set_name: str, accuracy: float, **settings: object) -> None:

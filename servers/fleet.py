@@ -88,6 +88,10 @@ class Answer(msgspec.Struct):
     choices: tuple[Choice]
 
 
+class WeightInfo(msgspec.Struct):
+    weight_version: str
+
+
 class Fits(msgspec.Struct):
     results: list[dict[str, object]]  # what `Extension.own_fit` says of each worker
 
@@ -346,7 +350,7 @@ class Fleet:
     async def _check_run(self, server: Server) -> None:
         """Raises Taken if the server has weights of another run, or was started anew; or another of `FAULTS`."""
         answer = await self.ask(server, "weight_info", timeout=ANSWER, method="GET")
-        weights_of_run(msgspec.json.decode(answer, type=dict[str, str])["weight_version"], self.run)
+        weights_of_run(msgspec.json.decode(answer, type=WeightInfo).weight_version, self.run)
 
     async def _meet(self, server: Server, device: torch.device) -> None:
         """Opens a process group with the server's workers. Each server has its own: a dead one hurts no other."""

@@ -109,9 +109,8 @@ class EpisodeWorker:
 
     def read_messages(self, reply: object) -> Messages:
         """The messages of a reply: a text, a message or a list of messages. Raises WrongReturn."""
-        if isinstance(reply, str):
-            reply = {"role": "user", "content": reply}
-        messages = [reply] if isinstance(reply, dict) else reply
+        messages = [{"role": "user", "content": reply}] if isinstance(reply, str) else reply
+        messages = [messages] if isinstance(messages, dict) else messages
         try:
             # Texts that can be written; of a class of the user's, whose file the trainer does not load, the mere text.
             read = [{name: message[name].encode().decode() for name in ("role", "content")} for message in messages]

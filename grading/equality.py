@@ -28,9 +28,9 @@ from grading.values import MAX_FORMULA, Value, clean, fold, parse_value, quantit
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
 
-MAX_WORDS = 12  # of an answer key: more are a sentence
-MAX_DIGITS = 10_000  # of a number that SymPy may be asked to write out
-MAX_EXPONENT = 200  # of a sum, which SymPy may be asked to expand
+MAX_WORDS = 12  # words of an answer key: more are a sentence
+MAX_DIGITS = 10_000  # digits of a number that SymPy may be asked to write out
+MAX_EXPONENT = 200  # the power of a sum, which SymPy may be asked to expand
 # What would be worked out numerically, at length, and functions that nobody has defined.
 UNFINISHED = (Sum, Product, Integral, Limit, Derivative, AppliedUndef)
 # SymPy raises these for formulas that it cannot treat. A comparison that meets one decides nothing; the next one does.
@@ -73,7 +73,9 @@ def _same(key: Value, answer: Value) -> bool:
             return _same(result, answer)
         case _, ("chain", (*sides, result)):  # false for 2 + 3 = 6
             return _same(key, result) and all(_same(result, side) for side in sides)
-        case ("named", name, value, _), ("named", name_2, value_2, _) if _is_same_name(name, name_2):
+        case ("named", name, value, _), ("named", name_2, value_2, _) if (
+            name == name_2 or ("y" in (name, name_2) and "(x)" in name + name_2)  # a curve is y or f(x)
+        ):
             return _same(value, value_2)
         case ("named" | "equation", *_, text), ("named" | "equation", *_, text_2):
             return same_formula(text, text_2)
@@ -92,16 +94,10 @@ def _same(key: Value, answer: Value) -> bool:
         case ("sequence", brackets, items, names), ("sequence", brackets_2, items_2, names_2):
             are_named_alike = not names or not names_2 or names == names_2
             return brackets == brackets_2 and are_named_alike and _same_ordered(items, items_2)
-        case ("sequence", "()", items, names), ("list", items_2):
-            return _same_point(items, names, items_2)
-        case ("list", items_2), ("sequence", "()", items, names):
-            return _same_point(items, names, items_2)
+        case (("sequence", "()", point, names), ("list", parts)) | (("list", parts), ("sequence", "()", point, names)):
+            is_point = len(names) != 1 and all(part[0] != "named" for part in parts)  # x < 1 has one name
+            return is_point and _same_ordered(point, parts)
     return False
-
-
-def _is_same_name(key: str, answer: str) -> bool:
-    """Whether they name the same; a curve is y or f(x)."""
-    return key == answer or ("y" in (key, answer) and "(x)" in key + answer)
 
 
 def _same_choice(key: Value, answer: Value) -> bool:
@@ -122,11 +118,6 @@ def _same_choice(key: Value, answer: Value) -> bool:
 
 def _letters(text: str) -> str:
     return re.sub(r"\\text|[\s(){}]", "", fold(text))
-
-
-def _same_point(point: tuple[Value, ...], names: tuple[str, ...], items: tuple[Value, ...]) -> bool:
-    """Whether a list without brackets has the coordinates of a point; what has one name is an interval."""
-    return len(names) != 1 and all(item[0] != "named" for item in items) and _same_ordered(point, items)
 
 
 def _same_ordered(keys: tuple[Value, ...], answers: tuple[Value, ...]) -> bool:

@@ -55,7 +55,7 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\\(?:left|right|[bB]igg?[lr]?)x?\.?|\\!", ""),
     (r"(?<!\\)(?:\\[()\[\]](?!\d*pt)|\$)", " "),
     (r"(?<!\\)\\[,;: ]|~|\\q?quad|\\(?:text)?color\s*\{\w+\}", " "),
-    (r"(\\(?:mathbf|boldsymbol|vec)\s*\{?\s*[A-Za-z]\s*\}?\s*)\\timesx?", r"\1\\wedge "),  # of vectors
+    (r"(\\(?:mathbf|boldsymbol|vec)\s*\{?\s*[A-Za-z]\s*\}?\s*)\\timesx?", r"\1\\wedge "),  # a product of vectors
     (rf"\\(?:mathbf|mathit|boldsymbol|bm|pmb)\s*{BRACED}|\\(?:mathrm|vec)\s*\{{\s*([a-zA-Z])\s*\}}",
      r" \1\2 "),
     (r"^\\(?:boxed|fbox)\s*\{(.*)\}$", r"\1"),
@@ -149,21 +149,19 @@ def number(text: str) -> Fraction | None:
             return None
         result += top / bottom
     if match["repeated"]:
-        unit = Fraction(1, 10 ** len(part["fixed"].partition(".")[2]))  # of the last digit that is not repeated
+        unit = Fraction(1, 10 ** len(part["fixed"].partition(".")[2]))  # the last digit's that is not repeated
         result = Fraction(f"0{part['fixed']}0") + unit * int(part["repeated"]) / (10 ** len(part["repeated"]) - 1)
     return -result if match["sign"] == "-" else result
 
 
-UNITS = {name: short for short, names in {  # every spelling of a unit
-    "cm": "centimeter centimetre 厘米", "mm": "millimeter millimetre 毫米", "km": "kilometer kilometre 千米 公里",
-    "m": "meter metre 米", "kg": "kilogram 千克 公斤", "g": "gram 克", "mg": "milligram 毫克", "lb": "pound lbs",
-    "oz": "ounce", "ft": "feet foot", "yd": "yard", "mi": "mile", "in": "inche inch", "s": "second sec 秒",
-    "min": "minute 分钟", "h": "hour hr hrs 小时 时", "l": "liter litre 升", "ml": "milliliter millilitre 毫升",
-    "$": "dollar usd buck 美元", "deg": "degree 度", "%": "percent", "u": "unit", "mi/h": "mph", "km/h": "kph kmph",
-    "rad": "radian", "j": "joule", "n": "newton", "w": "watt", "v": "volt", "hz": "hertz", "people": "person 人",
-    "child": "children", "man": "men", "woman": "women", "mol": "mole", "day": "天 日", "week": "周", "year": "年",
-    **dict.fromkeys(re.findall(r"\w+", "month cent am pm euro sterling 元 岁 月 个月 分 吨 分米 公顷"), ""),
-}.items() for name in [short, *names.split()]}  # fmt: skip
+UNITS = {name: names.split()[0] for names in re.findall("[^,]+", """
+    cm centimeter centimetre 厘米, mm millimeter millimetre 毫米, km kilometer kilometre 千米 公里, m meter metre 米,
+    kg kilogram 千克 公斤, g gram 克, mg milligram 毫克, lb pound lbs, oz ounce, ft feet foot, yd yard, mi mile,
+    in inche inch, s second sec 秒, min minute 分钟, h hour hr hrs 小时 时, l liter litre 升,
+    ml milliliter millilitre 毫升, $ dollar usd buck 美元, deg degree 度, % percent, u unit, mi/h mph, km/h kph kmph,
+    rad radian, j joule, n newton, w watt, v volt, hz hertz, people person 人, child children, man men, woman women,
+    mol mole, day 天 日, week 周, year 年, month, cent, am, pm, euro, sterling, 元, 岁, 月, 个月, 分, 吨, 分米, 公顷
+""") for name in names.split()}  # fmt: skip
 COUNTED = r"[个只本块支张辆名位条棵件次种组页台间根颗盒箱袋朵套双](?![半十百千万亿])[\u4e00-\u9fff]*"  # 3个苹果
 # What says something about the value, behind it or on the left of "=": 7 dozens, 7 tenths, 7 more, half of x = 7
 NO_UNITS = {*SCALES, *WORDS, *re.findall(r"\w+", """
@@ -427,12 +425,12 @@ def quantity(text: str, is_apart: bool = False) -> Value | None:
         folded = words.casefold() if FOREIGN.search(words) else fold(words)
         plain = "".join(c if c.isalnum() or unicodedata.category(c)[0] == "M" else " " for c in folded)
         return ("words", re.sub(r"^(?:an?|the) (?=\w{3})", "", " ".join(plain.split()), flags=re.IGNORECASE))
-    found = QUANTITY.fullmatch(text)
-    number_text, unit_text = found.group("value", "unit") if found else ("", "")
-    if found and not ("circ" in unit_text and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", number_text)):
+    written = QUANTITY.fullmatch(text)
+    number_text, unit_text = written.group("value", "unit") if written else ("", "")
+    if written and not ("circ" in unit_text and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", number_text)):
         match parse_value(number_text.strip()):
             case ("number" | "formula" as kind, value, ""):
-                is_spaced = kind == "number" and text[found.start("unit") - 1].isspace()
+                is_spaced = kind == "number" and text[written.start("unit") - 1].isspace()
                 noun = unit_text.strip("()")
                 name = unit(noun, is_apart or is_spaced or "\\text" in noun)
                 is_noun = _is_text(noun, is_marked=False) and NO_UNITS.isdisjoint(noun.lower().split())

@@ -178,7 +178,7 @@ class OwnReward:
             raise WrongReturn(
                 f"{self.name} returned {result!r:.200} for {len(cases)} completions, not a list of that many"
             )
-        return [read_reward(0.0 if value is None else value, self.name) for value in results]  # TRL: it does not apply
+        return [read_reward(0.0 if value is None else value, self.name) for value in results]  # None in TRL: no score
 
 
 def read_reward(result: object, name: str) -> tuple[float, dict[str, float]]:

@@ -56,9 +56,12 @@ def reward_metrics(rollout: Rollout, group_size: int) -> Metrics:
     }
     if group_size > 1:
         metrics["reward/frac_groups_with_signal"] = (rewards_PG.max(axis=1) > rewards_PG.min(axis=1)).mean()
-    for kind, chosen_B in {"right": rollout.is_correct_B, "wrong": ~rollout.is_correct_B}.items():
+    by_outcome = {
+        "completion/tokens_right_mean": rollout.is_correct_B,
+        "completion/tokens_wrong_mean": ~rollout.is_correct_B,
+    }
+    for name, chosen_B in by_outcome.items():
         if chosen_B.any():
-            name = f"completion/tokens_{kind}_mean"
             metrics[name] = lengths_B[chosen_B].mean()
             metrics[f"{name}_stderr"] = stderr_of_mean(lengths_B[chosen_B], group_B[chosen_B])
     num_failed = sum(grade.is_failed for grade in rollout.grades)

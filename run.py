@@ -25,13 +25,15 @@ from typing import TYPE_CHECKING, TextIO
 import numpy as np
 import torch
 
-import report
 from batch import Metrics, Rollout, Sampled, Update, Work, own_logprobs
 from data import PromptData
 from flags import FLAGS, Recording
 from fsdp_utils import World, broadcast_from_main, end_if_requested
 from inputs.agreement import INPUTS, digests_of, versions
 from instruments.console import Console
+from instruments.curves import plot, seconds_of_phases
+from instruments.history import read_metrics
+from instruments.reference import judgement
 from instruments.rollout_files import Keeper, bytes_of_tokens, file_of
 from metrics import merge_updates, throughput
 from model.special_tokens import describe_tags
@@ -204,7 +206,7 @@ class Run:
         self.seconds, self.updates = {}, []
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON knows no nan
         self._append_to_log({"step": step, **finite})
-        self.console.tell_step(step, self.total_steps, metrics, report.seconds_of_phases(metrics))
+        self.console.tell_step(step, self.total_steps, metrics, seconds_of_phases(metrics))
         for remark in [*self.memory.remarks(memory), *self._remarks(metrics)]:
             self.say(remark)
 
@@ -224,7 +226,7 @@ class Run:
     def logged(self, step: int) -> Metrics:
         """The step's line of metrics.jsonl, the same on every rank; {} if there is none."""
         metrics = {}
-        for line in report.read_metrics(self.out_dir) if self.world.is_main else ():
+        for line in read_metrics(self.out_dir) if self.world.is_main else ():
             if line["step"] == step and not metrics:
                 metrics = {name: math.nan if x is None else x for name, x in line.items() if name != "step"}
         return broadcast_from_main(metrics)
@@ -331,11 +333,11 @@ class Run:
         """Draws curves.png; after the last step only when the run is over."""
         if self.world.is_main and (is_over or not self.is_last):
             with best_effort(str(self.out_dir / "curves.png"), ValueError):  # the log is damaged
-                report.plot(self.out_dir)
+                plot(self.out_dir)
 
     def judge(self) -> None:
         """Says whether a run of a documented set-up has reached the published figures; nothing of other runs."""
-        if self.world.is_main and (text := report.judgement(self.out_dir)):
+        if self.world.is_main and (text := judgement(self.out_dir)):
             self.say(text)
 
     def _append_to_log(self, record: dict[str, object]) -> None:

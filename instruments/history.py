@@ -105,3 +105,26 @@ def in_columns(rows: list[list[str]]) -> list[str]:
     """The rows as lines of text, their cells in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, float]]:
+    """The lines of metrics.jsonl by step, the last one of each; none without the file. ValueError: it is damaged."""
+    file = run_dir / "metrics.jsonl"
+    line_by_step = {}
+    for line in read_lines(file):
+        if type(line.get("step")) is not int:
+            raise ValueError(f"{file} is damaged: a line of it has no step")
+        for name, value in line.items():
+            if not isinstance(value, int | float | None):
+                raise ValueError(f"{file} is damaged: {name} is no number: {str(value)[:50]!r}")
+        line_by_step[line["step"]] = line
+    return [line_by_step[step] for step in sorted(line_by_step)]
+
+
+def read_run(run_dir: Path) -> History:
+    """The run as comparisons take it. Raises ValueError if the folder holds no step of a run."""
+    run = History(run_dir, read_config(run_dir), read_metrics(run_dir))
+    if not run.config or not run.lines:
+        missing = "metrics.jsonl with a step" if run.config else "config.json"
+        raise ValueError(f"{run_dir} is no run folder with results: it has no {missing}.")
+    return run

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from inputs.sources import name_of_source
-from instruments.history import History, in_columns
+from instruments.history import History, in_columns, read_config, read_run
 
 FOLDER = Path(__file__).parent.parent / "references"
 REACHED, NOT_REACHED, UNKNOWN = "reached", "not reached", "cannot be judged"
@@ -201,3 +201,10 @@ def row_of(judgement: Judgement) -> list[str]:
         condition = f"at least {low:.4g}"
     value = "-" if judgement.value is None else f"{judgement.value:.4g}"
     return [figure["what"], f"{figure['value']:.4g}", value, condition, judgement.verdict]
+
+
+def judgement(run_dir: Path) -> str:
+    """The verdict that a run of a documented set-up ends with; "" for any other run."""
+    config = read_config(run_dir)
+    name = None if config.get("replay") else belongs_to(config)
+    return report(name, read_run(run_dir)) if name else ""

@@ -44,12 +44,12 @@ from engine.options import engine_options
 from flags import EngineSettings, PromptFormat, Sampling
 from fsdp_utils import init_world
 from instruments.dry_run import config_of
+from instruments.history import read_metrics
 from instruments.plan_memory import CONTEXT, ENGINE_ASLEEP
 from model import head
 from model.attention import check_device, make_packing, packed_attention
 from model.packed import Segment
 from model.weights import open_weights
-from report import read_metrics
 from runtime.machine import check_compiler, check_driver
 from runtime.machine import check_gpu as check_one_gpu
 from servers.start import SERVER

@@ -28,7 +28,7 @@ from typing import BinaryIO
 import psutil
 import torch
 
-import report
+import run as run_records
 import servers.start
 
 ROOT = Path(__file__).parent.parent
@@ -96,7 +96,7 @@ class ForkedRank(subprocess.Popen):
 def run_fork(command: list[str], environment: dict[str, str], outputs: list[str], has_own_workers: bool) -> None:
     """In the new process."""
     if PICTURES not in environment:
-        report.plot = lambda _: None
+        run_records.plot = lambda _: None
     if not has_own_workers:  # the warm process is the fork server, too
         forkserver._forkserver.ensure_running = lambda: None
         servers.start.subprocess = SERVERS

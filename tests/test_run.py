@@ -25,9 +25,10 @@ from fsdp_utils import World
 from helpers import flags, lines, make_rollout
 from inputs.agreement import digest
 from instruments.console import console_line, duration
+from instruments.curves import seconds_of_phases
+from instruments.history import read_metrics
 from instruments.memory_watch import MemoryWatch
 from load_inputs import check_replayed, samples_of
-from report import read_metrics, seconds_of_phases
 from reward import Grade
 from run import Run, open_run_folder
 from runtime.files import DiskError

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import report
 from instruments.compare import common_steps, compare, margin_of_difference, t_quantile
-from instruments.history import History
+from instruments.history import History, read_run
 from instruments.page import describe, seed_groups
 from made_up_runs import write_completions, write_run
 
@@ -56,7 +55,7 @@ def runs_of(
 
 
 def said(a: list[Path], b: list[Path]) -> str:
-    return compare(*([report.history(run) for run in side] for side in (a, b)))
+    return compare(*([read_run(run) for run in side] for side in (a, b)))
 
 
 def test_it_is_said_that_b_is_better_or_worse_or_that_no_difference_can_be_seen(tmp_path):

@@ -12,7 +12,7 @@ from flags import Recording
 from helpers import ENVIRONMENT, flags, said
 from inputs.checks import check_flags
 from instruments.console import Console
-from report import seconds_of_phases
+from instruments.curves import seconds_of_phases
 from runtime.start import note_reason, tell_end
 
 TIMES = {"time/sample_s": 1.0, "time/rollout_tail_s": 0.5, "time/step_s": 2.0}

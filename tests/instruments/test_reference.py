@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-import report
 from helpers import ROOT
 from inputs.command_line import parse_flags
-from instruments.history import History
-from instruments.reference import SAMPLING, belongs_to, judge, load, names, published_curves
+from instruments.history import History, read_run
+from instruments.reference import SAMPLING, belongs_to, judge, judgement, load, names, published_curves, report
 from made_up_runs import write_completions, write_run
 from test_setups import launched
 
@@ -84,7 +83,7 @@ def gsm8k_run(folder: Path, before: float = 0.563, after: float = 0.861, last: i
 
 def judged(run: Path, name: str) -> dict[str, tuple[str, str]]:
     """Figure -> (verdict, why it cannot be judged)."""
-    return {each.figure["what"]: (each.verdict, each.reason) for each in judge(load(name), report.history(run))}
+    return {each.figure["what"]: (each.verdict, each.reason) for each in judge(load(name), read_run(run))}
 
 
 @pytest.mark.parametrize(("changes", "before", "after", "overall"), [
@@ -99,7 +98,7 @@ def judged(run: Path, name: str) -> dict[str, tuple[str, str]]:
 def test_a_run_is_judged_by_what_was_published(tmp_path, changes, before, after, overall):
     run = gsm8k_run(tmp_path, **changes)
     assert judged(run, GSM8K) == {BEFORE: before, AFTER: after}
-    said = report.judgement(run)
+    said = judgement(run)
     if overall is None:
         assert said == "", "nothing is said at the end of a run of one's own"
         return
@@ -110,20 +109,20 @@ def test_a_run_is_judged_by_what_was_published(tmp_path, changes, before, after,
 
 def test_what_was_not_published_or_not_measured_or_is_a_replay_cannot_be_judged(tmp_path):
     run = gsm8k_run(tmp_path / "model", model="Qwen/Qwen2.5-14B-Instruct")
-    assert f"{UNKNOWN}: nothing is published for --model Qwen/Qwen2.5-14B-Instruct" in report.judgement(run)
+    assert f"{UNKNOWN}: nothing is published for --model Qwen/Qwen2.5-14B-Instruct" in judgement(run)
     run = write_run(tmp_path / "qwq", config_of("qwq32b_8xh100"), [{"step": 1}])
-    assert f"{UNKNOWN}: the source gives no figure" in report.judgement(run)
+    assert f"{UNKNOWN}: the source gives no figure" in judgement(run)
     run = write_run(tmp_path / "lost", config_of(GSM8K), [{"step": 0}, {"step": 116, "eval/gsm8k_test/avg@1": 0.9}])
     assert "problems not known, not 1319" in judged(run, GSM8K)[AFTER][1]
     assert judged(run, GSM8K)[BEFORE] == (UNKNOWN, "metrics.jsonl has no eval/*/avg@1 at step 0")
     with pytest.raises(ValueError, match="is a replay: .*judge that"):
-        report.reference.report(GSM8K, History(tmp_path, {"replay": "runs/x"}, [{"step": 1}]))
+        report(GSM8K, History(tmp_path, {"replay": "runs/x"}, [{"step": 1}]))
 
 
 def test_a_figure_over_steps_takes_their_mean_and_bears_a_null(tmp_path):
     records = [{"step": step, "reward/mean": 0.3 if step % 2 else 0.4} for step in range(1, 151)]
     records[130]["reward/mean"] = None
-    run = report.history(write_run(tmp_path, config_of(DAPO), records))
+    run = read_run(write_run(tmp_path, config_of(DAPO), records))
     (found,) = [each for each in judge(load(DAPO), run) if each.figure["what"] == "reward, steps 120 to 150"]
     assert found.verdict == "reached" and found.value == pytest.approx((16 * 0.4 + 14 * 0.3) / 30), "0.315 or more"
 
@@ -152,7 +151,7 @@ def test_figures_of_an_evaluation_are_read_from_the_best_checkpoint(tmp_path):
 def test_what_was_published_of_another_method_is_shown_and_not_judged(tmp_path):
     write_run(tmp_path, config_of(TULU), [{"step": 223}])
     results(tmp_path / "eval" / "step_223" / "x", "gsm8k_test", 0.9)
-    said = report.judgement(tmp_path)
+    said = judgement(tmp_path)
     assert f"against {TULU}: {UNKNOWN}\n" in said and "the source trains by PPO" in said
     assert re.search(r"^GSM8K, after training +0\.876 +0\.9 +- +cannot be judged$", said, re.MULTILINE)
 

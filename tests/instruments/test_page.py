@@ -114,7 +114,7 @@ def test_runs_that_differ_by_their_seed_alone_are_one_group():
 
 
 def test_training_does_not_pay_for_the_page():
-    program = "import sys, report; print(sys.modules.keys() & {'pyarrow', 'matplotlib', 'instruments.page'})"
+    program = "import sys, run; print(sys.modules.keys() & {'pyarrow', 'matplotlib', 'instruments.page'})"
     assert said([sys.executable, "-c", program]) == "set()\n"
 
 

@@ -27,7 +27,7 @@ from batch import Completion, OnFinished, Row
 from data import UnusableRow, render
 from flags import Grading, PromptFormat, Sampling, TurnLimits
 from grading import Grade
-from grading.episode import Environments, Messages, Reply, Turn, columns_for
+from grading.episode import Environments, Messages, Turn, columns_for
 from grading.pool import Outcome
 from runtime.progress import progress
 from runtime.stall import beat
@@ -186,7 +186,7 @@ class Turns:
 
     def end_reply(self, episode: Episode, outcome: Outcome, sampling: Sampling) -> Next:
         """Takes up the reply."""
-        reply: Reply | None = outcome.value
+        reply = outcome.value
         if reply is None:
             episode.grade = Grade(0.0, outcome.status)
             return Next.END
@@ -221,9 +221,9 @@ class Turns:
         """
         ready = [self.begin(row) for row in rows]  # for their next turns
         episodes = {episode.number: (i, episode) for i, episode in enumerate(ready)}
-        requests: dict[int, Episode] = {}  # unfinished turns, by the engine's number
-        due: dict[int, int] = {}  # number of an episode -> step of the engine that takes its reply up
-        self.outcomes: dict[int, Outcome] = {}  # number of an episode -> its reply, not yet taken up
+        requests = {}  # number of a request -> the episode whose turn it samples
+        due = {}  # number of an episode -> step of the engine that takes its reply up
+        self.outcomes = {}  # number of an episode -> its reply, not yet taken up
         self.is_late, step = False, 0
         with progress(description, total=len(rows), shown_after=0.0) as bar:
             while (ready or requests or due) and not engine.is_abandoned():

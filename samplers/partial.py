@@ -124,7 +124,7 @@ class PartialSampler(Sampler):
 
         Groups that were finished in an earlier step come first. Those that are waited for have a place kept for them.
         """
-        chosen: list[Group] = []
+        chosen = []
         before = [group for group in groups if group.is_finished]
         finished = itertools.chain(before, self.sample_on(groups, version, lambda: len(chosen) == len(places)))
         with progress("groups", total=len(places), shown_after=0.0) as bar:
@@ -148,7 +148,7 @@ class PartialSampler(Sampler):
         """Groups as they are finished, until it is enough; then the engine gives back what it has of the others."""
         if is_enough():
             return
-        unfinished: list[tuple[Group, Completion]] = []
+        unfinished = []
         for group in groups:
             unfinished += [(group, x) for x in group.completions if x.finish_reason is None]
         rows = [group.row for group, _ in unfinished]

@@ -45,7 +45,7 @@ TOKENS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")  # vLLM's 
 
 
 class ServerFault(Exception):
-    """A server has said or done something else than it was asked to."""
+    """A server has answered or done something else than it was asked to."""
 
 
 class Taken(ServerFault):
@@ -153,7 +153,7 @@ def read_completion(content: bytes, prompt: list[int], most_tokens: int, run: st
         raise ServerFault(f"a completion of {len(token_ids)} tokens")
     if [token.token_id for token in logprobs] != token_ids:
         raise ServerFault("the log-probs are not those of its tokens")
-    versions: list[int] = []
+    versions = []
     for span in choice.weight_versions:
         if span.start == len(versions):
             versions += [weights_of_run(span.version, run)] * (span.end - span.start)
@@ -264,12 +264,12 @@ class Fleet:
 
     def _dispatch(self) -> None:
         """Gives what is pending to the servers with the fewest unfinished requests."""
-        while self.pending and self.phase == "open":
-            free = [server for server in self._not_lost() if len(server.requests) < self.most]
-            if not free:
+        servers = self._not_lost()
+        while self.pending and servers and self.phase == "open":
+            server = min(servers, key=lambda server: len(server.requests))
+            if len(server.requests) >= self.most:
                 return
             request = self.pending.pop(0)
-            server = min(free, key=lambda server: len(server.requests))
             task = self._start(self._or_lose(server, self._complete(server, request)))
             server.requests[task] = request
 

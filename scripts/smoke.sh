@@ -16,6 +16,8 @@ OUT_DIR=$(mktemp -d "$folder/run_XXXXXX")
 longest=100 tp=1 ranks=2
 if [ "$name" = qwen25vl72b_lora_8xa100 ]; then
     longest=900 tp=2 # room for an image of the script's --max_pixels; one prompt a step needs one engine
+elif [ "$name" = qwen3_8b_sciknoweval_4gpu ]; then
+    longest=400 # its system prompt
 elif [[ $name = *_1gpu || $name = *_speedrun ]]; then
     ranks=1
 fi

@@ -45,6 +45,8 @@ QWEN_VL = (
 )
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 DEEPSEEK_TOKENS = ("<|begin|>", "<|User|>", "<|Assistant|>")
+# Qwen3: a thought that the template has closed
+NOT_THINKING = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
 THINK = "<think>\n"  # QwQ and the distilled models: the template has opened it before the model says a word
 
 
@@ -72,7 +74,7 @@ SETUPS = {
     "qwen3_0.6b_math_speedrun": Setup("boxed", (40, 8), CHATML, "<|endoftext|>"),
     "qwen3_0.6b_reverse_text_1gpu": Setup("reverse", (40, 0), CHATML),
     "tulu3.1_8b_grpo_8gpu": Setup("rlvr", (180, 0), TULU, "<|end_of_text|>", ("<|begin_of_text|>",)),
-    "qwen3_8b_sciknoweval_4gpu": Setup("choice", (70, 8), CHATML),
+    "qwen3_8b_sciknoweval_4gpu": Setup("choice", (70, 8), CHATML + NOT_THINKING),
 }
 
 

@@ -16,7 +16,9 @@ OUT_DIR=$(mktemp -d "$folder/run_XXXXXX")
 longest=100 tp=1 ranks=2
 if [ "$name" = qwen25vl72b_lora_8xa100 ]; then
     longest=900 tp=2 # room for an image of the script's --max_pixels; one prompt a step needs one engine
-elif [[ $name = *_1gpu ]]; then
+elif [ "$name" = qwen3_8b_sciknoweval_4gpu ]; then
+    longest=400 # its system prompt
+elif [[ $name = *_1gpu || $name = *_speedrun ]]; then
     ranks=1
 fi
 export NNODES=1 NGPU=${NGPU:-$ranks} TP=${TP:-$tp} MODEL=$folder/model DATA=$folder/data OUT_DIR
@@ -27,6 +29,7 @@ export EVAL_DATA=$DATA@test # of the scripts that evaluate on another data set t
 ARGS=(
     --max_prompt_tokens "$longest"
     --max_completion_tokens 8
+    --eval_max_completion_tokens 8
 )
 if [ "$NUM_GPUS" -eq 0 ] && ! grep --quiet 'param_dtype bfloat16' "$script"; then
     ARGS+=(--dtype float32) # CPUs without bfloat16 of their own emulate it: many times slower

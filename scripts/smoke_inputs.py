@@ -45,6 +45,8 @@ QWEN_VL = (
 )
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 DEEPSEEK_TOKENS = ("<|begin|>", "<|User|>", "<|Assistant|>")
+# Qwen3: a thought that the template has closed
+NOT_THINKING = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
 THINK = "<think>\n"  # QwQ and the distilled models: the template has opened it before the model says a word
 
 
@@ -69,6 +71,10 @@ SETUPS = {
     "qwen2.5_3b_gsm8k_lora_1gpu": Setup("gsm8k", (130, 8), CHATML),
     "distill_1gpu": Setup("gsm8k", (384, 8), CHATML, has_teacher=True),
     "qwen3_4b_dapo_8gpu": Setup("dapo", (40, 8), CHATML, "<|endoftext|>", ("<|im_start|>", "<|im_end|>")),
+    "qwen3_0.6b_math_speedrun": Setup("boxed", (40, 8), CHATML, "<|endoftext|>"),
+    "qwen3_0.6b_reverse_text_1gpu": Setup("reverse", (40, 0), CHATML),
+    "tulu3.1_8b_grpo_8gpu": Setup("rlvr", (180, 0), TULU, "<|end_of_text|>", ("<|begin_of_text|>",)),
+    "qwen3_8b_sciknoweval_4gpu": Setup("choice", (70, 8), CHATML + NOT_THINKING),
 }
 
 
@@ -89,6 +95,9 @@ def row_of(schema: str, i: int) -> dict[str, object]:
             "constraint_type": None, "constraint": None, **(of_third if i % 3 == 2 else {}),
         },
         "math12k": {"problem": question, "answer": answer},
+        "boxed": {"problem": question, "answer": answer, "must_box": True},
+        "reverse": {"prompt": question},
+        "choice": {"system": "Give the letter.", "prompt": question, "answer": "ABCD"[i % 4]},
         "numina_tir": {
             "problem": question, "solution": boxed, "messages": [*user, {"role": "assistant", "content": boxed}],
         },
@@ -135,7 +144,7 @@ def make_config(setup: Setup, tokenizer: PreTrainedTokenizerFast) -> PretrainedC
         "hidden_size": 128,  # so that a head has 32, the least that the engine knows
         "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "max_position_embeddings": 512,
-        "tie_word_embeddings": setup.schema in ("gsm8k", "dapo"),  # as the small originals
+        "tie_word_embeddings": setup.schema in ("gsm8k", "dapo", "boxed", "reverse"),  # as the small originals
         "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }  # fmt: skip
@@ -151,7 +160,7 @@ def make_config(setup: Setup, tokenizer: PreTrainedTokenizerFast) -> PretrainedC
         rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
         rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 256}
         return transformers.LlamaConfig(**sizes, rope_parameters=rope)
-    if setup.schema == "dapo":
+    if setup.schema in ("dapo", "boxed", "reverse", "choice"):
         return transformers.Qwen3Config(**sizes, head_dim=64)  # not hidden size / heads, as the original's
     return transformers.Qwen2Config(**sizes)
 

@@ -62,12 +62,41 @@ DOCUMENTED = {  # of the algorithm and the optimizer, what the sources say, see 
         "warmup_ratio": 0.0, "weight_decay": 0.1, "adam_beta2": 0.98, "head_dtype": "float32", "reward": "math",
         "param_dtype": "float32", "lora_rank": 0, "prompt_suffix": "", "stop_tokens": ["<|im_end|>"],
     },
+    "qwen3_0.6b_math_speedrun": {
+        "prompts_per_step": 1, "shuffle": "off", "prompt_format": "raw", "advantage": "grpo", "advantage_ddof": 1,
+        "advantage_eps": 1e-4, "policy_loss": "reinforce", "loss_aggregation": "seq_mean_token_sum_norm",
+        "loss_constant_tokens": 1, "kl_coef": 0.0, "learning_rate": 1e-5, "lr_schedule": "constant",
+        "weight_decay": 0.01, "max_grad_norm": 1.0, "temperature": 0.8, "eval_temperature": [0.0],
+        "reward": "docs/rewards/boxed_math.py:score",
+    },
+    "qwen3_0.6b_reverse_text_1gpu": {
+        "prompts_per_step": 8, "advantage": "dr_grpo", "policy_loss": "dppo", "clip_low": 0.2, "clip_high": 0.2,
+        "old_logprobs": "rollout", "loss_aggregation": "token_mean", "kl_coef": 0.0, "learning_rate": 3e-6,
+        "lr_schedule": "constant", "weight_decay": 0.01, "max_grad_norm": 1.0, "temperature": 1.0,
+        "eval_samples": [3], "reward": "docs/rewards/reversed_text.py:score",
+    },
+    "tulu3.1_8b_grpo_8gpu": {
+        "prompts_per_step": 64, "prompts_per_update": 32, "reward": "@dataset", "truncated": "zero",
+        "temperature": 1.0, "kl_coef": 0.01, "kl_estimator": "k3", "kl_clamp": 0.0, "advantage": "grpo",
+        "advantage_ddof": 0, "advantage_eps": 1e-8, "policy_loss": "reinforce", "learning_rate": 5e-7,
+        "lr_schedule": "constant", "weight_decay": 0.0, "steps_ahead": 1, "rollout_correction": "none",
+    },
+    "qwen3_8b_sciknoweval_4gpu": {
+        "prompts_per_step": 32, "prompts_per_update": 8, "advantage": "dr_grpo", "policy_loss": "clip",
+        "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "kl_coef": 0.0, "loss_aggregation": "token_mean",
+        "rollout_correction": "token_truncate", "rollout_correction_max": 2.0, "learning_rate": 1e-5,
+        "lr_schedule": "constant", "warmup_ratio": 0.00564972, "weight_decay": 0.01, "eval_samples": [16],
+        "eval_temperature": [0.6], "eval_top_p": [0.95], "template_args": ["enable_thinking=false"],
+        "reward": "docs/rewards/sciknoweval.py:letter",
+    },
 }  # fmt: skip
 SAID = {  # the first line of the run; the data of a smoke run have other numbers of rows
     "qwq32b_8xh100": (16, 5, 80, 4, 32, 480), "deepseek32b_lora_8gpu": (8, 8, 64, 1, 125, 375),
     "qwen25vl72b_lora_8xa100": (1, 8, 8, 1, 1000, 1000), "tulu8b_rlvr_7plus1": (14, 16, 224, 1, 1, 44642),
     "qwen7b_simplerl_2x8xh100": (16, 8, 128, 4, 64, 100), "qwen2.5_3b_gsm8k_lora_1gpu": (16, 5, 80, 1, 8, 8),
     "qwen3_4b_dapo_8gpu": (8, 16, 128, 1, 5, 150), "distill_1gpu": (1, 1, 1, 1, 384, 1000),
+    "qwen3_0.6b_math_speedrun": (1, 8, 8, 1, 40, 50), "qwen3_0.6b_reverse_text_1gpu": (8, 16, 128, 1, 5, 20),
+    "tulu3.1_8b_grpo_8gpu": (16, 16, 256, 2, 11, 7812), "qwen3_8b_sciknoweval_4gpu": (16, 8, 128, 4, 4, 1770),
 }  # fmt: skip
 SENTENCE = "{} prompts? x {} = {} completions? a step, {} updates? a step, {} steps? an epoch, {} steps? in all"
 MOST = 16  # prompts a step of a smoke run; the dry run has them all
@@ -75,6 +104,8 @@ LIMITS = {  # prompt, completion; shortened in a smoke run
     "qwq32b_8xh100": (2048, 2048), "deepseek32b_lora_8gpu": (1024, 2080), "qwen25vl72b_lora_8xa100": (6144, 2048),
     "tulu8b_rlvr_7plus1": (2048, 2048), "qwen7b_simplerl_2x8xh100": (1024, 8192),
     "qwen2.5_3b_gsm8k_lora_1gpu": (512, 1024), "qwen3_4b_dapo_8gpu": (2048, 8192), "distill_1gpu": (512, 256),
+    "qwen3_0.6b_math_speedrun": (1024, 512), "qwen3_0.6b_reverse_text_1gpu": (1024, 128),
+    "tulu3.1_8b_grpo_8gpu": (2048, 2048), "qwen3_8b_sciknoweval_4gpu": (2048, 8192),
 }  # fmt: skip
 PLANNED = {  # the dry run's numbers, with the data's real number of rows
     "qwq32b_8xh100": {"steps_per_epoch": 23, "total_steps": 345, "total_updates": 1380, "completions_per_step": 2560},
@@ -90,6 +121,11 @@ PLANNED = {  # the dry run's numbers, with the data's real number of rows
                      "trainable_parameters": 1_089_536},
     "qwen3_4b_dapo_8gpu": {"total_steps": 150, "total_updates": 150, "completions_per_step": 128,
                            "parameters": 4_022_468_096},
+    "qwen3_0.6b_math_speedrun": {"total_steps": 50, "total_updates": 50, "completions_per_step": 8,
+                                 "parameters": 596_049_920},
+    "qwen3_0.6b_reverse_text_1gpu": {"total_steps": 20, "completions_per_step": 128, "parameters": 596_049_920},
+    "tulu3.1_8b_grpo_8gpu": {"total_steps": 1953, "total_updates": 3906, "completions_per_step": 1024},
+    "qwen3_8b_sciknoweval_4gpu": {"total_steps": 1770, "total_updates": 7080, "completions_per_step": 256},
 }  # fmt: skip
 
 

@@ -1,0 +1,14 @@
+"""How much of the text is reversed, as in the reverse-text environment of PrimeIntellect's verifiers.
+
+--reward docs/rewards/reversed_text.py:score --answer_column prompt: the answer is the text that is to be reversed. The
+reward is the share of characters, from 0 to 1, that the first <reversed_text> has in common with it, by difflib.
+"""
+
+import re
+from difflib import SequenceMatcher
+
+
+def score(completion, answer):
+    found = re.search("<reversed_text>(.*?)</reversed_text>", completion, re.DOTALL)
+    said = found[1].strip() if found else ""
+    return SequenceMatcher(None, said, answer[::-1]).ratio()

@@ -1,7 +1,7 @@
 """Data: source -> records -> rows. A row carries its prompt, so a prompt cannot come apart from its answer.
 
-Records are read in `inputs/sources.py`. Read `PromptData.load` first, then `make_row`; `indices_of_step` says which
-rows a step draws. `python scripts/show_data.py` shows data before training.
+Records are read in `inputs/sources.py`. Read from the top: `PromptData.load` loads a source, `indices_of_step` says
+which rows a step draws, `make_row` makes a row. `python scripts/show_data.py` shows data before training.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
+from itertools import chain
 
 import numpy as np
 from jinja2 import TemplateError
@@ -34,232 +35,6 @@ HINT = "\n\nHere is a reference solution:\n{}\n\nAfter understanding it, solve t
 
 class UnusableRow(Exception):
     """A value cannot be used: the row is excluded and listed. A missing column raises ValueError instead."""
-
-
-def _look_up(record: Record, column: str, flag: str) -> object:
-    """The value of this column, or else at this dotted path; None if an object on the path is null."""
-    value: object = record.columns
-    for key in [column] if column in record.columns else column.split("."):
-        if not isinstance(value, dict) or key not in value:
-            objects = {name: inner for name, inner in record.columns.items() if isinstance(inner, dict)}
-            names = [*record.columns, *(f"{name}.{key}" for name, inner in objects.items() for key in inner)]
-            found = ", ".join(map(repr, names)) or "none"
-            raise ValueError(f"{record.where}: no column {column!r} ({flag}); this row has {found}.")
-        value = value[key]
-        if value is None:
-            break
-    return value
-
-
-def _text(value: object, name: str) -> str:
-    """The value. Raises UnusableRow if it is no text, blank, or has invalid characters."""
-    if not isinstance(value, str):
-        raise UnusableRow(f"{name} is {'null' if value is None else f'{value!r:.60}, no text'}")
-    if not value.strip():
-        raise UnusableRow(f"{name} is blank")
-    if re.search("[\ud800-\udfff]", value):  # half a surrogate pair, which JSON can escape
-        raise UnusableRow(f"{name} has invalid characters")
-    return value
-
-
-def _spelled_messages(value: object, name: str) -> object:
-    """The messages that a text spells as JSON or Python, not NumPy; any other value as it is."""
-    form = r"\s*(array\()?[\s\[]*\{.*['\"]role['\"]\s*:.*[\]})]\s*"
-    if not isinstance(value, str) or not re.fullmatch(form, value, re.DOTALL):
-        return value
-    for read in (json.loads, ast.literal_eval):
-        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            return read(value.strip())
-    raise UnusableRow(f"{name} spells messages, but neither as JSON nor as Python: {value!r:.60}")
-
-
-def _messages(value: object, name: str, prompt_format: PromptFormat) -> Messages:
-    """The conversation with suffix and system prompt; the latter takes the place of the data's own."""
-    value = _spelled_messages(value, name)
-    messages = value if isinstance(value, list) else [{"role": "user", "content": _text(value, name)}]
-    if not messages or not all(isinstance(message, dict) for message in messages):
-        raise UnusableRow(f"{name} is no list of messages")
-    # Without the nulls that parquet files add; a new dictionary each, because the row's columns stay as read.
-    messages = [{key: part for key, part in message.items() if part is not None} for message in messages]
-    for message in messages:
-        if not {"role", "content"} <= message.keys():
-            raise UnusableRow(f"{name}: a message has {', '.join(message) or 'nothing'}; needed are role and content")
-        _text(message["role"], f"{name}: a role")
-        _text(message["content"], f"{name}: the content of a message")
-    if messages[-1]["role"] != "user":
-        raise UnusableRow(f"{name}: the last message is not the user's, but of {messages[-1]['role']!r}")
-    messages[-1]["content"] += prompt_format.prompt_suffix
-    if prompt_format.system_prompt is None:
-        return messages
-    system = {"role": "system", "content": prompt_format.system_prompt}
-    return [system, *(message for message in messages if message["role"] != "system")]
-
-
-def _answer(value: object, name: str, several: str) -> str:
-    """The value as text, see `grading.key_text`. Raises UnusableRow."""
-    is_number = type(value) is int or (isinstance(value, float) and math.isfinite(value))  # True is no number
-    try:
-        return _text(key_text(value, several) if is_number or isinstance(value, (str, list, dict)) else value, name)
-    except (TypeError, ValueError) as error:  # bytes or dates in it; an empty list
-        raise UnusableRow(f"{name}: {error}") from None
-
-
-def _place_images(messages: Messages, num_images: int) -> None:
-    """Each `<image>` in the user's texts becomes an image part. Without any, the images come first in the last text."""
-    num_markers = sum(message["content"].count(IMAGE) for message in messages if message["role"] == "user")
-    if num_markers not in (0, num_images):
-        hint = "" if num_images else "; --image_column names their column"
-        raise UnusableRow(f"{num_markers} {IMAGE} in the text, but {num_images or 'no'} images{hint}")
-    if not num_markers:
-        messages[-1]["content"] = IMAGE * num_images + messages[-1]["content"]
-    for message in messages:
-        if message["role"] == "user" and IMAGE in message["content"]:
-            pieces = [piece for piece in re.split(f"({IMAGE})", message["content"]) if piece]
-            parts = [{"type": "image"} if piece == IMAGE else {"type": "text", "text": piece} for piece in pieces]
-            message["content"] = parts
-
-
-def render(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenizer, continues: bool = True) -> str:
-    """The text of the messages, which the model continues if it is its turn. Raises UnusableRow."""
-    if prompt_format.prompt_format == "chat":
-        variables = template_variables(prompt_format, tokenizer) | {"tools": tool_schemas(prompt_format.tools)}
-        if prompt_format.today:
-            variables["strftime_now"] = datetime.fromisoformat(prompt_format.today).strftime
-        try:
-            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=continues, **variables)
-        except (TemplateError, TypeError) as error:
-            raise UnusableRow(f"the chat template refuses it ({error})") from None
-    if len(messages) > 1:
-        raise UnusableRow(f"{len(messages)} messages need --prompt_format chat")
-    return messages[0]["content"]
-
-
-@lru_cache(maxsize=8)
-def tool_schemas(tools: str | None) -> list[dict[str, object]] | None:
-    """The schemas of the functions for the chat template, from their type hints and docstrings. Raises ValueError."""
-    if not tools:
-        return None
-    try:
-        return [get_json_schema(load_function(*each.rpartition(":")[::2])) for each in tools.split(",")]
-    except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything
-        raise ValueError(f"--tools {tools}: {type(error).__name__}: {error}") from None
-
-
-WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false", "none": "null"}  # of YAML, Python -> of JSON
-
-
-def template_value(text: str) -> object:
-    """The boolean, null or number that the text spells in Python, JSON or YAML; else the text."""
-    with suppress(ValueError):
-        value = json.loads(WORDS.get(text.lower(), text.lower()))
-        return value if isinstance(value, int | float | None) else text
-    return text
-
-
-def template_variables(prompt_format: PromptFormat, tokenizer: Tokenizer) -> dict[str, object]:
-    """The values of --template_args. Raises ValueError for what the template ignores."""
-    variables: dict[str, object] = {}
-    for given in prompt_format.template_args:
-        name, is_there, value = given.partition("=")
-        is_set_here = name in ("messages", "tools", "add_generation_prompt", "tokenize", "strftime_now")
-        if not is_there or is_set_here or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
-            needed = "give NAME=VALUE, with a variable that the chat template of --model has and that is not set here"
-            raise ValueError(f"--template_args {given}: {needed}.")
-        value = template_value(value)
-        asks_boolean = rf"\b{re.escape(name)}\s+is\s+(not\s+)?(true|false)\b"  # which no number is
-        is_boolean = value in (0, 1) and re.search(asks_boolean, str(tokenizer.chat_template))
-        variables[name] = bool(value) if is_boolean else value
-    return variables
-
-
-def describe_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> list[str]:
-    """Lines for the log: the variables that the chat template gets beside the messages, with their types."""
-    variables = template_variables(prompt_format, tokenizer).items()
-    lines = [f"template: {name} = {value!r} ({type(value).__name__})" for name, value in variables]
-    if prompt_format.today and prompt_format.prompt_format == "chat" and "strftime_now" in str(tokenizer.chat_template):
-        lines.append(f"template: its date is that of the first start, {prompt_format.today}")
-    return lines
-
-
-def check_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
-    """Raises ValueError for a missing chat template, and for flags that need one."""
-    if prompt_format.prompt_format == "chat" and tokenizer.chat_template is None:
-        base = "a base model may want --prompt_format raw, which gives it the text as it is"
-        raise ValueError(f"--prompt_format chat: the tokenizer of --model has no chat template; {base}.")
-    template_variables(prompt_format, tokenizer)
-    for flag in ("system_prompt", "image_column", "template_args", "tools"):
-        value = getattr(prompt_format, flag)
-        if value not in (None, ()) and prompt_format.prompt_format != "chat":
-            raise ValueError(f"--{flag} {value!r} needs --prompt_format chat and a tokenizer with a chat template.")
-    question = [{"role": "user", "content": "?"}]
-    without = replace(prompt_format, tools=None)
-    if prompt_format.tools and render(question, prompt_format, tokenizer) == render(question, without, tokenizer):
-        raise ValueError(f"--tools {prompt_format.tools}: the chat template of --model shows no tools.")
-
-
-def check_vocabulary(tokenizer: Tokenizer, other: Tokenizer, path: str) -> None:
-    """Raises ValueError unless both have the same token at every id. `path`: of the other, given by --reference."""
-    own, others = ({i: token for token, i in each.get_vocab().items()} for each in (tokenizer, other))
-    for i in sorted(own | others):
-        if own.get(i) != others.get(i):
-            tokens = f"token {i} is {others.get(i)!r} there and {own.get(i)!r} in --model"
-            raise ValueError(f"--reference {path}: {tokens}; use a model with the same vocabulary.")
-
-
-def hinted_ids(record: Record, form: PromptFormat, tokenizer: Tokenizer, column: str | None) -> np.ndarray | None:
-    """The tokens of the prompt with the hint of this column between problem and suffix; None without a column."""
-    if column is None:
-        return None
-    text = HINT.format(_text(_look_up(record, column, "--hint_column"), f"column {column!r}"))
-    try:
-        return make_row(record, replace(form, prompt_suffix=text + form.prompt_suffix), tokenizer).ids
-    except UnusableRow as reason:
-        raise UnusableRow(f"with the hint of column {column!r}: {reason}") from None
-
-
-def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, vision: Vision | None = None) -> Row:
-    """The row of a record. Raises UnusableRow for a value, ValueError for a missing column."""
-    where, columns, folder = record
-    column = prompt_format.prompt_column
-    messages = _messages(_look_up(record, column, "--prompt_column"), f"column {column!r}", prompt_format)
-    tokens = template_tokens(tokenizer) if prompt_format.prompt_format == "chat" else ()
-    if held := [token for token in tokens if any(token in message["content"] for message in messages)]:
-        written = f"{held[0]!r}, which the chat template writes itself"
-        if held[0] in (prompt_format.system_prompt or ""):
-            raise ValueError(f"--system_prompt holds {written}; give the text without it.")
-        raise UnusableRow(f"column {column!r} holds {written}; give --prompt_format raw, or another --prompt_column")
-    answer = ""
-    if column := prompt_format.answer_column:
-        value = _look_up(record, column, "--answer_column")
-        answer = _answer(value, f"column {column!r}", prompt_format.list_answers)
-    encoded: tuple[bytes, ...] = ()
-    if column := prompt_format.image_column:
-        try:
-            encoded = encoded_images(_look_up(record, column, "--image_column"), folder)
-        except UnreadableImage as error:
-            raise UnusableRow(f"column {column!r} cannot be read as an image ({str(error)[:200]})") from None
-        columns = {name: value for name, value in columns.items() if name != column}  # each reward call would carry it
-    _place_images(messages, len(encoded))
-    text = render(messages, prompt_format, tokenizer)
-    # A chat template writes its own special tokens; a bare prompt gets the tokenizer's, unless it begins with the BOS.
-    has_special_tokens = prompt_format.prompt_format == "chat" or text.startswith(tokenizer.bos_token or "\0")
-    ids = np.array(tokenizer(text, add_special_tokens=not has_special_tokens)["input_ids"], dtype=np.int32)
-    images = None
-    if vision is not None and (encoded or vision.image_token in ids):
-        try:
-            images = find_images(vision, encoded, ids)
-        except ValueError as error:
-            raise UnusableRow(str(error)) from None
-    return Row(messages, answer, columns, where, encoded, text, ids if images is None else images.prompt, images)
-
-
-# Order: which rows a step draws ---------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=8)
-def order_of_epoch(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    """The row indices that epoch 0, 1, ... draws, in order."""
-    return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
 
 @dataclass(frozen=True)
@@ -288,35 +63,44 @@ class PromptData:
         Raises ValueError or FileNotFoundError if the source or a column is not there, or no row is left.
         """
         check_template(prompt_format, tokenizer)
-        rows, excluded = [], []
+        kept, lengths, excluded = [], [], []
+        limit = prompt_format.max_prompt_tokens
         for record in progress(f"read {source}", items=read_records(source, seed, is_shuffled)):
             try:
                 row = make_row(record, prompt_format, tokenizer, vision)
-                rows.append(replace(row, hinted_ids=hinted_ids(record, prompt_format, tokenizer, hint_column)))
+                if hint_column:
+                    row = replace(row, hinted_ids=hinted_ids(record, prompt_format, tokenizer, hint_column))
             except UnusableRow as reason:
                 excluded.append((record.where, str(reason)))
-        limit = prompt_format.max_prompt_tokens
-        lengths = [max(len(row.ids), 0 if row.hinted_ids is None else len(row.hinted_ids)) for row in rows]
-        kept = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
-        if rows and not kept:
-            shortest = f"--max_prompt_tokens {limit}; the shortest has {min(lengths)} tokens"
-            raise ValueError(f"data {source!r}: all {len(rows)} prompts are longer than {shortest}.")
-        return PromptData(name_of_source(source), kept, len(rows) - len(kept), excluded, is_shuffled)
-
-    def exclude(self, reasons: dict[int, str]) -> PromptData:
-        """The data without the rows of these indices, which join `excluded`."""
-        excluded = self.excluded + [(self.rows[i].where, reason) for i, reason in sorted(reasons.items())]
-        return replace(self, rows=[row for i, row in enumerate(self.rows) if i not in reasons], excluded=excluded)
+                continue
+            lengths.append(len(row.ids) if row.hinted_ids is None else max(len(row.ids), len(row.hinted_ids)))
+            if lengths[-1] <= limit:
+                kept.append(row)
+        if lengths and not kept:
+            raise ValueError(
+                f"data {source!r}: all {len(lengths)} prompts are longer than --max_prompt_tokens {limit}; "
+                f"the shortest has {min(lengths)} tokens."
+            )
+        num_too_long = len(lengths) - len(kept)
+        return PromptData(name_of_source(source), kept, num_too_long, excluded=excluded, is_shuffled=is_shuffled)
 
     @staticmethod
     def mix(parts: list[PromptData]) -> PromptData:
         """All sources as one, in the order in which they are given; an epoch draws each row of each once."""
         if len(parts) == 1:
             return parts[0]
-        rows = [row for part in parts for row in part.rows]
-        excluded = [each for part in parts for each in part.excluded]
-        name, num_too_long = "+".join(part.name for part in parts), sum(part.num_too_long for part in parts)
-        return PromptData(name, rows, num_too_long, excluded, parts[0].is_shuffled)
+        return PromptData(
+            name="+".join(part.name for part in parts),
+            rows=list(chain.from_iterable(part.rows for part in parts)),
+            num_too_long=sum(part.num_too_long for part in parts),
+            excluded=list(chain.from_iterable(part.excluded for part in parts)),
+            is_shuffled=parts[0].is_shuffled,
+        )
+
+    def exclude(self, reasons: dict[int, str]) -> PromptData:
+        """The data without the rows of these indices, which join `excluded`."""
+        excluded = self.excluded + [(self.rows[i].where, reason) for i, reason in sorted(reasons.items())]
+        return replace(self, rows=[row for i, row in enumerate(self.rows) if i not in reasons], excluded=excluded)
 
     def indices_of_step(self, step: int, prompts_per_step: int, seed: int, keep_last: bool = False) -> np.ndarray:
         """The P row indices of step 1, 2, ...: a function of (seed, step), so a resumed run loses and repeats no row.
@@ -344,13 +128,277 @@ class PromptData:
         lines = [f"data {self.name}: {len(self.rows)} rows; {dropped}"]
         listed = self.excluded[:5] if all_in else self.excluded
         lines += [f"  excluded: {where}: {reason}" for where, reason in listed]
-        if count := len(self.excluded) - len(listed):
-            lines.append(f"  excluded: {count} more; all are in {all_in}")
-        if count := sum(len(alternatives(row.answer)) > 1 for row in self.rows):
-            lines.append(f"  {count} rows have several answers, of which any is correct (--list_answers any)")
+        if len(listed) < len(self.excluded):
+            lines.append(f"  excluded: {len(self.excluded) - len(listed)} more; all are in {all_in}")
+        num_several = sum(len(alternatives(row.answer)) > 1 for row in self.rows)
+        if num_several:
+            lines.append(f"  {num_several} rows have several answers, of which any is correct (--list_answers any)")
         return lines
+
+
+@lru_cache(maxsize=8)
+def order_of_epoch(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    """The row indices that epoch 0, 1, ... draws, in order."""
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
 
 def most_images(parts: list[PromptData]) -> int:
     """How many images a prompt has at most."""
     return max((len(row.images.encoded) for part in parts for row in part.rows if row.images is not None), default=0)
+
+
+# Record -> row --------------------------------------------------------------------------------------------------------
+
+
+def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, vision: Vision | None = None) -> Row:
+    """The row of a record. Raises UnusableRow for a value, ValueError for a missing column."""
+    where, columns, folder = record
+    is_chat = prompt_format.prompt_format == "chat"
+    column = prompt_format.prompt_column
+    messages = _messages(_look_up(record, column, "--prompt_column"), f"column {column!r}", prompt_format)
+    if is_chat:
+        _check_special_tokens(messages, prompt_format, tokenizer)
+    answer, encoded = "", ()
+    column = prompt_format.answer_column
+    if column:
+        value = _look_up(record, column, "--answer_column")
+        answer = _answer(value, f"column {column!r}", prompt_format.list_answers)
+    column = prompt_format.image_column
+    if column:
+        try:
+            encoded = encoded_images(_look_up(record, column, "--image_column"), folder)
+        except UnreadableImage as error:
+            raise UnusableRow(f"column {column!r} cannot be read as an image ({str(error)[:200]})") from None
+        columns = {name: value for name, value in columns.items() if name != column}  # each reward call would carry it
+    _place_images(messages, len(encoded))
+    text = render(messages, prompt_format, tokenizer)
+    # A chat template writes its own special tokens; a bare prompt gets the tokenizer's, unless it begins with the BOS.
+    has_special_tokens = is_chat or text.startswith(tokenizer.bos_token or "\0")
+    ids = np.array(tokenizer(text, add_special_tokens=not has_special_tokens)["input_ids"], dtype=np.int32)
+    images = None
+    if vision is not None and (encoded or vision.image_token in ids):
+        try:
+            images = find_images(vision, encoded, ids)
+        except ValueError as error:
+            raise UnusableRow(str(error)) from None
+        ids = images.prompt
+    return Row(
+        messages=messages, answer=answer, columns=columns, where=where, encoded_images=encoded, text=text, ids=ids,
+        images=images,
+    )  # fmt: skip
+
+
+def hinted_ids(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, column: str) -> np.ndarray:
+    """The tokens of the prompt with the hint of this column between problem and suffix."""
+    hint = HINT.format(_text(_look_up(record, column, "--hint_column"), f"column {column!r}"))
+    prompt_format = replace(prompt_format, prompt_suffix=hint + prompt_format.prompt_suffix)
+    try:
+        return make_row(record, prompt_format, tokenizer).ids
+    except UnusableRow as reason:
+        raise UnusableRow(f"with the hint of column {column!r}: {reason}") from None
+
+
+def _look_up(record: Record, column: str, flag: str) -> object:
+    """The value of this column, or else at this dotted path; None if an object on the path is null."""
+    value: object = record.columns
+    for key in [column] if column in record.columns else column.split("."):
+        if not isinstance(value, dict) or key not in value:
+            names = list(record.columns)
+            for name, inner in record.columns.items():
+                if isinstance(inner, dict):
+                    names += [f"{name}.{inner_name}" for inner_name in inner]
+            listed = ", ".join(map(repr, names)) or "none"
+            raise ValueError(f"{record.where}: no column {column!r} ({flag}); this row has {listed}.")
+        value = value[key]
+        if value is None:
+            break
+    return value
+
+
+def _text(value: object, name: str) -> str:
+    """The value. Raises UnusableRow if it is no text, blank, or has invalid characters."""
+    if value is None:
+        raise UnusableRow(f"{name} is null")
+    if not isinstance(value, str):
+        raise UnusableRow(f"{name} is {value!r:.60}, no text")
+    if not value.strip():
+        raise UnusableRow(f"{name} is blank")
+    if re.search("[\ud800-\udfff]", value):  # half a surrogate pair, which JSON can escape
+        raise UnusableRow(f"{name} has invalid characters")
+    return value
+
+
+def _messages(value: object, name: str, prompt_format: PromptFormat) -> Messages:
+    """The conversation with suffix and system prompt; the latter takes the place of the data's own."""
+    value = _spelled_messages(value, name)
+    messages = value if isinstance(value, list) else [{"role": "user", "content": _text(value, name)}]
+    if not messages or not all(isinstance(message, dict) for message in messages):
+        raise UnusableRow(f"{name} is no list of messages")
+    # Without the nulls that parquet files add; a new dictionary each, because the row's columns stay as read.
+    messages = [{key: part for key, part in message.items() if part is not None} for message in messages]
+    for message in messages:
+        if not {"role", "content"} <= message.keys():
+            raise UnusableRow(f"{name}: a message has {', '.join(message) or 'nothing'}; needed are role and content")
+        _text(message["role"], f"{name}: a role")
+        _text(message["content"], f"{name}: the content of a message")
+    if messages[-1]["role"] != "user":
+        raise UnusableRow(f"{name}: the last message is not the user's, but of {messages[-1]['role']!r}")
+    messages[-1]["content"] += prompt_format.prompt_suffix
+    if prompt_format.system_prompt is None:
+        return messages
+    system = {"role": "system", "content": prompt_format.system_prompt}
+    return [system, *(message for message in messages if message["role"] != "system")]
+
+
+def _spelled_messages(value: object, name: str) -> object:
+    """The messages that a text spells as JSON or Python, not NumPy; any other value as it is."""
+    form = r"\s*(array\()?[\s\[]*\{.*['\"]role['\"]\s*:.*[\]})]\s*"
+    if not isinstance(value, str) or not re.fullmatch(form, value, re.DOTALL):
+        return value
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return read(value.strip())
+    raise UnusableRow(f"{name} spells messages, but neither as JSON nor as Python: {value!r:.60}")
+
+
+def _check_special_tokens(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
+    """Raises for a text that holds what only the chat template may write: it would begin a turn, or end one."""
+    for token in template_tokens(tokenizer):
+        if not any(token in message["content"] for message in messages):
+            continue
+        held = f"holds {token!r}, which the chat template writes itself"
+        if token in (prompt_format.system_prompt or ""):
+            raise ValueError(f"--system_prompt {held}; give the text without it.")
+        column = prompt_format.prompt_column
+        raise UnusableRow(f"column {column!r} {held}; give --prompt_format raw, or another --prompt_column")
+
+
+def _answer(value: object, name: str, several: str) -> str:
+    """The value as text, see `grading.key_text`. Raises UnusableRow."""
+    is_number = type(value) is int or (isinstance(value, float) and math.isfinite(value))  # True is no number
+    try:
+        if is_number or isinstance(value, (str, list, dict)):
+            value = key_text(value, several)
+        return _text(value, name)
+    except (TypeError, ValueError) as error:  # bytes or dates in it; an empty list
+        raise UnusableRow(f"{name}: {error}") from None
+
+
+def _place_images(messages: Messages, num_images: int) -> None:
+    """Each `<image>` in the user's texts becomes an image part. Without any, the images come first in the last text."""
+    own = [message for message in messages if message["role"] == "user"]
+    num_markers = sum(message["content"].count(IMAGE) for message in own)
+    if num_markers and not num_images:
+        raise UnusableRow(f"{num_markers} {IMAGE} in the text, but no images; --image_column names their column")
+    if num_markers not in (0, num_images):
+        raise UnusableRow(f"{num_markers} {IMAGE} in the text, but {num_images} images")
+    if not num_markers:
+        own[-1]["content"] = IMAGE * num_images + own[-1]["content"]  # the last message is the user's
+    for message in own:
+        if IMAGE in message["content"]:
+            pieces = [piece for piece in re.split(f"({IMAGE})", message["content"]) if piece]
+            message["content"] = [
+                {"type": "image"} if piece == IMAGE else {"type": "text", "text": piece} for piece in pieces
+            ]
+
+
+# Messages -> text -----------------------------------------------------------------------------------------------------
+
+
+def render(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenizer, continues: bool = True) -> str:
+    """The text of the messages, which the model continues if it is its turn. Raises UnusableRow."""
+    if prompt_format.prompt_format == "chat":
+        variables = template_variables(prompt_format, tokenizer)
+        variables["tools"] = tool_schemas(prompt_format.tools)
+        if prompt_format.today:
+            variables["strftime_now"] = datetime.fromisoformat(prompt_format.today).strftime
+        try:
+            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=continues, **variables)
+        except (TemplateError, TypeError) as error:
+            raise UnusableRow(f"the chat template refuses it ({error})") from None
+    if len(messages) > 1:
+        raise UnusableRow(f"{len(messages)} messages need --prompt_format chat")
+    return messages[0]["content"]
+
+
+@lru_cache(maxsize=8)
+def tool_schemas(tools: str | None) -> list[dict[str, object]] | None:
+    """The schemas of the functions for the chat template, from their type hints and docstrings. Raises ValueError."""
+    if not tools:
+        return None
+    try:
+        return [get_json_schema(load_function(*tool.rsplit(":", 1))) for tool in tools.split(",")]
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything
+        raise ValueError(f"--tools {tools}: {type(error).__name__}: {error}") from None
+
+
+WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false", "none": "null"}  # YAML's and Python's -> JSON's
+SET_HERE = ("messages", "tools", "add_generation_prompt", "tokenize", "strftime_now")
+
+
+def template_value(text: str) -> object:
+    """The boolean, null or number that the text spells in Python, JSON or YAML; else the text."""
+    with suppress(ValueError):
+        value = json.loads(WORDS.get(text.lower(), text.lower()))
+        if isinstance(value, int | float | None):
+            return value
+    return text
+
+
+def template_variables(prompt_format: PromptFormat, tokenizer: Tokenizer) -> dict[str, object]:
+    """The values of --template_args. Raises ValueError for what the template ignores."""
+    template, variables = str(tokenizer.chat_template), {}
+    for given in prompt_format.template_args:
+        name, equals, text = given.partition("=")
+        if not equals or name in SET_HERE or not re.search(rf"\b{re.escape(name)}\b", template):
+            raise ValueError(
+                f"--template_args {given}: give NAME=VALUE, "
+                "with a variable that the chat template of --model has and that is not set here."
+            )
+        value = template_value(text)
+        # A template that asks whether the variable "is true" would take no number for it.
+        if value in (0, 1) and re.search(rf"\b{re.escape(name)}\s+is\s+(not\s+)?(true|false)\b", template):
+            value = bool(value)
+        variables[name] = value
+    return variables
+
+
+def describe_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> list[str]:
+    """Lines for the log: the variables that the chat template gets beside the messages, with their types."""
+    variables = template_variables(prompt_format, tokenizer)
+    lines = [f"template: {name} = {value!r} ({type(value).__name__})" for name, value in variables.items()]
+    if prompt_format.today and prompt_format.prompt_format == "chat" and "strftime_now" in str(tokenizer.chat_template):
+        lines.append(f"template: its date is that of the first start, {prompt_format.today}")
+    return lines
+
+
+def check_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
+    """Raises ValueError for a missing chat template, and for flags that need one."""
+    is_chat, tools = prompt_format.prompt_format == "chat", prompt_format.tools
+    if is_chat and tokenizer.chat_template is None:
+        raise ValueError(
+            "--prompt_format chat: the tokenizer of --model has no chat template; "
+            "a base model may want --prompt_format raw, which gives it the text as it is."
+        )
+    template_variables(prompt_format, tokenizer)
+    for name in ("system_prompt", "image_column", "template_args", "tools"):
+        value = getattr(prompt_format, name)
+        if value not in (None, ()) and not is_chat:
+            raise ValueError(f"--{name} {value!r} needs --prompt_format chat and a tokenizer with a chat template.")
+    if tools:
+        question = [{"role": "user", "content": "?"}]
+        without = replace(prompt_format, tools=None)
+        if render(question, prompt_format, tokenizer) == render(question, without, tokenizer):
+            raise ValueError(f"--tools {tools}: the chat template of --model shows no tools.")
+
+
+def check_vocabulary(tokenizer: Tokenizer, other: Tokenizer, path: str) -> None:
+    """Raises ValueError unless both have the same token at every id. `path`: the value of --reference."""
+    tokens = {i: token for token, i in tokenizer.get_vocab().items()}
+    other_tokens = {i: token for token, i in other.get_vocab().items()}
+    for i in sorted(tokens | other_tokens):
+        if tokens.get(i) != other_tokens.get(i):
+            raise ValueError(
+                f"--reference {path}: token {i} is {other_tokens.get(i)!r} there and {tokens.get(i)!r} in --model; "
+                "use a model with the same vocabulary."
+            )

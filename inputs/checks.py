@@ -40,14 +40,10 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
         num_ranks = launched_world_size()
     check_batches(args, num_ranks)
     check_common_flags(args)
-    check_loss(args)
-    check_groups(args)
-    check_reward(args)
-    check_memory(args)
-    check_servers(args)
-    check_replay(args)
-    check_evaluation(args)
-    check_waits(args, num_ranks)
+    flag = all_given(args)
+    for check in (check_loss, check_groups, check_reward, check_memory, check_servers, check_replay, check_evaluation):
+        check(args, flag)
+    check_waits(args, flag, num_ranks)
     check_tracker(args.track)
 
 
@@ -62,14 +58,13 @@ def check_common_flags(args: argparse.Namespace) -> None:
     """Raises ValueError for contradictions among the flags that evaluate.py has too."""
     if args.head_dtype == "bfloat16" and args.dtype == "float32":
         raise ValueError("--head_dtype bfloat16 would round what --dtype float32 computes; leave it out.")
-    check_turns(args)
+    check_turns(args, all_given(args))
 
 
 # Contradictions, by topic: each check raises ValueError for the first one. `flag.NAME` is the flag as it was written.
 
 
-def check_loss(args: argparse.Namespace) -> None:
-    flag = all_given(args)
+def check_loss(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     if 0 < args.dual_clip <= 1:
         raise ValueError(f"{flag.dual_clip}: must be above 1, or 0 for none.")
     if args.rollout_correction.endswith("mask") and args.rollout_correction_min >= args.rollout_correction_max:
@@ -83,38 +78,30 @@ def check_loss(args: argparse.Namespace) -> None:
         raise ValueError(
             "--advantage maxrl needs rewards that are not negative; leave out `length`, negative weights and --kl_in."
         )
-    if args.kl_over == "vocabulary":
-        if args.kl_in == "reward":
-            raise ValueError(
-                "--kl_in reward takes the KL of sampled tokens; with --kl_over vocabulary leave it at loss."
-            )
-        for name in ("--kl_estimator", "--kl_clamp"):
-            if FLAGS[name].is_changed(args):
-                raise ValueError(
-                    f"{given(FLAGS[name], args)} has no effect with --kl_over vocabulary, which is exact; leave it out."
-                )
-    if args.advantage == "zero":
-        if not args.kl_coef or args.kl_in == "reward":
-            raise ValueError(
-                "--advantage zero trains on nothing but the KL in the loss: give --kl_coef, and --kl_in loss."
-            )
-        if args.kl_over == "sampled" and args.kl_estimator == "k1":
-            raise ValueError(
-                "--kl_estimator k1 as a loss has a gradient of mean zero, so --advantage zero learns nothing; use k2."
-            )
+    if args.kl_over == "vocabulary" and args.kl_in == "reward":
+        raise ValueError("--kl_in reward takes the KL of sampled tokens; with --kl_over vocabulary leave it at loss.")
+    for name in ("--kl_estimator", "--kl_clamp"):
+        if args.kl_over == "vocabulary" and FLAGS[name].is_changed(args):
+            written = given(FLAGS[name], args)
+            raise ValueError(f"{written} has no effect with --kl_over vocabulary, which is exact; leave it out.")
+    if args.advantage == "zero" and (not args.kl_coef or args.kl_in == "reward"):
+        raise ValueError("--advantage zero trains on nothing but the KL in the loss: give --kl_coef, and --kl_in loss.")
+    if args.kl_over == "sampled" and args.advantage == "zero" and args.kl_estimator == "k1":
+        raise ValueError(
+            "--kl_estimator k1 as a loss has a gradient of mean zero, so --advantage zero learns nothing; use k2."
+        )
 
 
-def check_groups(args: argparse.Namespace) -> None:
-    flag = all_given(args)
-    if args.group_size == 1:
-        if args.advantage not in ("zero", "none", "reinforce++") and ".py:" not in args.advantage:
-            raise ValueError(
-                f"--group_size 1 has nothing to compare with for {flag.advantage}; use 2 or more, or --advantage zero."
-            )
-        if args.dynamic_sampling != "off":
-            raise ValueError(
-                f"--group_size 1 with {flag.dynamic_sampling}: a group of one never has a signal; leave that out."
-            )
+def check_groups(args: argparse.Namespace, flag: SimpleNamespace) -> None:
+    compares = args.advantage not in ("zero", "none", "reinforce++") and ".py:" not in args.advantage
+    if args.group_size == 1 and compares:
+        raise ValueError(
+            f"--group_size 1 has nothing to compare with for {flag.advantage}; use 2 or more, or --advantage zero."
+        )
+    if args.group_size == 1 and args.dynamic_sampling != "off":
+        raise ValueError(
+            f"--group_size 1 with {flag.dynamic_sampling}: a group of one never has a signal; leave that out."
+        )
     if args.hint_column and args.image_column:
         raise ValueError(
             f"{flag.hint_column} with {flag.image_column}: hints are for prompts of text; leave one of them out."
@@ -123,102 +110,83 @@ def check_groups(args: argparse.Namespace) -> None:
         raise ValueError(
             "--policy_loss gspo needs one advantage a sequence, not reinforce++ with --kl_in reward; use gspo_token."
         )
-    if args.dynamic_sampling != "off":
-        if args.epochs is not None:
-            raise ValueError(
-                f"{flag.epochs} with {flag.dynamic_sampling} is no fixed number of steps; give --total_steps."
-            )
-        if args.keep_last:
-            raise ValueError(
-                f"--keep_last has no effect with {flag.dynamic_sampling}, which has no last steps; leave it out."
-            )
+    if args.dynamic_sampling != "off" and args.epochs is not None:
+        raise ValueError(f"{flag.epochs} with {flag.dynamic_sampling} is no fixed number of steps; give --total_steps.")
+    if args.dynamic_sampling != "off" and args.keep_last:
+        raise ValueError(
+            f"--keep_last has no effect with {flag.dynamic_sampling}, which has no last steps; leave it out."
+        )
     is_on_policy = args.prompts_per_update == args.prompts_per_step and args.num_iterations == 1
     if args.max_kl and is_on_policy and not args.lora_dropout:
         raise ValueError(f"{flag.max_kl} has no effect with one update a step, whose KL is 0; leave it out.")
 
 
-def check_reward(args: argparse.Namespace) -> None:
-    flag = all_given(args)
-    if args.reward == "none" and not args.environment:
-        if args.advantage != "zero":
-            raise ValueError(
-                f"--reward none grades nothing for {flag.advantage} to compare; give --advantage zero, or a reward."
-            )
-        needs = {
-            flag.dynamic_sampling: args.dynamic_sampling != "off",
-            flag.truncated: args.truncated == "zero",
-            flag.eval_data: args.eval_data,
-        }
-        for written, needs_reward in needs.items():
-            if needs_reward:
-                raise ValueError(
-                    f"{written} needs a reward; leave it out, or give one, which --advantage zero only logs."
-                )
+def check_reward(args: argparse.Namespace, flag: SimpleNamespace) -> None:
+    is_ungraded = args.reward == "none" and not args.environment
+    if is_ungraded and args.advantage != "zero":
+        raise ValueError(
+            f"--reward none grades nothing for {flag.advantage} to compare; give --advantage zero, or a reward."
+        )
+    needs_reward = {
+        flag.dynamic_sampling: args.dynamic_sampling != "off",
+        flag.truncated: args.truncated == "zero",
+        flag.eval_data: args.eval_data,
+    }
+    for written, is_used in needs_reward.items():
+        if is_ungraded and is_used:
+            raise ValueError(f"{written} needs a reward; leave it out, or give one, which --advantage zero only logs.")
     if args.advantage == "zero" and args.reference in (None, args.model) and not args.hint_column:
         raise ValueError(
             "--advantage zero follows the reference, which is --model itself: give --reference, or --hint_column."
         )
-    if args.overlong_cache_tokens:
-        if not re.search(r"\blength\b|@", args.reward):
-            raise ValueError(
-                f"{flag.overlong_cache_tokens} has no effect without the reward `length`; leave it out, or add that."
-            )
-        if args.overlong_cache_tokens >= args.max_completion_tokens:
-            raise ValueError(
-                f"{flag.overlong_cache_tokens} makes all completions of {flag.max_completion_tokens} too long; "
-                "use less."
-            )
+    if args.overlong_cache_tokens and not re.search(r"\blength\b|@", args.reward):
+        raise ValueError(
+            f"{flag.overlong_cache_tokens} has no effect without the reward `length`; leave it out, or add that."
+        )
+    if args.overlong_cache_tokens and args.overlong_cache_tokens >= args.max_completion_tokens:
+        raise ValueError(
+            f"{flag.overlong_cache_tokens} makes all completions of {flag.max_completion_tokens} too long; use less."
+        )
 
 
-def check_turns(args: argparse.Namespace) -> None:
-    flag = all_given(args)
-    if not args.environment and not args.tools:
-        for name in ("--max_turns", "--max_turn_tokens"):
-            if FLAGS[name].is_changed(args):
-                raise ValueError(
-                    f"{given(FLAGS[name], args)} has no effect without --environment or --tools; leave it out."
-                )
-    elif args.environment and args.tools:
+def check_turns(args: argparse.Namespace, flag: SimpleNamespace) -> None:
+    has_turns = bool(args.environment or args.tools)
+    for name in ("--max_turns", "--max_turn_tokens"):
+        if not has_turns and FLAGS[name].is_changed(args):
+            written = given(FLAGS[name], args)
+            raise ValueError(f"{written} has no effect without --environment or --tools; leave it out.")
+    if args.environment and args.tools:
         raise ValueError(
             f"{flag.environment} with {flag.tools}: an environment calls its tools itself; leave one of them out."
         )
-    else:
+    if has_turns:
         for reference in (args.environment or args.tools).split(","):
             if not re.fullmatch(r".+\.py:\w+", reference):
                 raise ValueError(f"{reference!r} in --environment or --tools: needed is FILE.py:NAME.")
-        if args.prompt_format != "chat":
-            raise ValueError(f"{flag.prompt_format}: turns are written by a chat template; use --prompt_format chat.")
-        for name in ("partial_rollouts", "image_column"):
-            if getattr(args, name, None):
-                raise ValueError(
-                    f"{getattr(flag, name)} has one turn alone; leave it out with --environment and --tools."
-                )
+    if has_turns and args.prompt_format != "chat":
+        raise ValueError(f"{flag.prompt_format}: turns are written by a chat template; use --prompt_format chat.")
+    for name in ("partial_rollouts", "image_column"):
+        if has_turns and getattr(args, name, None):
+            raise ValueError(f"{getattr(flag, name)} has one turn alone; leave it out with --environment and --tools.")
     if getattr(args, "advantage", "") == "mt_grpo" and not args.environment:
         raise ValueError("--advantage mt_grpo needs an --environment that rewards each turn; give one, or use grpo.")
 
 
-def check_memory(args: argparse.Namespace) -> None:
-    flag = all_given(args)
+def check_memory(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     if args.param_dtype == "bfloat16" and args.dtype == "float32":
         raise ValueError(
             "--dtype float32 computes more finely than --param_dtype bfloat16 stores; leave one of them out."
         )
+    no_effect = f"has no effect with {flag.lora_rank}; leave it out"
     if args.lora_rank and args.param_dtype != "float32":
-        raise ValueError(
-            f"{flag.param_dtype} has no effect with {flag.lora_rank}; leave it out: "
-            "adapters are kept in float32, the rest in --dtype."
-        )
+        raise ValueError(f"{flag.param_dtype} {no_effect}: adapters are kept in float32, the rest in --dtype.")
     if args.lora_rank and args.offload_reference and args.reference in (None, args.model):
-        raise ValueError(
-            f"--offload_reference has no effect with {flag.lora_rank}; leave it out: "
-            "the reference is the policy with its adapter off."
-        )
+        raise ValueError(f"--offload_reference {no_effect}: the reference is the policy with its adapter off.")
 
 
-def check_waits(args: argparse.Namespace, num_ranks: int) -> None:
+def check_waits(args: argparse.Namespace, flag: SimpleNamespace, num_ranks: int) -> None:
     if num_ranks == 1:
         return
-    flag = all_given(args)
     minutes = 2 * args.reward_timeout / 60  # what is late is tried a second time
     if minutes >= args.timeout_minutes:
         raise ValueError(
@@ -232,8 +200,7 @@ def check_waits(args: argparse.Namespace, num_ranks: int) -> None:
         )
 
 
-def check_servers(args: argparse.Namespace) -> None:
-    flag = all_given(args)
+def check_servers(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     if args.partial_rollouts and args.engine != "colocated":
         raise ValueError("--partial_rollouts is for --engine colocated; servers do the same by --in_flight.")
     if args.partial_rollouts and args.image_column:
@@ -262,10 +229,9 @@ def check_servers(args: argparse.Namespace) -> None:
         )
 
 
-def check_replay(args: argparse.Namespace) -> None:
+def check_replay(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     if not args.replay:
         return
-    flag = all_given(args)
     if args.partial_rollouts:
         raise ValueError("--partial_rollouts has no effect with --replay, which samples nothing; leave it out.")
     if os.path.realpath(args.replay) == os.path.realpath(args.out_dir):
@@ -277,13 +243,11 @@ def check_replay(args: argparse.Namespace) -> None:
         raise ValueError(f"{flag.replay}: {file} cannot be read; name the folder of a run.") from None
     for name in FIXED_BY_ROLLOUTS:
         if name in replayed and replayed[name] != getattr(args, name):
-            raise ValueError(
-                f"{getattr(flag, name)}: the rollouts of --replay were made with {replayed[name]}; give that."
-            )
+            written, value = getattr(flag, name), replayed[name]
+            raise ValueError(f"{written}: the rollouts of --replay were made with {value}; give that.")
 
 
-def check_evaluation(args: argparse.Namespace) -> None:
-    flag = all_given(args)
+def check_evaluation(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     for name in ("eval_every", "eval_before_training"):
         if getattr(args, name) and not args.eval_data:
             raise ValueError(f"{getattr(flag, name)} needs --eval_data; name a file, or leave --{name} out.")
@@ -332,29 +296,21 @@ def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> Non
         for number in value if isinstance(value, list) else [value]:
             if flag.within and number is not None:
                 check_range(flag, number)
-        if flag.only_with and flag.is_changed(args):
-            partner = FLAGS[flag.only_with]
-            if not partner.is_changed(args):
-                needed = partner.name
-                if partner.default == 0:
-                    needed += " above 0"
-                if partner.choices:
-                    needed += f" {partner.choices[-1]}"
-                raise ValueError(
-                    f"{given(flag, args)} has no effect here, only with {needed}: {leave(flag)}, or change the other."
-                )
+        partner = FLAGS.get(flag.only_with)
+        if partner and flag.is_changed(args) and not partner.is_changed(args):
+            needed = f"{partner.name} {partner.choices[-1]}" if partner.choices else partner.name
+            needed += " above 0" if partner.default == 0 else ""
+            raise ValueError(
+                f"{given(flag, args)} has no effect here, only with {needed}: {leave(flag)}, or change the other."
+            )
 
 
 def check_range(flag: Flag, number: float) -> None:
     low, high = flag.within
-    if low <= number <= high and number < INF:  # false for nan
-        return
-    bounds = "above 0" if low == TINY else f"at least {low:g}"
-    if high < INF:
-        bounds += f" and at most {high:.7g}"
-    elif number == INF:
-        bounds += " and finite"
-    raise ValueError(f"{flag.name} {number:g}: must be {bounds}.")
+    if not (low <= number <= high and number < INF):  # also true for nan
+        bounds = "above 0" if low == TINY else f"at least {low:g}"
+        bounds += " and finite" * (number == INF) if high == INF else f" and at most {high:.7g}"
+        raise ValueError(f"{flag.name} {number:g}: must be {bounds}.")
 
 
 def given(flag: Flag, args: argparse.Namespace) -> str:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 IMAGE = "<image>"  # in a prompt: the place of an image
 Messages = list[dict[str, object]]
 Metrics = dict[str, float]
-State = dict[str, int | list[int] | list[float] | list[tuple[int, int]]]  # of the loop, by name: in the checkpoint
+State = dict[str, int | list[int] | list[float] | list[tuple[int, int]]]  # the loop's, by name: in the checkpoint
 # (index b of the completion, text, sampled token ids, truncated, grade if the environment has given one)
 OnFinished = Callable[[int, str, Sequence[int], bool, Grade | None], None]
 
@@ -179,7 +179,7 @@ class Completion:
     logprobs: list[float] = field(default_factory=list)  # under the weights that made the token
     versions: list[int] = field(default_factory=list)  # the steps that those were trained
     finish_reason: str | None = None  # "stop" or "length"; None: it goes on
-    text: str = ""  # of a finished one
+    text: str = ""  # empty until it is finished
     is_sampled: list[bool] | None = None  # false where an environment said it; None: all are sampled
     grade: Grade | None = None  # None: the environment, if there is one, leaves it to the reward
 
@@ -237,7 +237,7 @@ class Batch:
     sequence_ids_N: Tensor  # int64, 0 to S - 1
     rollout_logprobs_N: Tensor  # float32, the engine's; zero where the label is no completion token
     segments_S: tuple[Segment, ...]  # their lengths add up to N
-    packing: Packing | None = None  # of its attention, on the device; None: each pass makes it
+    packing: Packing | None = None  # for its attention, on the device; None: each pass makes it
     images: BatchImages | None = None  # None: no sequence has any
     lags_N: Tensor | None = None  # float32, `Rollout.lags` at each position; None: not known
     advantages_N: Tensor | None = None  # float32, zero where the label is no completion token; None: not known yet
@@ -278,7 +278,7 @@ class Update:
 
     batches: list[Batch]  # the micro-batches of this rank, as many on every rank
     num_tokens: int  # trained tokens over all ranks, at least 1
-    num_prompts: int  # of the whole step: the batches name sequences by their place in it
+    num_prompts: int  # in the whole step: the batches name sequences by their place in it
     num_passes: int = 0  # made before it, for old log-probs and for those of the reference
 
     def map(self, change: Callable[[Batch], Batch]) -> Update:
@@ -294,7 +294,7 @@ class Pass(NamedTuple):
     old_logprobs_N: Tensor
     sums: dict[str, Tensor]  # name of a metric -> scalar: its part of this micro-batch; the parts add up to the metric
     maxima: dict[str, Tensor]  # name of a metric -> scalar
-    sums_of_sequences: dict[str, Tensor]  # of shape S: for the standard errors of the metrics
+    sums_of_sequences: dict[str, Tensor]  # name -> shape S: for the standard errors of the metrics
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ class Sampled:
     rollout: Rollout
     round_B: np.ndarray  # int64, the round of dynamic sampling that a completion is of
     used_B: np.ndarray  # int64, indices of those that were trained on, in their order
-    advantages: list[np.ndarray] | None = None  # of these; None: nothing was trained
+    advantages: list[np.ndarray] | None = None  # for these; None: nothing was trained
     logprobs: dict[int, np.ndarray] = field(default_factory=dict)  # `own_logprobs`, by the index in `used_B`
 
 
@@ -314,11 +314,11 @@ class Sampled:
 class Work:
     """The work of a step on all ranks together. The trainer's tokens count a prompt once for each completion."""
 
-    sampled_tokens: int  # of completions, also of those that are not trained on
-    completion_tokens: int  # of the completions that are trained on
+    sampled_tokens: int  # in completions, also in those that are not trained on
+    completion_tokens: int  # in the completions that are trained on
     logprobs_tokens: int  # that got old log-probs, plus those that got reference ones, before the updates
-    update_tokens: int  # of all passes over the rollout
-    update_flops: float  # of all passes
+    update_tokens: int  # in all passes over the rollout
+    update_flops: float  # in all passes
     shared_frac: float | None  # --share_prompts: share of the tokens that was not computed, because a prompt is shared
     teacher_s: float | None = None  # seconds of the reference's passes; None: there are none
 

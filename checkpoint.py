@@ -46,7 +46,9 @@ from runtime.progress import progress
 from runtime.stall import beat
 from runtime.start import RunError
 
-Companions = list[PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig]  # of the model, in its folder
+Companions = list[
+    PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig
+]  # what belongs to the model, in its folder
 Weights = dict[str, Tensor]  # by name, in the engine's dtype
 Result = TypeVar("Result")
 

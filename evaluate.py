@@ -72,7 +72,7 @@ class Evaluator(Settings):
     """Evaluation during training: the held-out sets, how each is sampled, and when."""
 
     sets: Sequence[PromptData]
-    samplings: Sequence[Sampling]  # of each set
+    samplings: Sequence[Sampling]  # one for each set
     grader: Grader
     folder: Path  # the completions after step 20 go to step_20 in it
     eval_every: int  # steps; 0: never

@@ -29,7 +29,7 @@ class Flag(NamedTuple):
     default: object  # its value where it is not given
     help: str
     within: tuple[float, float] | None  # smallest and largest value
-    type: type  # of a single value
+    type: type  # that of a single value
     is_list: bool = False  # any number of values
     choices: tuple[str, ...] | None = None
     is_required: bool = False
@@ -376,8 +376,8 @@ class Lora(Settings):  # which adapters are trained; rank 0: none, but all weigh
 
 
 class Memory(Settings):  # precision, and what is kept where
-    dtype: str = "bfloat16"  # of a GPU
-    head_dtype: str | None  # of the logits; None: `dtype`
+    dtype: str = "bfloat16"  # as on a GPU
+    head_dtype: str | None  # the logits'; None: `dtype`
     param_dtype: str
     offload: str
     offload_reference: bool
@@ -390,7 +390,7 @@ class Memory(Settings):  # precision, and what is kept where
 
 
 class AdamW(Settings):  # the optimizer
-    learning_rate: float = 1e-6  # of all weights
+    learning_rate: float = 1e-6  # for all weights
     weight_decay: float
     adam_beta1: float
     adam_beta2: float
@@ -409,7 +409,7 @@ class Stalls(Settings):  # when ranks that make no progress are reported
 
 class EngineSettings(Settings):  # the engine; `max_model_len` is in tokens, prompt and completion together
     max_model_len: int
-    dtype: str = "bfloat16"  # of a GPU
+    dtype: str = "bfloat16"  # as on a GPU
     head_dtype: str | None
     gpu_memory_utilization: float
     enforce_eager: bool
@@ -453,7 +453,7 @@ class Plan(Settings, kw_only=True):
     num_iterations: int
     completions_per_step: int
     updates_per_pass: int
-    updates_per_step: int  # of all passes
+    updates_per_step: int  # in all passes
     steps_per_epoch: float  # a whole number but with --keep_last
     total_steps: int
     total_updates: int
@@ -505,7 +505,7 @@ class UpdateStep(NamedTuple):
 
     index: int  # 0, 1, ... over the whole run
     rate: float
-    is_first: bool  # of its rollout: no weight has changed since sampling
+    is_first: bool  # in its rollout: no weight has changed since sampling
     max_grad_norm: float
     seed: int
     step: int = 1

@@ -32,7 +32,7 @@ class Graded:
     """The graded completions of a step, the input of an advantage."""
 
     rewards_PG: Tensor  # float32; with --kl_in reward, minus the KL penalties of all tokens of the completion
-    returns_T: Tensor  # of the token's turn and later ones; with --kl_in reward, minus the KL penalties of these tokens
+    returns_T: Tensor  # from the token's turn on; with --kl_in reward, minus the KL penalties of these tokens
     lengths_B: Tensor  # completion tokens, those of an environment included
     mask_T: Tensor  # bool: the token is trained
     # From the grades, as they were given:
@@ -123,14 +123,16 @@ def whitened(values: Tensor, mask: Tensor, ddof: int, eps: float) -> Tensor:
 class Tokens:
     """The tokens of a micro-batch, the input of a policy loss. Each field has the shape N."""
 
-    logprobs: Tensor  # of the policy, with gradient
-    old_logprobs: Tensor  # of the weights that sampled, by the trainer (or, with --old_logprobs rollout, the sampler)
-    rollout_logprobs: Tensor  # of the same weights, by the sampler
+    logprobs: Tensor  # the policy's, with gradient
+    old_logprobs: (
+        Tensor  # under the weights that sampled, by the trainer (or, with --old_logprobs rollout, the sampler)
+    )
+    rollout_logprobs: Tensor  # under the same weights, by the sampler
     advantages: Tensor
     mask: Tensor  # bool: a completion token that is trained
     sequence_ids: Tensor  # int64, the sequence that the token belongs to
-    entropies: Tensor | None = None  # of the policy's distribution of the token, in nats, without gradient
-    ref_logprobs: Tensor | None = None  # of the reference; None without --kl_coef
+    entropies: Tensor | None = None  # that of the policy's distribution of the token, in nats, without gradient
+    ref_logprobs: Tensor | None = None  # the reference's; None without --kl_coef
 
 
 class Loss(NamedTuple):
@@ -410,14 +412,14 @@ class Algorithm:
     kl_direction: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     rollout_correction: Callable[[Tokens], Weights]
     loss_aggregation: Callable[[Tensor], Tensor]
-    old_logprobs: str  # of whom: "trainer" or "rollout", the sampler
-    loss_metrics: tuple[str, ...]  # of a policy loss of the user's, by name
+    old_logprobs: str  # whose: "trainer" or "rollout", the sampler
+    loss_metrics: tuple[str, ...]  # names of the metrics that a policy loss brings
     is_corrected: bool  # the rollout correction's weights enter the loss
     kl_coef: float
     kl_in: str  # "loss" or "reward"
     kl_over: str  # "sampled": tokens, by the estimator; "vocabulary": the whole of it, in this direction
     has_teacher: bool  # the reference is of --reference, reads --hint_column, or is followed over the vocabulary
-    kl_clamp: float  # of the estimate of the KL; 0: it is not clamped
+    kl_clamp: float  # bound of the estimate of the KL; 0: none
     entropy_coef: float
     group_size: int
     temperature: float  # logits are divided by it, in the sampler and in the trainer

@@ -46,26 +46,26 @@ SHOWN_AFTER = 10.0  # seconds: network file systems do not show a new file at on
 class Inputs:
     tokenizer: PreTrainedTokenizerBase
     vision: Vision | None  # what reads images; None if the model sees none
-    train_data: list[PromptData]  # of each source
+    train_data: list[PromptData]  # one for each source
     eval_sets: list[PromptData]
     eval_samplings: list[Sampling]
     grader: Grader
     turns: Turns | None  # who plays episodes; None: each completion has one turn
-    companions: list[PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig]  # of the exported policy
-    digests: dict[str, str]  # of models (main process), of the rows of each source, of files of one's own; by name
+    companions: list[PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig]  # files beside the exported policy
+    digests: dict[str, str]  # for models (main process), the rows of each source, files of one's own; by name
 
 
 def load_inputs(args: Namespace) -> Inputs:
     """Raises ValueError, OSError or RuntimeError for everything that is wrong with the user's input."""
     num_ranks = ranks_per_engine(args)
-    of_engine = args.gpu_memory_utilization if args.engine == "colocated" else 0.0
-    of_servers = len(args.generation_gpus) if int(os.environ.get("RANK", "0")) < local_world_size() else 0
-    check_launch(num_ranks, args.dtype, of_engine, of_servers)  # servers are on the first node
+    engine_share = args.gpu_memory_utilization if args.engine == "colocated" else 0.0
+    server_gpus = len(args.generation_gpus) if int(os.environ.get("RANK", "0")) < local_world_size() else 0
+    check_launch(num_ranks, args.dtype, engine_share, server_gpus)  # servers are on the first node
     if args.compile and not torch.cuda.is_available():
         check_cpp_compiler()
     check_places(args)
-    of_sets = args.eval_samples, args.eval_temperature, args.eval_max_completion_tokens, args.eval_top_p
-    samplings = samplings_of(args.eval_data, "eval_", of_sets)
+    eval_options = args.eval_samples, args.eval_temperature, args.eval_max_completion_tokens, args.eval_top_p
+    samplings = samplings_of(args.eval_data, "eval_", eval_options)
     longest = max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     today = first_day(args.out_dir, args.replay)
     config, tokenizer, vision, load = load_model_files(args, longest, today)
@@ -98,8 +98,8 @@ def load_inputs(args: Namespace) -> Inputs:
     grader.check_groups("--eval_samples", *(sampling.num_samples for sampling in samplings))
     sources = zip([*args.train_data, *args.eval_data], [*train_data, *eval_sets], strict=True)
     digests |= {source: digest(contents_of(data)) for source, data in sources}
-    of_turns = [args.environment or "", *(args.tools or "").split(",")]
-    files = own_files([*grader.weights, args.advantage, args.policy_loss, args.kl_estimator, *of_turns])
+    references = [args.environment or "", *(args.tools or "").split(",")]
+    files = own_files([*grader.weights, args.advantage, args.policy_loss, args.kl_estimator, *references])
     digests |= {str(file): digest([file.read_bytes()]) for file in files}
     return Inputs(tokenizer, vision, train_data, eval_sets, samplings, grader, turns, companions, digests)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come 
     from rollout import Engine
     from run import Run
 
-MOST_ROUNDS = 10  # of a step; verl's recipe of DAPO sets max_num_gen_batches to it
+MOST_ROUNDS = 10  # for a step; verl's recipe of DAPO sets max_num_gen_batches to it
 
 
 class Draws(Settings):

@@ -124,7 +124,7 @@ def _load_splits(source: str, what: str, split: str | None) -> dict[str, Dataset
         errors.HTTPError, IndexError,  # the last for a saved split without rows
     )  # fmt: skip
     try:
-        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():  # of save_to_disk
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():  # written by save_to_disk
             loaded = datasets.load_from_disk(full)
             split = "train"
         elif path.is_dir():

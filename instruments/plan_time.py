@@ -22,7 +22,7 @@ PAUSE = 1.0  # generation servers take new weights, beside the time of their tra
 # Counted: the part of a 7B model's `forward_bytes` that --compile leaves. A norm and its sum take 8 bytes a number,
 # rotary angles 4, the gate 6.
 COMPILED = 1 / 3
-HEAD_BYTES = 6  # of a bf16 logit, forwards, and as many backwards: it is written, read, and read again
+HEAD_BYTES = 6  # a bf16 logit's, forwards, and as many backwards: it is written, read, and read again
 # Shares of the data sheets' speeds that are reached; assumptions.
 MEMORY_SHARE = 0.6  # the GPU memory's, in decoding and in the optimizer
 STREAM_SHARE = 0.8  # the GPU memory's, between the matrix products of a pass

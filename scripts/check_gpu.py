@@ -66,8 +66,9 @@ SIZE = {  # by whether there is a GPU
     False: "--prompts_per_step 8 --group_size 4 --max_prompt_tokens 64 --max_completion_tokens 24 "
     "--micro_batch_tokens 512",
 }
-# Of the probabilities of engine and trainer, in the first step. Logits reach 6 sqrt(2 ln 152,000) = 29, where bfloat16
-# has steps of 1/8: two roundings differ by a step at most, and a probability p by p (1 - p) / 8 <= 1/32. CPU: float32.
+# The gap of the probabilities of engine and trainer, in the first step. Logits reach 6 sqrt(2 ln 152,000) = 29, where
+# bfloat16 has steps of 1/8: two roundings differ by a step at most, and a probability p by p (1 - p) / 8 <= 1/32. CPU:
+# float32.
 LARGEST_GAP = {True: 1 / 32, False: 1e-4}
 PATIENCE = 900  # seconds for each program: a hang is the classic fault of a new machine
 

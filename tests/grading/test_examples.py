@@ -46,7 +46,7 @@ CALL_A, CALL_B = "Action: a\nAction Input: {}", 'Action: b\nAction Input: {"x": 
      {r"so \boxed{\frac12}": 1, "it is 1/2": 0, r"\boxed{1/2": 0, r"\boxed{1/2} \boxed{3}": 0, r"\boxed{} 1/2": 0}),
     ("boxed_math.py:score", "1/2", {"must_box": False},
      {r"so \boxed{\frac12}": 1, "it is 1/2": 1, "1/2, or 3": 0, r"1/2 \boxed{3}": 0, r"\boxed{} 1/2": 1, "": 0}),
-    ("boxed_math.py:score", "x", {"must_box": False}, {" x ": 1, "so x": 0, "x + 1": 0}),  # the whole text
+    ("boxed_math.py:score", "x", {"must_box": False}, {" x ": 1, "y": 0, "x + 1": 0}),  # the whole text
     ("reversed_text.py:score", "abc ", {},
      {"<reversed_text>cba</reversed_text>": 6 / 7, "cba": 0, "<reversed_text>cba": 0, "": 0}),
     ("sciknoweval.py:letter", "B", {},

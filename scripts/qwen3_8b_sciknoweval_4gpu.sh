@@ -6,9 +6,9 @@
 #     TASK=chemistry  41.2 -> 65.9, 74.5        TASK=materials  58.9 -> 74.3, 77.1
 #     TASK=physics    59.2 -> 63.8, 72.7        TASK=tooluse    57.5 -> 64.9, 67.7
 #     TASK=biology    30.8 -> 35.1, 59.9
-# It has three seeds (bash scripts/seeds.sh 3 scripts/qwen3_8b_sciknoweval_4gpu.sh), and the better of the learning rates
-# 1e-5 and 1e-6 (--learning_rate 1e-6). First, the data:
+# It has three seeds, and the better of the learning rates 1e-5 and 1e-6 (--learning_rate 1e-6). First, the data:
 #     git clone https://github.com/lasgroup/SDPO data/SDPO
+#     TASK=physics OUT_DIR=runs/physics bash scripts/seeds.sh 3 scripts/qwen3_8b_sciknoweval_4gpu.sh
 set -euo pipefail
 
 # Where: environment, because it differs per machine and does not change the result.

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 
 import aime2025
+import math_speedrun
 from forked import run_script
 from helpers import ENVIRONMENT, ROOT, lines, metrics_of, run_command
 
@@ -202,6 +203,23 @@ def test_aime_2025_is_written_with_the_prompt_and_the_columns_of_the_dapo_data(t
     assert row["ground_truth"] == "2" and message["role"] == "user"
     assert message["content"].startswith("Solve the following math problem step by step. The last line of your")
     assert '\n\nWhat is {1}+1?\n\nRemember to put your answer on its own line after "Answer:"' in message["content"]
+
+
+def test_the_data_of_the_speedrun_have_the_prompt_and_say_how_they_are_read(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"problem": "What is {1}+1?", "answer": "2"}\n')
+    sources = [str(tmp_path / "in.jsonl")] * 2
+    with patch.object(sys, "argv", ["math_speedrun.py", "--sources", *sources, "--out_dir", str(tmp_path / "new")]):
+        math_speedrun.main()
+    (train,), (test,) = (lines(tmp_path / "new" / f"{split}.jsonl") for split in ("train", "test"))
+    assert train["answer"] == "2" and train["must_box"] and test == train | {"must_box": False}
+    assert train["problem"].endswith("as:\n\\boxed{ANSWER}\n\nQuestion:\nWhat is {1}+1?\n\nAnswer:")
+
+
+def test_a_task_of_sciknoweval_has_its_data_and_its_reward():
+    given = {task: " ".join(launched("qwen3_8b_sciknoweval_4gpu", TASK=task)[2]) for task in ("materials", "tooluse")}
+    assert "SDPO/datasets/sciknoweval/material@train" in given["materials"] and ":letter" in given["materials"]
+    assert "SDPO/datasets/tooluse@train" in given["tooluse"] and "--system_prompt" not in given["tooluse"]
+    assert ":tool_calls" in given["tooluse"] and "--total_steps 1000 " in given["tooluse"]
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)

@@ -37,6 +37,33 @@ def test_a_verifier_for_roman_numerals_is_one_function_of_under_ten_lines(monkey
     assert {text: handle(("grade", Case(text, "14"))).reward for text in completions} == completions
 
 
+CALLS = '[{"Action": "b", "Action_Input": "{\\"x\\": 1}"}, {"Action": "a", "Action_Input": "{}"}]'
+CALL_A, CALL_B = "Action: a\nAction Input: {}", 'Action: b\nAction Input: {"x": 1}'
+
+
+@pytest.mark.parametrize(("name", "answer", "columns", "rewards"), [
+    ("boxed_math.py:score", "1/2", {"must_box": True},
+     {r"so \boxed{\frac12}": 1, "it is 1/2": 0, r"\boxed{1/2": 0, r"\boxed{1/2} \boxed{3}": 0, r"\boxed{} 1/2": 0}),
+    ("boxed_math.py:score", "1/2", {"must_box": False},
+     {r"so \boxed{\frac12}": 1, "it is 1/2": 1, "1/2, or 3": 0, r"1/2 \boxed{3}": 0, r"\boxed{} 1/2": 1, "": 0}),
+    ("boxed_math.py:score", "x", {"must_box": False}, {" x ": 1, "y": 0, "x + 1": 0}),  # the whole text
+    ("reversed_text.py:score", "abc ", {},
+     {"<reversed_text>cba</reversed_text>": 6 / 7, "cba": 0, "<reversed_text>cba": 0, "": 0}),
+    ("sciknoweval.py:letter", "B", {},
+     {"<answer>\nB\n</answer>": 1, "B": 1, "<answer>A</answer><answer>B": 1, "<answer>B: 3</answer>": 0, "": 0}),
+    ("sciknoweval.py:tool_calls", CALLS, {},
+     {f"{CALL_A}\n{CALL_B}": 1, CALL_B: 0, f"{CALL_A}\n{CALL_B}\n{CALL_B}": 0, "Action Input: {x}": 0, "": 0}),
+])  # fmt: skip
+def test_the_reward_of_a_set_up_is_its_sources(name, answer, columns, rewards):
+    handle = Handler(str(EXAMPLES / name), None)
+    grades = {text: handle(("grade", Case(text, answer, columns))) for text in rewards}
+    assert {text: grade.reward for text, grade in grades.items()} == pytest.approx(rewards)
+    if "box" in name:
+        boxes = {text: next(value for part, value in grade.parts.items() if part.endswith("box"))
+                 for text, grade in grades.items()}  # fmt: skip
+        assert boxes == {text: float("{" in text and "}" in text.replace("{}", "")) for text in rewards}
+
+
 def test_the_table_of_the_rule_says_what_is_read():
     table = (DOCS / "rewards.md").read_text().partition("| completion | read as |\n|---|---|\n")[2].partition("\n\n")[0]
     rows = [re.fullmatch(r"\| `(.*)` \| (?:`(.*)`|nothing) \|", line).groups() for line in table.splitlines()]

@@ -2,6 +2,7 @@
 says.
 """
 
+import ast
 import json
 import os
 import re
@@ -120,3 +121,25 @@ def test_the_dry_run_prints_what_the_page_on_hardware_shows():
     done = run_script(["bash", "scripts/qwq32b_8xh100.sh", "--dry_run"], dict(os.environ))
     (shown,) = [block for block in blocks("", (ROOT / "docs" / "hardware.md").read_text()) if block.startswith("step")]
     assert set(shown.splitlines()) <= set(done.stdout.splitlines())
+
+
+def lines_of(file: str, names: list[str]) -> int:
+    """The lines of these functions and classes, decorators included; of the whole file without names."""
+    source = (ROOT / file).read_text()
+    if not names:
+        return len(source.splitlines())
+    sizes = {}
+    for node in ast.walk(ast.parse(source)):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.ClassDef):
+                owner = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+                first = min(x.lineno for x in (child, *child.decorator_list))
+                sizes[f"{owner}{child.name}"] = child.end_lineno - first + 1
+    return sum(sizes[name] for name in names)
+
+
+def test_what_is_to_be_read_has_the_lines_that_the_readme_says():
+    heading, section = re.search(r"^## Read ([\d,]+) lines$(.*?)^## ", README, re.M | re.S).groups()
+    rows = re.findall(r"^\| `(\S+\.py)` \| (.*) \|$", section, re.M)
+    total = sum(lines_of(file, re.findall("`(.+?)`", names)) for file, names in rows)
+    assert len(rows) == 9 and int(heading.replace(",", "")) == total

@@ -55,7 +55,7 @@ CALL_A, CALL_B = "Action: a\nAction Input: {}", 'Action: b\nAction Input: {"x": 
      {f"{CALL_A}\n{CALL_B}": 1, CALL_B: 0, f"{CALL_A}\n{CALL_B}\n{CALL_B}": 0, "Action Input: {x}": 0, "": 0}),
 ])  # fmt: skip
 def test_the_reward_of_a_set_up_is_its_sources(name, answer, columns, rewards):
-    handle = Handler(str(EXAMPLES / name), None)
+    handle = RewardWorker(str(EXAMPLES / name), None)
     grades = {text: handle(("grade", Case(text, answer, columns))) for text in rewards}
     assert {text: grade.reward for text, grade in grades.items()} == pytest.approx(rewards)
     if "box" in name:

@@ -7,11 +7,13 @@ One dimension key, used for every array and tensor of the project:
     B  sequences of a step, B = P * G        K  trained tokens of a micro-batch
     V  vocabulary, D  hidden size
 
-A suffix names the dimensions: `rewards_B`, `logprobs_N`. Completion b answers prompt b // G. A step samples one
-`Rollout`; `plan_micro_batches` decides which rank trains which sequences together; `pack` makes the `Batch`.
+A suffix names the dimensions: `rewards_B`, `logprobs_N`. Completion b answers prompt b // G. A step
+samples one `Rollout`; `plan_micro_batches` decides which rank trains which sequences together;
+`pack` makes the `Batch`.
 
-With --share_prompts the completions of a prompt that are packed together share its positions: the first one is packed
-whole, the others from the prompt's last token on, because that predicts another token for each.
+With --share_prompts the completions of a prompt that are packed together share its positions: the
+first one is packed whole, the others from the prompt's last token on, because that predicts another
+token for each.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ IMAGE = "<image>"  # in a prompt: the place of an image
 Messages = list[dict[str, object]]
 Metrics = dict[str, float]
 State = dict[str, int | list[int] | list[float] | list[tuple[int, int]]]  # the loop's, by name: in the checkpoint
-# (index b of the completion, text, sampled token ids, truncated, grade if the environment has given one)
+# (index b of the completion, text, sampled token ids, truncated, grade if the environment has given
+# one)
 OnFinished = Callable[[int, str, Sequence[int], bool, Grade | None], None]
 
 

@@ -8,8 +8,9 @@
     OUT_DIR/final             link to the last step's checkpoint, made when the run is complete
     OUT_DIR/best              link to the checkpoint that --keep_best protects
 
-A checkpoint is written under a temporary name, flushed to the disk, and renamed when it is whole. `latest` verifies the
-one that it returns. A checkpoint that the disk refuses is left out; the one of the last step must be written.
+A checkpoint is written under a temporary name, flushed to the disk, and renamed when it is whole.
+`latest` verifies the one that it returns. A checkpoint that the disk refuses is left out; the one
+of the last step must be written.
 """
 
 from __future__ import annotations
@@ -285,8 +286,8 @@ def shards_of(policy: Policy, optimizer: Optimizer) -> dict[str, dict[str, objec
 
 # The shards -----------------------------------------------------------------------------------------------------------
 #
-# Somebody else may have written them: nothing but plain records is unpickled. `dcp` keeps a list of its shards, which
-# is a pickle, and in them pickled values.
+# Somebody else may have written them: nothing but plain records is unpickled. `dcp` keeps a list of
+# its shards, which is a pickle, and in them pickled values.
 
 
 class MetadataUnpickler(pickle.Unpickler):

@@ -1,7 +1,8 @@
 """Data: source -> records -> rows. A row carries its prompt, so a prompt cannot come apart from its answer.
 
-Records are read in `inputs/sources.py`. Read from the top: `PromptData.load` loads a source, `indices_of_step` says
-which rows a step draws, `make_row` makes a row. `python scripts/show_data.py` shows data before training.
+Records are read in `inputs/sources.py`. Read from the top: `PromptData.load` loads a source,
+`indices_of_step` says which rows a step draws, `make_row` makes a row. `python
+scripts/show_data.py` shows data before training.
 """
 
 from __future__ import annotations
@@ -172,7 +173,8 @@ def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, 
         columns = {name: value for name, value in columns.items() if name != column}  # each reward call would carry it
     _place_images(messages, len(encoded))
     text = render(messages, prompt_format, tokenizer)
-    # A chat template writes its own special tokens; a bare prompt gets the tokenizer's, unless it begins with the BOS.
+    # A chat template writes its own special tokens; a bare prompt gets the tokenizer's, unless it
+    # begins with the BOS.
     has_special_tokens = is_chat or text.startswith(tokenizer.bos_token or "\0")
     ids = np.array(tokenizer(text, add_special_tokens=not has_special_tokens)["input_ids"], dtype=np.int32)
     images = None
@@ -234,7 +236,8 @@ def _messages(value: object, name: str, prompt_format: PromptFormat) -> Messages
     messages = value if isinstance(value, list) else [{"role": "user", "content": _text(value, name)}]
     if not messages or not all(isinstance(message, dict) for message in messages):
         raise UnusableRow(f"{name} is no list of messages")
-    # Without the nulls that parquet files add; a new dictionary each, because the row's columns stay as read.
+    # Without the nulls that parquet files add; a new dictionary each, because the row's columns
+    # stay as read.
     messages = [{key: part for key, part in message.items() if part is not None} for message in messages]
     for message in messages:
         if not {"role", "content"} <= message.keys():

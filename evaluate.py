@@ -3,10 +3,11 @@
     python evaluate.py --model runs/x/step_90 --data math500.jsonl aime24.jsonl --reward math --samples 1 32
     python scripts/launch.py --ranks 8 evaluate.py --model Qwen/Qwen2.5-7B ...     # eight engines share the problems
 
-Figures, each with its standard error over problems: avg@k, the mean score of k samples of a problem; pass@k, the chance
-that at least one of k is correct (unbiased, Chen et al. 2021); maj@k, the chance that the most frequent answer of k is
-correct; the mean length in tokens; the shares that are truncated and that could not be graded. A completion is correct
-if the reward's first verifier gives it 1 or more.
+Figures, each with its standard error over problems: avg@k, the mean score of k samples of a
+problem; pass@k, the chance that at least one of k is correct (unbiased, Chen et al. 2021); maj@k,
+the chance that the most frequent answer of k is correct; the mean length in tokens; the shares that
+are truncated and that could not be graded. A completion is correct if the reward's first verifier
+gives it 1 or more.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """The algorithm: advantages, policy losses, KL, correction of the sampler's mismatch, aggregation, and the total loss.
 
-Each choice is one function, found by its name in the dict of its section. Rare losses and advantages are in `losses/`,
-one method a file. To add one, write the function and name it there, or keep it in a file of your own: `--policy_loss
-my_loss.py:f`, `--advantage my_advantage.py:f`, `--kl_estimator my_kl.py:f`. The parameters after `*` are the flags of
-the same names: only those have an effect. `--help` and the log show the first sentence of its docstring. How the
-choices compare with TRL's and verl's: `docs/algorithm.md`.
+Each choice is one function, found by its name in the dict of its section. Rare losses and
+advantages are in `losses/`, one method a file. To add one, write the function and name it there, or
+keep it in a file of your own: `--policy_loss my_loss.py:f`, `--advantage my_advantage.py:f`,
+`--kl_estimator my_kl.py:f`. The parameters after `*` are the flags of the same names: only those
+have an effect. `--help` and the log show the first sentence of its docstring. How the choices
+compare with TRL's and verl's: `docs/algorithm.md`.
 
-The functions are pure: tensors in, tensors out, no model, device or rank. Dimensions: `batch.py`, and T: the completion
-tokens of a step, one completion after the other.
+The functions are pure: tensors in, tensors out, no model, device or rank. Dimensions: `batch.py`,
+and T: the completion tokens of a step, one completion after the other.
 """
 
 from __future__ import annotations
@@ -466,7 +467,8 @@ def total_loss(
         x_N = batch.ref_logprobs_N - logprobs_N
         means |= measured_kl(batch, x_N, algorithm)
         if algorithm.kl_in == "loss":
-            # Over the vocabulary the head has computed the KL itself, with its gradient; else it is estimated here.
+            # Over the vocabulary the head has computed the KL itself, with its gradient; else it is
+            # estimated here.
             kl_N = algorithm.kl_estimator(x_N) if batch.kl_N is None else batch.kl_N
             loss_N = loss_N + algorithm.kl_coef * kl_N
     if algorithm.entropy_coef:

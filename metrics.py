@@ -1,7 +1,7 @@
 """The metrics of a step: functions of what was sampled, graded and trained, and of the seconds that it took.
 
-`docs/runs.md` explains each name. A new metric is one line in the function that knows what it needs; a metric of the
-loss is one line in `grpo.total_loss`.
+`docs/runs.md` explains each name. A new metric is one line in the function that knows what it
+needs; a metric of the loss is one line in `grpo.total_loss`.
 """
 
 from __future__ import annotations

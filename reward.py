@@ -1,9 +1,9 @@
 """Completions and answers -> grades: the trainer's side of the reward.
 
-What `--reward` takes, functions of your own included: `docs/rewards.md`. Verifiers run in worker processes
-(`grading/pool.py`) while the engine still samples. A verifier that exceeds its time or memory, raises, returns no
-finite number or ends its process costs one completion: its reward is 0.0, and its status says why. No torch here.
-`scripts/grade.py` grades a file.
+What `--reward` takes, functions of your own included: `docs/rewards.md`. Verifiers run in worker
+processes (`grading/pool.py`) while the engine still samples. A verifier that exceeds its time or
+memory, raises, returns no finite number or ends its process costs one completion: its reward is
+0.0, and its status says why. No torch here. `scripts/grade.py` grades a file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from fsdp_utils import World
 
 
-# Texts for a trial of one's own functions: all marks of an answer at once, the answer alone, and nothing
+# Texts for a trial of one's own functions: all marks of an answer at once, the answer alone, and
+# nothing
 TRIAL = ("<think>\nSo.\n</think>\n<answer>\\boxed{KEY}\nAnswer: KEY\n#### KEY</answer>", "KEY", "")
 KEYS_AT_ONCE = 64  # answer keys in a request to a worker: a request costs more than a check
 

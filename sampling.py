@@ -1,11 +1,13 @@
 """The Sampler: draws prompts, samples and grades their completions, until a step has its P groups.
 
-Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): a group whose completions are all correct or all incorrect has
-advantage 0 and teaches nothing. It is put aside, and further prompts are sampled, in rounds, until P groups have a
-signal; groups beyond P are not used. After `MOST_ROUNDS` rounds the groups that were put aside first fill the gap.
-Prompts are then drawn from the data in a row, over all epochs; the checkpoint keeps how far (`state`).
+Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): a group whose completions are all correct or
+all incorrect has advantage 0 and teaches nothing. It is put aside, and further prompts are sampled,
+in rounds, until P groups have a signal; groups beyond P are not used. After `MOST_ROUNDS` rounds
+the groups that were put aside first fill the gap. Prompts are then drawn from the data in a row,
+over all epochs; the checkpoint keeps how far (`state`).
 
-With --steps_ahead generation servers sample the first round of coming steps while the ranks train this one (`start`).
+With --steps_ahead generation servers sample the first round of coming steps while the ranks train
+this one (`start`).
 """
 
 from __future__ import annotations
@@ -97,8 +99,8 @@ class Sampler:
         self.drawn_ahead.pop(step, None)
         self.sampled = Rollout.concatenate(rounds)
         self.round_B = np.repeat(np.arange(len(rounds)), [len(rollout.rows) for rollout in rounds])
-        # Each rank has collected the step by itself. One that has other data or another grade would train on something
-        # else without a word, or hang in a collective.
+        # Each rank has collected the step by itself. One that has other data or another grade would
+        # train on something else without a word, or hang in a collective.
         check_same_step(
             prompts=[row.ids for row in self.sampled.rows],
             completions=self.sampled.completions,
@@ -189,7 +191,8 @@ def choose_groups(sampled: Rollout, num_rounds: int, draws: Draws) -> tuple[np.n
     has_signal = has_signal_P(sampled, draws)
     with_signal, without_signal = np.flatnonzero(has_signal), np.flatnonzero(~has_signal)
     kept = with_signal[: draws.prompts_per_step]
-    # Only after `MOST_ROUNDS`: they teach nothing, but the step has the size that the learning rate was chosen for.
+    # Only after `MOST_ROUNDS`: they teach nothing, but the step has the size that the learning rate
+    # was chosen for.
     filling = without_signal[: draws.prompts_per_step - len(kept)]
     counts = {
         "sampling/rounds": num_rounds,

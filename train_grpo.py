@@ -2,10 +2,11 @@
 
     python scripts/launch.py --ranks 8 train_grpo.py --model Qwen/Qwen2.5-7B --train_data math.jsonl --out_dir runs/x
 
-Every rank runs this file. It holds a shard of the policy (FSDP2) and a part of a sampling engine (vLLM), and sees the
-whole step: all completions, all rewards, and one plan of who trains what. To understand a step, read the loop below,
-then `sampling.py`, `rollout.py`, `batch.py` (with the dimension key), `update.py`, `grpo.py`, `policy.py`,
-`fsdp_utils.py`. Starting the same command again continues from the last checkpoint in --out_dir.
+Every rank runs this file. It holds a shard of the policy (FSDP2) and a part of a sampling engine
+(vLLM), and sees the whole step: all completions, all rewards, and one plan of who trains what. To
+understand a step, read the loop below, then `sampling.py`, `rollout.py`, `batch.py` (with the
+dimension key), `update.py`, `grpo.py`, `policy.py`, `fsdp_utils.py`. Starting the same command
+again continues from the last checkpoint in --out_dir.
 """
 
 from __future__ import annotations
@@ -193,7 +194,8 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
             with run.phase("sample"):
                 rollout, metrics = sampler.collect(step)
                 sampler.start(step, last_step)  # servers work ahead; an engine in these ranks samples when it is asked
-            # Engine and trainer share the memory of a GPU: the weights and the cache of one leave room for the other.
+            # Engine and trainer share the memory of a GPU: the weights and the cache of one leave
+            # room for the other.
             with run.phase("sleep"):
                 engine.sleep()
 

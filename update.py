@@ -1,7 +1,7 @@
 """From the graded rollout of a step to new weights: packing, log-probs, advantages, the loss, the optimizer step.
 
-The functions stand in the order in which the loop of `train_grpo.py` calls them; the equations are in `grpo.py`.
-Dimensions: `batch.py`.
+The functions stand in the order in which the loop of `train_grpo.py` calls them; the equations are
+in `grpo.py`. Dimensions: `batch.py`.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def pack_updates(
     """The updates of one pass over the rollout, each of consecutive prompts and divided by `plan_micro_batches`."""
     indices_of_updates = np.split(np.arange(plan.completions_per_step), plan.updates_per_pass)
     trained_lengths_B = torch.from_numpy(rollout.trained_lengths_B)
-    # The weight of a token in the loss follows from the lengths of the whole update. It is known before anything is
-    # packed, so loss and gradient do not depend on which sequences share a micro-batch or a rank.
+    # The weight of a token in the loss follows from the lengths of the whole update. It is known
+    # before anything is packed, so loss and gradient do not depend on which sequences share a
+    # micro-batch or a rank.
     weights = [algorithm.loss_aggregation(trained_lengths_B[indices]) for indices in indices_of_updates]
     rollout = replace(rollout, loss_weights_B=torch.cat(weights).numpy())
     hinted = rollout.hinted()
@@ -100,7 +101,8 @@ def add_logprobs(updates: list[Update], policy: Policy, reference: Policy | None
         updates = [update.map(use_sampler_logprobs) for update in updates]
     else:
         needs_all = policy.has_dropout or algorithm.num_iterations > 1 or algorithm.has_penalties
-        # Until the first optimizer step the policy is the old policy: that update's own pass has the old log-probs.
+        # Until the first optimizer step the policy is the old policy: that update's own pass has
+        # the old log-probs.
         first = 0 if needs_all else 1
         scored = [logprobs_under(policy, "old_logprobs_N", update, algorithm) for update in updates[first:]]
         updates = updates[:first] + scored
@@ -284,7 +286,8 @@ def add_gradients(
         for i, batch in enumerate(update.batches):
             is_last = i == len(update.batches) - 1
             begin_micro_batch(policy, memory.communicate_once, is_last)
-            # Entropies carry a gradient only where the loss has a term of them: it costs a second pass over the logits.
+            # Entropies carry a gradient only where the loss has a term of them: it costs a second
+            # pass over the logits.
             needs_slope = algorithm.entropy_coef != 0
             teacher = batch.teacher and batch.teacher()
             scores = policy(batch, algorithm.temperature, needs_slope, teacher)
@@ -378,9 +381,10 @@ def update_flops(policy: Policy, cost: float) -> float:
 
 # Which updates are left out ------------------------------------------------------------------------------------------
 #
-# What is not finite, and what has moved too far from the policy that sampled. An update is judged when its gradient is
-# there, before the optimizer's step, by metrics that are the same on every rank. Left out, it changes no bit of policy
-# and optimizer. It does not end the run, because a resumed one would meet it again; many in a row do.
+# What is not finite, and what has moved too far from the policy that sampled. An update is judged
+# when its gradient is there, before the optimizer's step, by metrics that are the same on every
+# rank. Left out, it changes no bit of policy and optimizer. It does not end the run, because a
+# resumed one would meet it again; many in a row do.
 
 NOT_FINITE, BEYOND_KL = "optim/skipped_not_finite", "optim/skipped_max_kl"  # metrics: updates of a step, by reason
 

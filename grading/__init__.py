@@ -1,6 +1,7 @@
 """Rewards: a completion and its row (`Case`) -> what it got (`Grade`). Read `score.py` first.
 
-`reward.py` is the trainer's side. Here, too: answer keys that are lists, which the data's reader and a verifier share.
+`reward.py` is the trainer's side. Here, too: answer keys that are lists, which the data's reader
+and a verifier share.
 """
 
 from __future__ import annotations

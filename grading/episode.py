@@ -5,8 +5,8 @@
         def reply(self, completion): ...      # to the text of a turn: the next user turn; None: the episode is over
         def reward(self): ...                 # optional: a number, a dict with sub-scores, or a list, a number a turn
 
-A request brings all texts of its episode. The worker that has its object tells it the new one. If that worker has died,
-the next one makes a new object and tells it all texts again.
+A request brings all texts of its episode. The worker that has its object tells it the new one. If
+that worker has died, the next one makes a new object and tells it all texts again.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ class EpisodeWorker:
         messages = [{"role": "user", "content": reply}] if isinstance(reply, str) else reply
         messages = [messages] if isinstance(messages, dict) else messages
         try:
-            # Texts that can be written; of a class of the user's, whose file the trainer does not load, the mere text.
+            # Texts that can be written; of a class of the user's, whose file the trainer does not
+            # load, the mere text.
             read = [{name: message[name].encode().decode() for name in ("role", "content")} for message in messages]
         except (TypeError, KeyError, AttributeError, UnicodeEncodeError):
             read = []

@@ -1,19 +1,21 @@
 """IFEval: does a text follow instructions that a program can check? The benchmark's 25 kinds, as reward and evaluation.
 
-Source: Zhou et al. 2023 (arXiv 2311.07911), google-research/instruction_following_eval/instructions.py; its "strict"
-accuracy: the completion counts as it is, and a blank one follows nothing. Two data formats end in the same checkers:
+Source: Zhou et al. 2023 (arXiv 2311.07911),
+google-research/instruction_following_eval/instructions.py; its "strict" accuracy: the completion
+counts as it is, and a blank one follows nothing. Two data formats end in the same checkers:
   google/IFEval         columns `instruction_id_list` and `kwargs`
   allenai/RLVR-IFeval   (Tulu 3) the answer is a JSON text: `func_name`, and arguments named as in open-instruct
 
-Tulu's instructions are checked as the benchmark checks them: keywords are found inside words, forbidden words as whole
-words, a letter in either case, JSON in a code fence passes, capitals must also be English. Where Tulu's own sentence to
-the model says something else, CHECKS has an entry `rlvr:...` for it: exact frequencies of whole words; "around" (10 %
-or 1 sentence, as open-instruct); paragraphs divided by `* * *`; options as one text, "yes/no/maybe" or "a), b), c)";
+Tulu's instructions are checked as the benchmark checks them: keywords are found inside words,
+forbidden words as whole words, a letter in either case, JSON in a code fence passes, capitals must
+also be English. Where Tulu's own sentence to the model says something else, CHECKS has an entry
+`rlvr:...` for it: exact frequencies of whole words; "around" (10 % or 1 sentence, as
+open-instruct); paragraphs divided by `* * *`; options as one text, "yes/no/maybe" or "a), b), c)";
 a prompt to repeat that holds the sentence that asks for it.
 
-Deviations from google-research: no nltk (see `count_sentences`, `count_capital_words`), keywords and markers are
-literal text and no regular expressions, and each check takes time linear in the completion.
-The tables are at the end: FUNCTIONS, CHECKS and ARGUMENTS.
+Deviations from google-research: no nltk (see `count_sentences`, `count_capital_words`), keywords
+and markers are literal text and no regular expressions, and each check takes time linear in the
+completion. The tables are at the end: FUNCTIONS, CHECKS and ARGUMENTS.
 """
 
 from __future__ import annotations
@@ -247,7 +249,8 @@ def starts_with(text: str, prompt: str) -> bool:
     return text.strip().lower().startswith(prompt.lower())
 
 
-# A type of argument: what is required, and the value as the checker takes it, or None if it is not that.
+# A type of argument: what is required, and the value as the checker takes it, or None if it is not
+# that.
 ArgumentType = tuple[str, Callable[[object], object]]
 
 
@@ -351,7 +354,8 @@ CHECKS: dict[str, Callable[..., bool]] = {
 # fmt: on
 PARAMETERS = {name: list(inspect.signature(check).parameters)[1:] for name, check in CHECKS.items()}
 
-# Tulu's func_name -> the instruction, and Tulu's names of its arguments in the order of the checker's parameters.
+# Tulu's func_name -> the instruction, and Tulu's names of its arguments in the order of the
+# checker's parameters.
 FUNCTIONS: dict[str, str] = {
     "verify_keywords": "keywords:existence keyword_list",
     "verify_keyword_frequency": "rlvr:keyword_frequency word N",

@@ -5,7 +5,8 @@
     compute_score(data_source, solution_str, ground_truth, extra_info)   one completion: verl's
     compute_score(data_sources, solution_strs, ...)                      a group: verl's batch manager
 
-All arguments are passed by name; those that a function does not name are left out. Completions and prompts are texts.
+All arguments are passed by name; those that a function does not name are left out. Completions and
+prompts are texts.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def files_of(path: Path) -> list[Path]:
 def load_own(reference: str) -> tuple[Callable, str]:
     """The function or class of `file.py:name`, and this name, in a worker. Raises as `load_function`."""
     path, _, name = reference.rpartition(":")
-    # Its neighbours come after installed packages and before our own modules (one may be called data.py).
+    # Its neighbours come after installed packages and before our own modules (one may be called
+    # data.py).
     last = [str(Path(path).absolute().parent), str(Path(__file__).parent.parent)]
     sys.path[:] = [folder for folder in sys.path if folder not in last] + last
     return load_function(path, name), name
@@ -159,7 +161,8 @@ class OwnReward:
 
     def __call__(self, cases: list[Case]) -> list[tuple[float, dict[str, float]]]:
         """Reward and sub-scores of each completion. Raises what the function raises, WrongReturn for no rewards."""
-        # What it changes in a row is for nobody else: another function, another completion of the prompt.
+        # What it changes in a row is for nobody else: another function, another completion of the
+        # prompt.
         cases = [replace(case, columns=copy.deepcopy(case.columns)) for case in cases]
         arguments = {name: [self.values[name](case) for case in cases] for name in self.named}
         for name in cases[0].columns:

@@ -5,10 +5,11 @@
     outcomes = pool.collect()       # {17: Outcome(value, status)}, as soon as everything that was submitted is done
     outcomes = pool.pop_done()          # what is done by now
 
-`pebble` starts the workers, kills late ones and replaces those that are gone. A worker calls `function =
-factory(*arguments)` once and then `function(item)` item by item; or `in_flight` items at a time, each in a thread, for
-functions that wait. An item that is late or ends its worker is tried once more, alone: another item of the same worker,
-or a busy machine, may have been to blame. The workers end when the caller ends, however it ends.
+`pebble` starts the workers, kills late ones and replaces those that are gone. A worker calls
+`function = factory(*arguments)` once and then `function(item)` item by item; or `in_flight` items
+at a time, each in a thread, for functions that wait. An item that is late or ends its worker is
+tried once more, alone: another item of the same worker, or a busy machine, may have been to blame.
+The workers end when the caller ends, however it ends.
 """
 
 from __future__ import annotations

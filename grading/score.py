@@ -73,7 +73,8 @@ class RewardWorker:
         self.per_group = [name for name, reward in self.own.items() if reward.takes_group]
         self.per_completion = [name for name in self.weights if name not in self.per_group]
         uses_math = any(name == "math" or name[0] == "@" for name in self.weights)
-        # A worker's first formula takes a second, which no completion shall pay; and a broken library is silent.
+        # A worker's first formula takes a second, which no completion shall pay; and a broken
+        # library is silent.
         if uses_math and (not equal("x^2+2x+1", "(x+1)^2") or equal("3x", "3x^2")):
             raise ValueError("math-verify or SymPy is broken; install the versions of the requirements file")
 

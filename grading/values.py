@@ -163,7 +163,8 @@ UNITS = {name: names.split()[0] for names in re.findall("[^,]+", """
     mol mole, day 天 日, week 周, year 年, month, cent, am, pm, euro, sterling, 元, 岁, 月, 个月, 分, 吨, 分米, 公顷
 """) for name in names.split()}  # fmt: skip
 COUNTED = r"[个只本块支张辆名位条棵件次种组页台间根颗盒箱袋朵套双](?![半十百千万亿])[\u4e00-\u9fff]*"  # 3个苹果
-# What says something about the value, behind it or on the left of "=": 7 dozens, 7 tenths, 7 more, half of x = 7
+# What says something about the value, behind it or on the left of "=": 7 dozens, 7 tenths, 7 more,
+# half of x = 7
 NO_UNITS = {*SCALES, *WORDS, *re.findall(r"\w+", """
     about above additional almost always and approx approximately around as at base below billions but centuries
     couples decades does double dozens factorial false fewer gross guess half halves hundreds if inverse is

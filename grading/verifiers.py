@@ -1,8 +1,9 @@
 """The built-in verifiers: each says how good one completion is. A new one is a function and an entry in `BUILT_IN`.
 
-`math`, `gsm8k`, `gsm8k_strict` and `exact` compare its final answer with the row's, `ifeval` checks instructions,
-`format` and `think_format` check the tags, `length` the length. They raise ValueError, in a few words, for a row whose
-answer key cannot be used. `score.py` adds them up, in processes that can be killed: nothing here minds the time.
+`math`, `gsm8k`, `gsm8k_strict` and `exact` compare its final answer with the row's, `ifeval` checks
+instructions, `format` and `think_format` check the tags, `length` the length. They raise
+ValueError, in a few words, for a row whose answer key cannot be used. `score.py` adds them up, in
+processes that can be killed: nothing here minds the time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Do all ranks do the same? They compare flags, code and packages at the start, and what they train on in each step.
 
-Ranks that differ would hang in a collective, or train on different data without a word. A difference is an error that
-names the rank. The reward and the data are compared by what comes of them: prompts, completions, rewards.
+Ranks that differ would hang in a collective, or train on different data without a word. A
+difference is an error that names the rank. The reward and the data are compared by what comes of
+them: prompts, completions, rewards.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from model.sizes import check_path
 from runtime.cards import gpu_figures
 from runtime.start import check_divides, launched_world_size
 
-# What stored rollouts hold: who is compared with whom, tokens sampled under these limits, and their rewards.
+# What stored rollouts hold: who is compared with whom, tokens sampled under these limits, and their
+# rewards.
 FIXED_BY_ROLLOUTS = (
     "prompts_per_step", "group_size", "temperature", "max_completion_tokens", "max_prompt_tokens", "stop_tokens",
     "reward", "reward_timeout", "overlong_cache_tokens", "list_answers", "truncated", "dynamic_sampling",
@@ -61,7 +62,8 @@ def check_common_flags(args: argparse.Namespace) -> None:
     check_turns(args, all_given(args))
 
 
-# Contradictions, by topic: each check raises ValueError for the first one. `flag.NAME` is the flag as it was written.
+# Contradictions, by topic: each check raises ValueError for the first one. `flag.NAME` is the flag
+# as it was written.
 
 
 def check_loss(args: argparse.Namespace, flag: SimpleNamespace) -> None:

@@ -1,6 +1,7 @@
 """From flags to the `Algorithm`: which functions (of `grpo.py`, `losses/` or the user), with which parameters.
 
-The parameters of a function after `*` are the flags that have an effect; what is no flag has a default.
+The parameters of a function after `*` are the flags that have an effect; what is no flag has a
+default.
 """
 
 from __future__ import annotations

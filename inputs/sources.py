@@ -1,8 +1,8 @@
 """Sources -> records: rows of files, folders and data sets on the hub, as they are.
 
-A source is WHAT[@SPLIT][#ROWS]. WHAT is a file (.jsonl, .json, .parquet), a folder of such files or of
-datasets.save_to_disk, or a data set on the hub (owner/name, or owner/name/configuration where it has several).
-#ROWS draws so many rows at random. `READERS` is the place for another kind of file.
+A source is WHAT[@SPLIT][#ROWS]. WHAT is a file (.jsonl, .json, .parquet), a folder of such files or
+of datasets.save_to_disk, or a data set on the hub (owner/name, or owner/name/configuration where it
+has several). #ROWS draws so many rows at random. `READERS` is the place for another kind of file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Is the difference between two sides noise? `python report.py --compare a1 a2 a3 -- b1 b2 b3` says so, in words.
 
-The steps of a run depend on each other, so a run is one draw: each gives one number for each metric, its mean over the
-last tenth of its points and over all of them. Two sides are compared by
+The steps of a run depend on each other, so a run is one draw: each gives one number for each
+metric, its mean over the last tenth of its points and over all of them. Two sides are compared by
 
 - Student's interval of the differences of pairs, if both have the same seeds;
 - Welch's interval, if the seeds differ; the variance of several runs stands for that of a single one, too;

@@ -1,7 +1,8 @@
 """`train_grpo.py --dry_run`: what a run amounts to and whether it fits. It needs no GPU, no weights and no data.
 
-The exit code is 0 if the run fits and 3 if not. `setup_of` reads the flags, `plan_memory.py` has the bytes,
-`plan_time.py` the seconds, `plan_advice.py` what would have to change, `plan_report.py` what is printed.
+The exit code is 0 if the run fits and 3 if not. `setup_of` reads the flags, `plan_memory.py` has
+the bytes, `plan_time.py` the seconds, `plan_advice.py` what would have to change, `plan_report.py`
+what is printed.
 """
 
 from __future__ import annotations

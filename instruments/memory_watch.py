@@ -1,8 +1,8 @@
 """The memory that a run takes, phase by phase, beside what the dry run predicts: the loop's door to it.
 
-`watch_memory` refuses a run that cannot fit, before its weights are read. `Run` calls the other functions of the watch.
-On CUDA a phase's figure is all that is taken on the GPU: what torch holds, the engine awake or asleep, CUDA's own. On
-the CPU it is the resident memory of the rank.
+`watch_memory` refuses a run that cannot fit, before its weights are read. `Run` calls the other
+functions of the watch. On CUDA a phase's figure is all that is taken on the GPU: what torch holds,
+the engine awake or asleep, CUDA's own. On the CPU it is the resident memory of the rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from model.sizes import cpu_cache_bytes
 from model.weights import load_config
 from runtime.machine import host_bytes, local_world_size
 
-# Phase of the loop -> phases of the planner. What comes before the first phase is "load": also the engine's start.
+# Phase of the loop -> phases of the planner. What comes before the first phase is "load": also the
+# engine's start.
 PHASES = {
     "load": ("load", "rollout"),
     "sample": ("rollout",),
@@ -61,7 +62,8 @@ WAYS_OUT = {  # phase -> what to change: on a GPU; on a CPU, where there is noth
     "checkpoint": (BATCH, RANKS),
     "host": ("use less of --offload, or fewer --reward_workers", f"{RANKS}, or fewer --reward_workers"),
 }
-# torch, its allocators and CUDA's libraries have no common class of errors; cudaError 2 is cudaErrorMemoryAllocation.
+# torch, its allocators and CUDA's libraries have no common class of errors; cudaError 2 is
+# cudaErrorMemoryAllocation.
 NO_MEMORY = re.compile(
     r"out of memory|can(?:no|')t allocate memory|unable to allocate|bad_alloc|CUBLAS_STATUS_ALLOC_FAILED"
     r"|Registering memory failed with cudaError: 2\b",
@@ -108,7 +110,8 @@ class MemoryWatch:
         try:
             yield
         except (MemoryError, RuntimeError, OSError) as error:
-            # A MemoryError with a cause is such a sentence: the engine's, or that of a phase inside.
+            # A MemoryError with a cause is such a sentence: the engine's, or that of a phase
+            # inside.
             is_sentence = isinstance(error, MemoryError) and error.__cause__ is not None
             if is_sentence or not lacks_memory(error):
                 raise

@@ -1,10 +1,11 @@
 """The page that compares runs: one HTML file that needs neither a server nor a network. `report.py` is its door.
 
-`samples.py` packs the stored completions. `template.html`, `page.css` and the scripts show all of it, one script for
-each section; the curves are drawn by uPlot (`vendor/`).
+`samples.py` packs the stored completions. `template.html`, `page.css` and the scripts show all of
+it, one script for each section; the curves are drawn by uPlot (`vendor/`).
 
-What a model has written cannot run as code: all data is embedded in base64, which has no character of HTML; the scripts
-write text as text; and the page's Content-Security-Policy admits no others, by their hashes.
+What a model has written cannot run as code: all data is embedded in base64, which has no character
+of HTML; the scripts write text as text; and the page's Content-Security-Policy admits no others, by
+their hashes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The memory that a run takes: formulas for each phase, in bytes. Pure functions of a `Setup`.
 
-Read `gpu_phases` (one GPU), `host_phases` (one node) and `checkpoint_bytes` (disk) first. The formulas of the passes
-were fitted to the storages of the real model; `benchmarks/bench_memory.py` compares them with real updates. They assume
-several micro-batches per update, full of completion tokens. --micro_batch_tokens does not bound attention's copy of
-shared keys and values: for it, groups of the shortest completions are assumed.
+Read `gpu_phases` (one GPU), `host_phases` (one node) and `checkpoint_bytes` (disk) first. The
+formulas of the passes were fitted to the storages of the real model; `benchmarks/bench_memory.py`
+compares them with real updates. They assume several micro-batches per update, full of completion
+tokens. --micro_batch_tokens does not bound attention's copy of shared keys and values: for it,
+groups of the shortest completions are assumed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from model.sizes import HEAD_CHUNK_LOGITS, MOST_ON_GPU, OPTIMIZER_CHUNK
 REDUCE = 4  # gradients are reduced in fp32
 FRAGMENTATION = 1.05  # what torch's allocator holds, over the live tensors
 CONTEXT = 2.5 * GIB  # per GPU: CUDA context, NCCL buffers, workspaces of the matrix products
-# The engine beside weights and cache, without and with CUDA graphs. vLLM's pull request 11743 logged 2.95 + 1.27 GiB.
+# The engine beside weights and cache, without and with CUDA graphs. vLLM's pull request 11743
+# logged 2.95 + 1.27 GiB.
 ENGINE_WORKING = {True: 2.5 * GIB, False: 4.0 * GIB}
 # NCCL buffers, graphs. vLLM's issue 47654 logged 1.4 GiB of these.
 ENGINE_ASLEEP = {True: 0.5 * GIB, False: 2.0 * GIB}
@@ -61,9 +63,11 @@ def gpu_phases(setup: Setup) -> dict[str, Parts]:
     awake = engine_parts(setup)
     asleep = {"engine asleep": ENGINE_ASLEEP[setup.engine.enforce_eager]}
     loaded_table = setup.table_bytes if setup.has_lora else m.table * setup.trained_bytes
-    # The largest parameter and its shard; the next one is gathered while the engine copies this one.
+    # The largest parameter and its shard; the next one is gathered while the engine copies this
+    # one.
     gathered = setup.compute_bytes * (m.table * (1 + 1 / setup.num_shards) + m.intermediate * m.hidden)
-    # vLLM pads a table whose rows are no multiple of 64, and keeps it to the end of a sync: the head comes beside it.
+    # vLLM pads a table whose rows are no multiple of 64, and keeps it to the end of a sync: the
+    # head comes beside it.
     padded = 0 if m.is_tied or m.vocab % 64 == 0 else setup.table_bytes
     passes = largest([logprobs_peak(setup), logprobs_peak(setup.reference_setup)])
     phases = {
@@ -279,7 +283,8 @@ def backward_of_layer(setup: Setup) -> float:
         matrix = compute * m.intermediate * m.hidden
         mlp += matrix
         weights = max(compute * m.layer_parameters, 3 * matrix + 30 * tokens * m.hidden)
-    # Copies of keys and values, and their gradients; with grouped queries first a gradient for each query head.
+    # Copies of keys and values, and their gradients; with grouped queries first a gradient for each
+    # query head.
     copies = setup.keys_per_position * (8 * m.kv + (4 * m.q if m.kv < m.q else 0))
     attention = tokens * (copies + 12 * m.q + 4 * m.head_dim + norms * m.hidden + head_norms(setup))
     saved = saved_per_layer(setup)
@@ -297,7 +302,8 @@ def saved_per_layer(setup: Setup) -> float:
     keys = 4 * m.kv * setup.keys_per_position
     saved = tokens * (mlp + 4 * m.q + keys + 4 * m.heads + head_norms(setup))
     if setup.has_lora and setup.lora.lora_dropout:
-        # An adapter keeps its input after dropout, and the mask (one byte a number), not the input before.
+        # An adapter keeps its input after dropout, and the mask (one byte a number), not the input
+        # before.
         inputs = sum(m.projections[name][0] for name in setup.lora_targets)
         saved += tokens * (3 * inputs - 2 * m.intermediate - 4 * m.hidden)
     return saved + tokens * 2 * setup.lora.lora_rank * len(setup.lora_targets)

@@ -1,7 +1,7 @@
 """The seconds of a step: FLOPs and bytes by formula, over the share of peak speeds that is reached.
 
-It leaves out loading, evaluation, checkpoints, grading, and waiting for the slowest rank. benchmarks/README.md has
-published runs beside it, and says how the constants were chosen.
+It leaves out loading, evaluation, checkpoints, grading, and waiting for the slowest rank.
+benchmarks/README.md has published runs beside it, and says how the constants were chosen.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ ALL_REDUCE = 15e-6  # a few MB between the GPUs of an engine: two in a layer
 PASS = 0.03  # a pass of the trainer over a micro-batch
 SWITCH = 5.0  # the engine goes to sleep, wakes up and loads the new weights, once a step
 PAUSE = 1.0  # generation servers take new weights, beside the time of their transfer; assumed, not measured
-# Counted: the part of a 7B model's `forward_bytes` that --compile leaves. A norm and its sum take 8 bytes a number,
-# rotary angles 4, the gate 6.
+# Counted: the part of a 7B model's `forward_bytes` that --compile leaves. A norm and its sum take 8
+# bytes a number, rotary angles 4, the gate 6.
 COMPILED = 1 / 3
 HEAD_BYTES = 6  # a bf16 logit's, forwards, and as many backwards: it is written, read, and read again
 # Shares of the data sheets' speeds that are reached; assumptions.

@@ -1,10 +1,12 @@
 """Does a run reproduce what was published? `python report.py runs/x --reference NAME` says reached, not reached or
-cannot be judged, with the figures side by side. A run belongs to references/NAME.json if it is trained as that says.
+cannot be judged, with the figures side by side. A run belongs to references/NAME.json if it is
+trained as that says.
 
-A reference has `training` (the flags that make a run this set-up), `figures` and `curves`, or the reason why nothing
-`cannot_be_judged`. A figure is read from metrics.jsonl, as the mean over its `steps`, or from the results.json that the
-script `evaluated_by` leaves in a checkpoint. It counts only if it was sampled as its `protocol` says, on as many
-problems. Texts in `training`, `model` and `metric` are patterns: * stands for any text.
+A reference has `training` (the flags that make a run this set-up), `figures` and `curves`, or the
+reason why nothing `cannot_be_judged`. A figure is read from metrics.jsonl, as the mean over its
+`steps`, or from the results.json that the script `evaluated_by` leaves in a checkpoint. It counts
+only if it was sampled as its `protocol` says, on as many problems. Texts in `training`, `model` and
+`metric` are patterns: * stands for any text.
 """
 
 from __future__ import annotations

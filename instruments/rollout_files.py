@@ -1,7 +1,7 @@
 """All completions of every step, kept for later: OUT_DIR/rollouts/step_N.parquet, a row for each. docs/runs.md
 
-`ReplaySampler` trains on them again; the report shows them. tokens.parquet beside them has the bytes of each token id:
-a run folder that was copied elsewhere has no tokenizer.
+`ReplaySampler` trains on them again; the report shows them. tokens.parquet beside them has the
+bytes of each token id: a run folder that was copied elsewhere has no tokenizer.
 """
 
 from __future__ import annotations

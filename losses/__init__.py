@@ -1,6 +1,7 @@
 """Losses and advantages beyond the common ones, one method a file: `--policy_loss gmpo`, `--advantage opo`.
 
-Each names its source. To write your own, copy one, and give `--policy_loss my_loss.py:f`, or name it here.
+Each names its source. To write your own, copy one, and give `--policy_loss my_loss.py:f`, or name
+it here.
 """
 
 from collections.abc import Callable

@@ -2,9 +2,9 @@
 
     --clip_low 1 --clip_high 1
 
-Sources: arXiv 2505.22617 and its code (PRIME-RL/Entropy-Mechanism-of-RL), as verl's "clip_cov" has it. The means are
-those of the micro-batch, as there. Which tokens of the window: there drawn from torch's random state, here from digits
-of the log-probs, so that a resumed run draws the same.
+Sources: arXiv 2505.22617 and its code (PRIME-RL/Entropy-Mechanism-of-RL), as verl's "clip_cov" has
+it. The means are those of the micro-batch, as there. Which tokens of the window: there drawn from
+torch's random state, here from digits of the log-probs, so that a resumed run draws the same.
 """
 
 import torch

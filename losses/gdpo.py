@@ -2,8 +2,9 @@
 
     --reward math,format
 
-Sources: arXiv 2601.05242 and TRL's multi_objective_aggregation "normalize_then_sum", which in the end standardises over
-completions, as here; verl's "gdpo" does it over tokens. Weights stand here: those of --reward are not used.
+Sources: arXiv 2601.05242 and TRL's multi_objective_aggregation "normalize_then_sum", which in the
+end standardises over completions, as here; verl's "gdpo" does it over tokens. Weights stand here:
+those of --reward are not used.
 """
 
 from grpo import centred, divided

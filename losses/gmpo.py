@@ -2,8 +2,9 @@
 
     --clip_low 0.4 --clip_high 0.4 --loss_aggregation seq_mean_token_mean
 
-Sources: arXiv 2507.20673 (its objective as TRL's documentation has it), verl's "geo_mean" and TRL's GMPOTrainer. The
-bounds are of log-ratios: 0.4 clips to exp(-0.4) and exp(0.4). The loss of a sequence stands at each of its tokens.
+Sources: arXiv 2507.20673 (its objective as TRL's documentation has it), verl's "geo_mean" and TRL's
+GMPOTrainer. The bounds are of log-ratios: 0.4 clips to exp(-0.4) and exp(0.4). The loss of a
+sequence stands at each of its tokens.
 """
 
 import torch

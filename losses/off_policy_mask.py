@@ -1,7 +1,7 @@
 """Off-policy sequence masking of DeepSeek-V3.2: --policy_loss off_policy_mask
 
-Sources: arXiv 2512.02556 and TRL's off_policy_mask_threshold. The paper gives no delta; 0.5 is what TRL's documentation
-starts with. The old log-probs of the mask are the sampler's, as in both.
+Sources: arXiv 2512.02556 and TRL's off_policy_mask_threshold. The paper gives no delta; 0.5 is what
+TRL's documentation starts with. The old log-probs of the mask are the sampler's, as in both.
 """
 
 import torch

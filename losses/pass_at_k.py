@@ -1,7 +1,8 @@
 """Pass@k as the reward of a group, without sampling subsets: --advantage pass_at_k
 
-Sources: arXiv 2508.10751 and its code (RUCAIBox/Passk_Training, README and code/passk_adv.py), without its 1e-6 beside
-the std. verl's "grpo_passk" is another method (2503.19595): the best completion alone gets its lead over the second.
+Sources: arXiv 2508.10751 and its code (RUCAIBox/Passk_Training, README and code/passk_adv.py),
+without its 1e-6 beside the std. verl's "grpo_passk" is another method (2503.19595): the best
+completion alone gets its lead over the second.
 """
 
 from math import comb

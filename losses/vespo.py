@@ -1,7 +1,8 @@
 """VESPO: a smooth weight of the whole sequence's ratio: --policy_loss vespo
 
-Sources: arXiv 2602.10693 (section 3.4) and its code (FloyedShen/VESPO, recipe/vespo/code/core_algos.py); TRL's
-loss_type "vespo" agrees. The W of both is pi / the sampler's: --old_logprobs rollout. Token mean, as there.
+Sources: arXiv 2602.10693 (section 3.4) and its code (FloyedShen/VESPO,
+recipe/vespo/code/core_algos.py); TRL's loss_type "vespo" agrees. The W of both is pi / the
+sampler's: --old_logprobs rollout. Token mean, as there.
 """
 
 import torch

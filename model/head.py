@@ -1,21 +1,23 @@
 """Log-probabilities of the labels from hidden states, without ever holding the full logits.
 
-The head runs in chunks of tokens that are computed again in the backward pass: the logits of 16,384 tokens and a
-vocabulary of 152,064 would take 4.6 GiB in bf16. Peak memory is one chunk's logits, whatever the number of tokens T:
-their gradient takes their place.
+The head runs in chunks of tokens that are computed again in the backward pass: the logits of 16,384
+tokens and a vocabulary of 152,064 would take 4.6 GiB in bf16. Peak memory is one chunk's logits,
+whatever the number of tokens T: their gradient takes their place.
 
-Two functions work row by row in fp32: `score` and `replace_by_gradient`. On CUDA torch.compile makes a kernel of each,
-which reads the logits and writes their gradient, and nothing of that size between. On CPU the same lines run in eager
-mode, on pieces of a chunk.
+Two functions work row by row in fp32: `score` and `replace_by_gradient`. On CUDA torch.compile
+makes a kernel of each, which reads the logits and writes their gradient, and nothing of that size
+between. On CPU the same lines run in eager mode, on pieces of a chunk.
 
-`head_dtype` (`--head_dtype`) is that of the matrix product. Both kinds multiply bf16 numbers and add in fp32; float32
-keeps the sum, bf16 rounds a logit near 20 to a multiple of 0.125, which changes its probability by up to 6 %. The
-backward pass is the same for both: it rounds the gradient of the logits to the weight's dtype for two matrix products,
-as in every other layer: by at most 0.4 % of each number. The weight's gradient adds its chunks up in that dtype, too:
-in bf16 it is off by 0.2 % of its norm with one chunk, 0.5 % with 16, 0.6 to 0.8 % with 64 (against float64). A sum in
+`head_dtype` (`--head_dtype`) is that of the matrix product. Both kinds multiply bf16 numbers and
+add in fp32; float32 keeps the sum, bf16 rounds a logit near 20 to a multiple of 0.125, which
+changes its probability by up to 6 %. The backward pass is the same for both: it rounds the gradient
+of the logits to the weight's dtype for two matrix products, as in every other layer: by at most 0.4
+% of each number. The weight's gradient adds its chunks up in that dtype, too: in bf16 it is off by
+0.2 % of its norm with one chunk, 0.5 % with 16, 0.6 to 0.8 % with 64 (against float64). A sum in
 fp32 would take 4 more bytes a number: 2 GiB for a 7B model.
 
-With a `Teacher`, a reference that is followed over the whole vocabulary, there is a chunk of its logits, too.
+With a `Teacher`, a reference that is followed over the whole vocabulary, there is a chunk of its
+logits, too.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """AdamW in less memory than torch's: bf16 parameters updated as fp32 ones, and state that may live in host RAM.
 
-A bf16 parameter has 8 significant bits: an update of less than 1/512 of it would be lost. So two more bytes
-(`remainder`) keep the lower half of the fp32 number whose rounded upper half is the parameter: together they are that
-number, exactly (`join`, `split`). The moments of a bf16 parameter are bf16, too, and rounded stochastically: rounded to
-nearest, v * 0.999 is v again, and v never decays. The arithmetic is torch's own fused AdamW in fp32.
-No library does this: torch-optimi 0.3.3 rounds both moments to nearest (1,000 updates of 1e-6 did not move parameters
-between 1 and 2), torchao's AdamW needs torch.compile, and neither streams its state from the host.
+A bf16 parameter has 8 significant bits: an update of less than 1/512 of it would be lost. So two
+more bytes (`remainder`) keep the lower half of the fp32 number whose rounded upper half is the
+parameter: together they are that number, exactly (`join`, `split`). The moments of a bf16 parameter
+are bf16, too, and rounded stochastically: rounded to nearest, v * 0.999 is v again, and v never
+decays. The arithmetic is torch's own fused AdamW in fp32. No library does this: torch-optimi 0.3.3
+rounds both moments to nearest (1,000 updates of 1e-6 did not move parameters between 1 and 2),
+torchao's AdamW needs torch.compile, and neither streams its state from the host.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class ChunkedAdamW(torch.optim.AdamW):
         chunks = [local_shard(tensor).view(-1).split(size) for tensor in tensors.values()]
         for pieces in zip(*chunks, strict=True):
             with torch.cuda.stream(next(turns)):
-                # `fused_adamw` counts it up. Filled on the device, because the host would wait for a copy.
+                # `fused_adamw` counts it up. Filled on the device, because the host would wait for
+                # a copy.
                 step = torch.full((), float(state["step"]) - 1, device=device)
                 self._update_chunk(dict(zip(tensors, pieces, strict=True)), step, group, generator)
 

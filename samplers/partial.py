@@ -1,9 +1,10 @@
 """Partial rollouts: a step ends when enough groups are finished; unfinished completions go on in the next step.
 
-Between two steps the completions so far are here, as tokens: the engine has no requests, and may sleep, take new
-weights or sample something else. Each engine has unfinished prompts of its own, and stops when its share of the groups
-is finished. A completion that goes on is read again as a longer prompt, by the new weights. The last steps begin only
-what the run still needs, so that nothing is unfinished at its end. docs/generation.md
+Between two steps the completions so far are here, as tokens: the engine has no requests, and may
+sleep, take new weights or sample something else. Each engine has unfinished prompts of its own, and
+stops when its share of the groups is finished. A completion that goes on is read again as a longer
+prompt, by the new weights. The last steps begin only what the run still needs, so that nothing is
+unfinished at its end. docs/generation.md
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class PartialSampler(Sampler):
         self.begin(step, count)
         own = self.engine.world.engine_index
         shares_E = shares_of(count, self.num_unfinished_E)
-        # Groups of short completions are finished first: a place by lot, so that all updates of a step get the same.
+        # Groups of short completions are finished first: a place by lot, so that all updates of a
+        # step get the same.
         places = sum(shares_E[:own]) + np.random.default_rng([*seed, own]).permutation(shares_E[own])
         start = time.perf_counter()
         finished = self.finish([group for group in self.groups if group.engine == own], places.tolist(), step - 1)

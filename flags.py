@@ -99,7 +99,7 @@ GROUPS["reward"] = [
          (0, 1000), free_on_resume=True),
     flag("--reward_in_flight", 1, "completions that a grading process has in work at a time, each in a thread: for "
          "functions that only wait, such as for a server", (1, 1000), free_on_resume=True),
-    flag("--truncated", "score", "completions cut at their token limit: graded like the others (score), reward 0 "
+    flag("--truncated", "score", "completions cut at their token limit: graded like any other (score), reward 0 "
          "(zero), or graded but left out of the loss (mask)", choices=("score", "zero", "mask")),
     flag("--overlong_cache_tokens", None, "reward `length`: it falls from 0 to -1 over this many last tokens; "
          "default: 1/5 of the limit", (1, INF), type=int),

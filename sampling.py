@@ -40,7 +40,7 @@ class Draws(Settings):
     seed: int
     keep_last: bool
     dynamic_sampling: str  # "off"; a group has a signal if some completions are "correct", or if a "reward" differs
-    truncated: str  # "mask": what was cut is compared with like the others, but left out of the loss
+    truncated: str  # "mask": what was cut is compared with like all, but left out of the loss
     steps_ahead: int  # steps whose first round is sampled while an earlier one is trained
 
 
@@ -94,6 +94,7 @@ class Sampler:
 
     def collect(self, step: int) -> tuple[Rollout, Metrics]:
         """P groups of G graded completions to train on, and the metrics of all that were sampled for them."""
+        # Where the step began: a signal that ends it amid the work must not lose prompts.
         self.seconds_RE, self.before = [], {step: self.position()}
         rounds = self.sample_rounds(step)
         self.drawn_ahead.pop(step, None)
@@ -108,6 +109,7 @@ class Sampler:
         )
         self.run.reward_failures(step, self.sampled)
         self.used_B, metrics = choose_groups(self.sampled, len(rounds), self.draws)
+        # The metrics of rewards and lengths are those of all that were sampled: dynamic sampling would flatter them.
         chosen = self.sampled.select(self.used_B)
         return chosen, metrics | rollout_metrics(self.sampled, self.draws.group_size) | lag_metrics(chosen)
 

@@ -80,7 +80,7 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run, save
     calls = [(at_once, args.group_size)] + [(len(data.rows), each.num_samples) for data, each in held_out]
     max_images = most_images([*inputs.train_data, *inputs.eval_sets])
     demand = Demand(largest_share(calls, run.world), max_images, inputs.vision)
-    play = inputs.turns.play if inputs.turns else None
+    play = inputs.turns.play if inputs.turns else None  # who says what comes after a completion; None: nobody
     make_guard = partial(DriftGuard, policy, run.world, run.phase)
     engine = Engine(args.model, inputs.tokenizer, run.world, settings, demand, play, make_guard)
     if names := engine.guard.not_compared:
@@ -168,6 +168,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
         end_complete(run, saved_step, last_step)
         return
     lora, adamw = Lora.from_flags(args), AdamW.from_flags(args)
+    # With LoRA the reference costs nothing: it is the policy with its adapter off.
     teacher = args.reference or args.model if algorithm.kl_coef > 0 else None
     with run.loading(saved_step):
         policy, reference, optimizer = build_policy(args.model, memory, lora, adamw, teacher, args.seed, world)
@@ -182,12 +183,12 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
             run.say(f"continues from {saved}")
         run.describe_start(saved_step, inputs.digests)
         engine.sync(policy.full_weights())  # also a resumed run samples from the policy that it trains
-    if must_evaluate:
+    if must_evaluate:  # before training, or where a kill came between a step and its evaluation
         with run.phase("evaluate"):
             logged |= evaluator.run(engine, saved_step)
         run.log(saved_step, logged)
 
-    arm(args.grace_seconds)
+    arm(args.grace_seconds)  # from here on a signal is a request: the run ends with a checkpoint
     try:
         for step in run.steps(saved_step + 1, last_step):
             # 1. Sample G completions to each of P prompts; each is graded as soon as it is finished.

@@ -119,7 +119,7 @@ def add_reference(update: Update, reference: Policy, algorithm: Algorithm) -> Up
     """The update with the reference's log-probs; over the vocabulary with what runs the reference on each batch."""
     if algorithm.kl_over == "vocabulary":
         return update.map(lambda x: replace(x, teacher=partial(run_teacher, reference, x, algorithm)))
-    with reference.as_reference():
+    with reference.as_reference():  # with LoRA: the same module, its adapter off
         return logprobs_under(reference, "ref_logprobs_N", update, algorithm)
 
 
@@ -145,6 +145,7 @@ def logprobs_under(model: Policy, field: str, update: Update, algorithm: Algorit
         return replace(batch, **{field: logprobs_N})
 
     update = replace(update.map(scored), num_passes=update.num_passes + 1)
+    # FSDP keeps the last layer gathered for a backward pass that does not follow.
     release_gathered(model)
     return update
 
@@ -193,7 +194,7 @@ def compute_advantages(rollout: Rollout, penalties: list[np.ndarray] | None, alg
     mask_T = torch.repeat_interleave(torch.from_numpy(rollout.trained_lengths_B) > 0, lengths_B)
     if rollout.is_sampled is not None:
         mask_T &= torch.from_numpy(np.concatenate(rollout.is_sampled))
-    rewards_PG = rewards_B.view(-1, algorithm.group_size)
+    rewards_PG = rewards_B.view(-1, algorithm.group_size)  # prompt-major: the G of a prompt stand together
     graded = Graded(
         rewards_PG=rewards_PG,
         returns_T=returns_T,
@@ -205,7 +206,7 @@ def compute_advantages(rollout: Rollout, penalties: list[np.ndarray] | None, alg
     try:
         advantages = algorithm.advantage(graded)
         grpo.check_returned("--advantage", advantages, [tuple(rewards_PG.shape), tuple(returns_T.shape)])
-    except ValueError as error:
+    except ValueError as error:  # the same on all ranks, which all have all completions
         raise RunError(str(error)) from error
     if advantages.shape == rewards_PG.shape:  # one for the whole completion: each of its tokens gets it
         advantages = torch.repeat_interleave(advantages.flatten(), lengths_B)
@@ -264,10 +265,10 @@ def update_policy(
     metrics |= guard.judge(metrics, step)  # before any weight moves: what is judged bad leaves no trace
     if not metrics["optim/skipped_updates"]:
         beat("runs the optimizer")
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups:  # the rate is a function of the update's number: nothing to restore
             group["lr"] = step.rate
         optimizer.step()
-    optimizer.zero_grad()
+    optimizer.zero_grad()  # also of an update that was left out
     metrics |= standard_errors(passes, update.num_prompts, algorithm.group_size, guard.world)
     return metrics | {"perf/update_idle_frac": idle_share(update.batches, policy.parity_length, guard.world)}
 
@@ -292,6 +293,7 @@ def add_gradients(
             teacher = batch.teacher and batch.teacher()
             scores = policy(batch, algorithm.temperature, needs_slope, teacher)
             logprobs_N = scores.logprobs_N
+            # Detached they are the same numbers, to the bit: a ratio of exactly 1, and a gradient all the same.
             old_logprobs_N = logprobs_N.detach() if is_unchanged else batch.old_logprobs_N
             if batch.old_logprobs_N is None:  # they are kept with the rollout
                 update.batches[i] = replace(batch, old_logprobs_N=old_logprobs_N)
@@ -301,10 +303,11 @@ def add_gradients(
                 seen = replace(batch, **distilled)
             loss_N, means, maxima = grpo.total_loss(seen, logprobs_N, old_logprobs_N, scores.entropies_N, algorithm)
             mask_N = batch.loss_mask_N
+            # A sum, not a mean: the weights have the counts of the whole update in them.
             loss = grpo.masked_sum(loss_N * batch.loss_weights_N, mask_N)
             beat("runs a backward pass")
             (loss * world.num_trainers).backward()  # FSDP averages gradients; the weights are global already
-            with torch.no_grad():
+            with torch.no_grad():  # one transfer to the host for all metrics, after the last pass
                 sums = {name: grpo.masked_sum(x, mask_N) / update.num_tokens for name, x in means.items()}
                 maxima = {name: torch.where(mask_N, x, -torch.inf).max() for name, x in maxima.items()}
                 sequence_sums = sums_of_sequences(batch, means)

@@ -75,12 +75,24 @@ def check_output(output: Path, source: Path) -> None:
         raise ValueError(f"--output {str(output)!r} cannot be written; make its folder, or name another.")
 
 
-def check_needs(grader: Grader, num_rows: int, group_size: int) -> None:
+def question(case: Case) -> object:
+    """What tells the prompts of two rows with the same answer apart: what a run has written, or the prompt."""
+    return case.columns.get("row"), case.columns.get("prompt")
+
+
+def check_needs(grader: Grader, cases: list[Case], group_size: int) -> None:
     """Raises ValueError for rows that are no whole groups, and for a reward that needs what the file does not have."""
     if not grader.weights:
         raise ValueError("--reward none grades nothing; name a verifier.")
-    if num_rows % group_size:
-        raise ValueError(f"--group_size {group_size}: does not divide the {num_rows} rows of --input.")
+    if len(cases) % group_size:
+        raise ValueError(f"--group_size {group_size}: does not divide the {len(cases)} rows of --input.")
+    for i, case in enumerate(cases):
+        first = cases[i - i % group_size]
+        if (case.answer, question(case)) != (first.answer, question(first)):
+            raise ValueError(
+                f"--group_size {group_size}: {first.where} and {case.where} would be one group, but are of different "
+                "prompts; put the completions of a prompt in consecutive rows, so many of each."
+            )
     grader.check_groups("--group_size", group_size)
     if grader.needs.token_ids:
         raise ValueError(f"--reward {grader.grading.reward!r} takes token ids, which only a training run has.")
@@ -94,7 +106,7 @@ def main() -> None:
         check_output(Path(args.output), Path(args.input))
         grading = Grading.from_flags(args)
         grader = Grader(grading, workers_per_engine(grading))
-        check_needs(grader, len(rows), args.group_size)
+        check_needs(grader, cases, args.group_size)
     except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"error: {error}")
     size, bad_keys = args.group_size, grader.bad_keys(cases)

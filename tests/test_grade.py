@@ -106,6 +106,16 @@ def test_a_reward_that_the_file_cannot_serve_is_refused_before_anything_is_grade
     assert not (tmp_path / "out.jsonl").exists()
 
 
+@pytest.mark.parametrize("column", ["answer", "prompt", "row"])
+def test_rows_of_different_prompts_are_not_compared(column, tmp_path):
+    (tmp_path / "my_reward.py").write_text("def score(completions):\n    return [1.0 for _ in completions]\n")
+    rows = [ROW | {column: str(number // 2)} for number in range(4)]
+    assert command(tmp_path, rows, "my_reward.py:score", "--group_size", 2).returncode == 0
+    words = "--group_size 4: in.jsonl, line 1 and in.jsonl, line 3 would be one group, but are of different prompts"
+    sentence = refused(tmp_path, rows, "my_reward.py:score", "--group_size", 4)
+    assert words in sentence
+
+
 @pytest.mark.parametrize(("content", "words"), [
     ('{"completion": "1", "answer": "1", "prompt": 7}', ["line 1: `prompt` is '7'", "str"]),
     ('{"completion": "1", "answer": "1", "max_tokens": true}', ["`max_tokens` is 'True'", "int"]),

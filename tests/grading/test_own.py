@@ -97,6 +97,32 @@ def test_a_file_that_another_of_ones_own_has_imported_is_not_loaded_again(tmp_pa
     assert load_function(f"{tmp_path}/second_own.py", "f") is first
 
 
+@pytest.mark.parametrize(("neighbour", "statement"), [
+    ("near_own.py", "import near_own"), ("near_kit/__init__.py", "from near_kit import VALUE"),
+    ("near_late.py", "def late():\n    import near_late"),
+])  # fmt: skip
+def test_a_file_that_gets_the_neighbour_of_another_file_is_refused(neighbour, statement, tmp_path, monkeypatch):
+    """Two versions of a reward, each with its helper: the second one would be graded by the first one's."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for i, version in enumerate(("v1", "v2")):
+        (place := tmp_path / version / neighbour).parent.mkdir(parents=True)
+        place.write_text(f"VALUE = {i}\n")
+        (tmp_path / version / "my.py").write_text(f"{statement}\ndef f():\n    return 1\n")
+    for _ in "twice":
+        assert load_function(f"{tmp_path}/v1/my.py", "f")() == 1
+    name, *_ = neighbour.removesuffix(".py").split("/")
+    with pytest.raises(ValueError, match=rf"v2/my\.py imports its neighbour {name}, but gets .*/v1/{name}"):
+        load_function(f"{tmp_path}/v2/my.py", "f")
+
+
+def test_a_neighbour_with_the_name_of_an_installed_module_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("json", "math", "datasets"):
+        (tmp_path / f"{name}.py").write_text("")
+    (tmp_path / "my.py").write_text("import json, math\ndef f():\n    import datasets\n    return json.dumps(1)\n")
+    assert load_function(f"{tmp_path}/my.py", "f")() == "1"
+
+
 def test_a_file_that_raises_is_loaded_anew(tmp_path):
     (tmp_path / "raises_once.py").write_text("1 / 0\n")
     with pytest.raises(ZeroDivisionError):

@@ -166,9 +166,10 @@ class Engine:
 
         Returns the number of the first request; the others follow.
         """
-        images_of = cache(_images)  # a prompt's images are decoded once for all of its completions
+        # A prompt's images are decoded once for all of its completions, which share the row.
+        images = {key: _images(row) for key, row in {id(row): row for row in rows}.items()}
         params_of = cache(lambda limit: self.params(sampling, limit))
-        inputs = [_engine_input(row, ids, images_of(row)) for row, ids in zip(rows, so_far, strict=True)]
+        inputs = [_engine_input(row, ids, images[id(row)]) for row, ids in zip(rows, so_far, strict=True)]
         # The call takes a number; vLLM gives out the next ones.
         first = next(self.llm.request_counter) + 1
         for number, request in enumerate(zip(rows, so_far, strict=True), start=first):

@@ -1,9 +1,6 @@
 """On ranks: an update with --compile beside the same one in eager mode, on the real FSDP model."""
 
-import fcntl
-import os
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +10,6 @@ import numpy as np
 import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
-from torch._inductor import compile_fx
 
 from batch import Rollout
 from bench_common import Trainer, flags_of
@@ -62,22 +58,17 @@ def train(args: Namespace, rollout: Rollout, world: World) -> tuple[dict[str, fl
     return metrics, gradients, {name: full.clone() for name, full in policy.full_weights()}
 
 
-def compile_in_turn(*arguments: object, compile_one: Callable = compile_fx.compile_fx, **options: object) -> object:
-    """In place of inductor's `compile_fx`: one rank makes the kernels of a graph, the other finds them in the cache."""
-    with (Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "turn").open("a") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        return compile_one(*arguments, **options)
-
-
-@mock.patch.object(compile_fx, "compile_fx", compile_in_turn)
 def main(world: World, path: str, vision: str) -> dict[str, object]:
     """Case -> (graphs that were compiled, update in eager mode, compiled update); "counts": those of the benchmark."""
     torch._dynamo.config.disable = True  # as an engine on CPUs does
     found, backend = {}, {}
-    if world.num_trainers == 1:
+    # Rank 1 computes its half of the batch by a backend that traces and differentiates as inductor does, and leaves the
+    # arithmetic to torch: the kernels would be the same ones again.
+    if world.num_trainers == 1 or not world.is_main:
         backend = {"backend": "aot_eager"}
-    else:
-        trainer = Trainer(flags_of(path, "--dtype", "float32", "--compile"), world)
+    if world.num_trainers > 1:
+        with mock.patch.object(torch, "compile", partial(torch.compile, **backend)):
+            trainer = Trainer(flags_of(path, "--dtype", "float32", "--compile"), world)
         lengths = np.random.default_rng(0).permutation(np.arange(2, 100, 5)).tolist()
         found["counts"] = count_compilations(trainer, 64, lengths)
     for name, changes in CASES[world.num_trainers].items():

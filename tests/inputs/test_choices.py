@@ -1,5 +1,6 @@
 """The choices of the algorithm: names, flags without effect, and functions of the user's own."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,11 @@ def squared(x, *, kl_clamp): return x**2 * kl_clamp
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> str:
+def own(tmp_path: Path, monkeypatch) -> str:
+    # In a process of its own each test would find its own neighbour.
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr("grading.own.FOLDERS", set())
+    monkeypatch.delitem(sys.modules, "scale_of_loss", raising=False)
     (tmp_path / "my_loss.py").write_text(OWN)
     (tmp_path / "scale_of_loss.py").write_text("SCALE = 2.0\n")
     (tmp_path / "broken.py").write_text("import no_such_module\n")

@@ -14,8 +14,7 @@ def dppo(t: Tokens, *, clip_low: float, clip_high: float) -> Loss:
     """-A x logprob x the detached ratio, at most 20; no gradient where the token's probability has moved too far.
 
     DPPO-Binary-TV (arXiv 2602.04879): up by more than clip_high where A > 0, or down by more than clip_low where A < 0.
-    verl has it from the authors: `dppo_tv`, 0.15 in its script. The paper measures from the sampler: --old_logprobs
-    rollout.
+    verl: `dppo_tv`, by the authors, with 0.15. The paper measures from the sampler: --old_logprobs rollout.
     """
     moved = t.logprobs.detach().exp() - t.old_logprobs.exp()
     return within_region(t, moved.abs(), clip_low, clip_high)

@@ -31,12 +31,11 @@ def parsed(words: str, num_trainers: int = 1) -> Namespace:
     return args
 
 
-def on_ranks(num_ranks: int, file: str, *arguments: object, tp_size: int = 1) -> object:
+def on_ranks(num_ranks: int, file: str, *arguments: object, tp_size: int = 1, timeout: float = 300) -> object:
     """What the first rank's `main` returns."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "found.pt"
-        # Long, for a busy machine: ranks that wait for each other end after the 2 minutes below.
-        torchrun(num_ranks, "tests/ranks.py", file, tp_size, output, *arguments, timeout=900)
+        torchrun(num_ranks, "tests/ranks.py", file, tp_size, output, *arguments, timeout=timeout)
         return torch.load(output, weights_only=False)
 
 

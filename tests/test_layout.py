@@ -27,7 +27,7 @@ PROGRAM = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT
 
 
 def module_of(path: Path) -> str:
-    """`run.py` -> run, `runtime/files.py` -> runtime.files, `guards/__init__.py` -> guards."""
+    """`run.py` -> run, `runtime/files.py` -> runtime.files, `losses/__init__.py` -> losses."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 

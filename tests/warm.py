@@ -17,7 +17,7 @@ for name in (
     "vllm.model_executor.layers.quantization.online.base", "vllm.entrypoints.launchers.cli_args",
     "transformers.models.qwen2.modeling_qwen2", "torch.distributed.checkpoint._fsspec_filesystem",
     "vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm", "vllm.v1.executor.multiproc_executor",
-    "rollout_server", "servers.weights", "torch.distributed.run", "grading.equality", "datasets",
+    "servers.engine", "servers.weights", "torch.distributed.run", "grading.equality", "datasets",
     "forked", "helpers", "launch",
 ):  # fmt: skip
     import_module(name)

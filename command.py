@@ -1,6 +1,6 @@
 """What a training run does first: it reads and checks its command line, or answers --dry_run.
 
-Nothing heavy is imported here, so a mistake is told within a second, before torch's and vLLM's imports.
+Nothing heavy is imported here: a mistake is reported within a second, not after the imports of torch and vLLM.
 """
 
 from __future__ import annotations

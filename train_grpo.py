@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import command
 
-# Before the imports that take seconds: a mistake in a flag is told at once.
+# Before the imports that take seconds, so that a mistake in a flag is reported at once.
 ARGS, ALGORITHM = command.start() if __name__ == "__main__" else (None, None)
 
 from checkpoint import Writer, latest, load, set_link

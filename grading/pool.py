@@ -37,9 +37,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
+from pebble.common import Result, ResultStatus
+from pebble.pool.process import PoolManager, dictionary_values
 
 LOAD_SECONDS = 120.0  # what a worker may take to import a user's module
-MAX_POOLS = 4  # that may break in a row, before an item is done: workers end while they load
+MAX_POOLS = 2  # that may break in a row, before an item is done: workers end while they load
 SPARE = 64 << 20  # bytes beyond a worker's limit, to tell that its memory has run out
 WORN_OUT = signal.SIGUSR2  # ends a worker that an earlier item has damaged, before it begins another
 LIBRARIES = (*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(__file__).parent), "<")
@@ -92,6 +94,7 @@ class Pool:
         context.Process = _Worker
         context.set_forkserver_preload([self.setup[0].partition(":")[0]])
         self.pool = ProcessPool(self.num_workers, initializer=_load, initargs=self.setup, context=context)
+        self.pool._pool_manager = _Manager(self.pool._context, context)
         self.num_pools += 1
         self.failure = "" if self.num_pools <= MAX_POOLS else "the workers end while they are loading"
 
@@ -126,7 +129,7 @@ class Pool:
             items, _ = self.at_work.pop(future)
             error = future.exception()
             if not isinstance(error, BrokenProcessPool):
-                self.num_pools = 1  # it works; at a death, pebble may break one that does
+                self.num_pools = 1  # it works
             if error is None:
                 self.outcomes |= zip([item.key for item in items], future.result(), strict=True)
                 items = []
@@ -169,6 +172,46 @@ class Pool:
         self.queue.clear()
         self.pool.stop()
         self.pool.join()
+
+
+class _Manager(PoolManager):
+    """Looks for the item of a dead worker when all that the worker has written is read.
+
+    Pebble looks at once. A worker writes in a pipe which item it takes; where that is not read yet, pebble forgets the
+    death, so that the item is late, or gives up the pool.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.deaths: dict[int, int] = {}  # exit status by process id
+        self.num_wasted = 0  # workers that have ended without an item
+
+    def update_workers(self) -> None:
+        """Called by one of pebble's threads."""
+        workers = self.worker_manager
+        self.deaths |= workers.inspect_workers()
+        if self.num_wasted > 2 * workers.workers_number:
+            raise BrokenProcessPool("workers end without an item")
+        workers.create_workers()
+
+    def process_next_message(self, timeout: float) -> None:
+        """Called by another one, which reads the pipe."""
+        deaths = dict(self.deaths)
+        if deaths and self._has_read_everything():
+            for pid in deaths:
+                del self.deaths[pid]
+            lost = [task for task in dictionary_values(self.task_manager.tasks) if task.worker_id in deaths]
+            for task in lost:
+                error = ProcessExpired("it ended", code=deaths[task.worker_id])
+                self.task_manager.task_done(task.id, Result(ResultStatus.ERROR, error))
+            self.num_wasted += len(deaths) - len(lost)
+        super().process_next_message(timeout)
+
+    def _has_read_everything(self) -> bool:
+        try:
+            return not self.worker_manager.pool_channel.poll(0)
+        except OSError:  # it is closed
+            return False
 
 
 class _Worker(ForkServerProcess):

@@ -9,6 +9,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
+from pebble.pool.process import PoolManager
 
 from grading import Case
 from grading.pool import Outcome, Pool
@@ -37,24 +38,24 @@ def is_alive(pid: str) -> bool:
 
 
 def test_a_reward_that_misbehaves_costs_one_completion_and_the_others_are_graded():
-    deeds = {
-        "loop": "timeout",
+    late = {"loop": "timeout", "stop": "timeout"}
+    failing = {
         "allocate": "error: MemoryError",
         "raise": "error: ValueError: no such luck (rewards_that_fail.py, line 24)",
         "nan": "error: WrongReturn: score returned nan",
         "exit": "error: SystemExit: 3",
         "hard exit": "error: it ended its process (exit status 0)",
         "crash": "error: it ended its process",
-        "stop": "timeout",
         "close every file": "error: it ended its process",
         "half a character": "error: ValueError: \\udc80",
         "fork a child and exit": "error: it ended its process",
     }
-    pool = start(num_workers=2, timeout=1.0, memory_gib=0.25)
-    outcomes = run(pool, [text for deed in deeds for text in (deed, "fine x")], "x")
-    for outcome, wanted in zip(outcomes[::2], deeds.values(), strict=True):
-        assert outcome.status.startswith(wanted) and outcome.value is None
-    assert all(outcome.status == "ok" and outcome.value.reward == 1.0 for outcome in outcomes[1::2])
+    for deeds, timeout in ((late, 2.0), (failing, 60.0)):
+        pool = start(num_workers=2, timeout=timeout, memory_gib=0.25)
+        outcomes = run(pool, [text for deed in deeds for text in (deed, "fine x")], "x")
+        for outcome, wanted in zip(outcomes[::2], deeds.values(), strict=True):
+            assert outcome.status.startswith(wanted) and outcome.value is None
+        assert all(outcome.status == "ok" and outcome.value.reward == 1.0 for outcome in outcomes[1::2])
     (outcome,) = run(pool, ["leave a child"], "x")
     child = str(int(outcome.value.reward))
     assert is_alive(child)
@@ -119,6 +120,18 @@ def test_a_pool_may_break_any_number_of_times_as_long_as_items_are_done_in_betwe
         assert run(pool, ["fine x"], "x")[0].status == "ok"
         pool.pool._pool_manager.handle_broken_pool(BrokenProcessPool("a worker's death was seen before its item"))
     assert run(pool, ["fine x"], "x")[0].status == "ok"
+    pool.close()
+
+
+def test_a_death_that_is_seen_before_the_item_of_that_worker_is_not_forgotten(monkeypatch):
+    read = PoolManager.process_next_message
+    monkeypatch.setattr(PoolManager, "process_next_message", lambda self, _: time.sleep(0.2) or read(self, 0.0))
+    pool = start(num_workers=2, timeout=600.0)
+    first, begin = pool.pool, time.monotonic()
+    deeds = {"hard exit": "error: it ended its process", "crash": "error: it ended its process", "fine x": "ok"}
+    for outcome, wanted in zip(run(pool, list(deeds), "x"), deeds.values(), strict=True):
+        assert outcome.status.startswith(wanted)
+    assert pool.pool is first and time.monotonic() - begin < 300.0, "neither given up nor waited for"
     pool.close()
 
 

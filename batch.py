@@ -60,7 +60,7 @@ class Row:
     hinted_ids: np.ndarray | None = None  # tokens of the prompt with its hint, for the reference; None: it has none
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Rollout:
     """B completions of one step, the same on every rank. Fields are lists or arrays of length B."""
 
@@ -69,11 +69,11 @@ class Rollout:
     rollout_logprobs: list[np.ndarray]  # float32, one per completion token, by the engine at its temperature
     texts: list[str]  # the completions as text, without what begins, ends and parts messages
     is_truncated_B: np.ndarray  # bool: stopped by the length limit, not by the model
-    is_sampled: list[np.ndarray] | None = None  # bool, per completion token: not said by an environment; None: all are
+    is_sampled: list[np.ndarray]  # bool, one per completion token: false where an environment said it
+    is_trained_B: np.ndarray  # bool: false: the sequence is left out of the loss
     versions: list[np.ndarray] | None = None  # int32, per completion token: the steps that its weights were trained
     lags: list[np.ndarray] | None = None  # int32, the same: steps between those weights and the ones that are trained
     grades: list[Grade] | None = None  # None: not graded yet
-    is_trained_B: np.ndarray | None = None  # bool: false: the sequence is left out of the loss; None: all are trained
     loss_weights_B: np.ndarray | None = None  # float32: weight of each of its tokens in the loss of its update
     advantages: list[np.ndarray] | None = None  # float32, one per completion token
 
@@ -95,13 +95,11 @@ class Rollout:
     @property
     def completion_lengths_B(self) -> np.ndarray:
         """Sampled tokens of each completion."""
-        return np.array([len(tokens) for tokens in self.sampled_only(self.completions)])
+        return np.array([is_sampled.sum() for is_sampled in self.is_sampled])
 
     @property
     def trained_lengths_B(self) -> np.ndarray:
         """Tokens of each completion; 0 where the sequence is left out of the loss."""
-        if self.is_trained_B is None:
-            return self.completion_lengths_B
         return self.completion_lengths_B * self.is_trained_B
 
     @property
@@ -112,15 +110,16 @@ class Rollout:
 
     def sampled_only(self, per_token: list[np.ndarray]) -> list[np.ndarray]:
         """Leaves out, of values per completion token, those of tokens that an environment said."""
-        if self.is_sampled is None:
-            return per_token
         return [values[is_sampled] for values, is_sampled in zip(per_token, self.is_sampled, strict=True)]
+
+    @property
+    def has_replies(self) -> bool:
+        """Whether an environment said something."""
+        return not all(is_sampled.all() for is_sampled in self.is_sampled)
 
     @property
     def turns(self) -> list[np.ndarray]:
         """int64, per completion token: 0 in the first turn of the policy and in the reply to it, then 1, ..."""
-        if self.is_sampled is None:
-            return [np.zeros(len(completion), dtype=np.int64) for completion in self.completions]
         # A turn begins where the policy speaks again: where the flag rises from 0 to 1.
         begins = [np.diff(is_sampled.astype(np.int8), prepend=0) == 1 for is_sampled in self.is_sampled]
         return [np.cumsum(is_begin) - 1 for is_begin in begins]
@@ -148,7 +147,7 @@ class Rollout:
             "reward_status": grade.status,
             "is_correct": grade.is_correct,
             "read_as": grade.answer,
-            "num_tokens": len(self.completions[b]) if self.is_sampled is None else int(self.is_sampled[b].sum()),
+            "num_tokens": int(self.is_sampled[b].sum()),
             "is_truncated": bool(self.is_truncated_B[b]),
         }
 
@@ -213,17 +212,16 @@ class Completion:
 
 def rollout_of(completions: list[Completion]) -> Rollout:
     """Finished completions, without their rows, which every rank has."""
-    is_sampled = None
-    if any(completion.is_sampled is not None for completion in completions):
-        is_sampled = [np.array(completion.is_sampled, dtype=bool) for completion in completions]
+    is_sampled = [completion.is_sampled or [True] * len(completion.token_ids) for completion in completions]
     return Rollout(
         rows=[],
         completions=[np.array(completion.token_ids, dtype=np.int32) for completion in completions],
         rollout_logprobs=[np.array(completion.logprobs, dtype=np.float32) for completion in completions],
         texts=[completion.text for completion in completions],
         is_truncated_B=np.array([completion.finish_reason == "length" for completion in completions], dtype=bool),
+        is_sampled=[np.array(flags, dtype=bool) for flags in is_sampled],
+        is_trained_B=np.ones(len(completions), dtype=bool),
         versions=[np.array(completion.versions, dtype=np.int32) for completion in completions],
-        is_sampled=is_sampled,
     )
 
 
@@ -341,10 +339,9 @@ def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
 
     def mask(segment: Segment) -> np.ndarray:  # the one mask
         b, first = segment.index, rollout.first_position(segment.index)
-        is_completion = np.arange(segment.stop) >= first
-        if rollout.is_sampled is not None:  # what an environment said is read, but not trained
-            is_completion[first:] = rollout.is_sampled[b]
-        return is_completion & is_trained_B[b]
+        # What an environment said is read, but not trained.
+        is_sampled = np.concatenate([np.zeros(first, dtype=bool), rollout.is_sampled[b]])
+        return is_sampled & is_trained_B[b]
 
     loss_mask_N = packed(segments, mask)
     return Batch(

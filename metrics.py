@@ -34,7 +34,7 @@ def rollout_metrics(rollout: Rollout, group_size: int) -> Metrics:
         "completion/tokens_max": lengths_B.max(),
         "completion/frac_truncated": rollout.is_truncated_B.mean(),
     }
-    if rollout.is_sampled is not None:
+    if rollout.has_replies:
         metrics["completion/turns_mean"] = np.mean([turns.max() + 1 for turns in rollout.turns])
     if rollout.has_rewards:
         metrics |= reward_metrics(rollout, group_size) | part_metrics(rollout)

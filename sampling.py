@@ -139,7 +139,7 @@ class Sampler:
 
     def as_training_data(self, rollout: Rollout, step: int) -> Rollout:
         """The rollout with `is_trained_B` and `lags`."""
-        is_trained_B = ~rollout.is_truncated_B if self.draws.truncated == "mask" else None
+        is_trained_B = ~rollout.is_truncated_B if self.draws.truncated == "mask" else rollout.is_trained_B
         # The weights that are trained in this step were trained in all steps before it.
         lags = None if rollout.versions is None else [step - 1 - versions for versions in rollout.versions]
         return replace(rollout, is_trained_B=is_trained_B, lags=lags)

@@ -192,8 +192,7 @@ def compute_advantages(rollout: Rollout, penalties: list[np.ndarray] | None, alg
         returns_T = torch.cat([grpo.returns_to_go(rewards, torch.from_numpy(penalty)) for rewards, penalty in pairs])
         rewards_B = rewards_B - torch.tensor([penalty.sum() for penalty in penalties])
     mask_T = torch.repeat_interleave(torch.from_numpy(rollout.trained_lengths_B) > 0, lengths_B)
-    if rollout.is_sampled is not None:
-        mask_T &= torch.from_numpy(np.concatenate(rollout.is_sampled))
+    mask_T &= torch.from_numpy(np.concatenate(rollout.is_sampled))
     rewards_PG = rewards_B.view(-1, algorithm.group_size)  # prompt-major: the G of a prompt stand together
     graded = Graded(
         rewards_PG=rewards_PG,
@@ -228,9 +227,8 @@ def grade_fields(rollout: Rollout, shape: torch.Size) -> dict[str, Tensor | dict
 
 def by_turn(rollout: Rollout, group_size: int) -> dict[str, Tensor]:
     """The fields of `Graded` for rewards by turn; {} where there are none."""
-    if rollout.is_sampled is None:
-        return {}
-    if any(grade.status == "ok" and "turn_1" not in grade.parts for grade in rollout.grades):
+    is_by_turn = ["turn_1" in grade.parts for grade in rollout.grades if grade.status == "ok"]
+    if not all(is_by_turn or [rollout.has_replies]):
         return {}
     turns = rollout.turns
     most_turns = max(int(turns_of_tokens.max()) + 1 for turns_of_tokens in turns)

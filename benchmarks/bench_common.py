@@ -105,6 +105,8 @@ def make_rollout(lengths: list[int], vocab: int, prompt_tokens: int = 16, group_
         rollout_logprobs=[np.full(n, -np.log(vocab), dtype=np.float32) for n in lengths],
         texts=[""] * len(lengths),
         is_truncated_B=np.zeros(len(lengths), dtype=bool),
+        is_sampled=[np.ones(n, dtype=bool) for n in lengths],
+        is_trained_B=np.ones(len(lengths), dtype=bool),
         grades=[SimpleNamespace(reward=rng.normal(), is_correct=False, parts={}) for _ in lengths],
     )
 

@@ -104,7 +104,7 @@ def table_of(sampled: Sampled) -> pa.Table:
     for i, b in enumerate(sampled.used_B):
         advantages[b] = sampled.advantages[i] if sampled.advantages else None
         logprobs[b] = sampled.logprobs.get(i)
-    is_trained_B = np.ones(count, dtype=bool) if rollout.is_trained_B is None else rollout.is_trained_B
+    is_trained_B = np.isin(np.arange(count), sampled.used_B) & (sampled.advantages is not None)
     return pa.table({
         "step": np.full(count, sampled.step, dtype=np.int32),
         "b": np.arange(count, dtype=np.int32),
@@ -120,14 +120,14 @@ def table_of(sampled: Sampled) -> pa.Table:
         "old_logprobs": pa.array(logprobs, floats),
         "advantages": pa.array(advantages, floats),
         "versions": pa.array(rollout.versions or [None] * count, integers),
-        "is_sampled": pa.array(rollout.is_sampled or [None] * count, pa.large_list(pa.bool_())),
+        "is_sampled": pa.array(rollout.is_sampled, pa.large_list(pa.bool_())),
         "reward": np.array([grade.reward for grade in grades]),
         "reward_parts": [json.dumps(grade.parts) for grade in grades],
         "reward_status": [grade.status for grade in grades],
         "read_as": pa.array([grade.answer for grade in grades], pa.string()),
         "is_correct": rollout.is_correct_B,
         "is_truncated": rollout.is_truncated_B,
-        "is_trained": is_trained_B & np.isin(np.arange(count), sampled.used_B) & (sampled.advantages is not None),
+        "is_trained": is_trained_B & rollout.is_trained_B,
     })  # fmt: skip
 
 

@@ -115,6 +115,8 @@ def make_rollout(lengths: list[int] = RAGGED, prompt_length: int = 4, seed: int 
         rollout_logprobs=[rng.normal(-3, 1, n).astype(np.float32) for n in lengths],
         texts=[""] * len(lengths),
         is_truncated_B=np.zeros(len(lengths), dtype=bool),
+        is_sampled=[np.ones(n, dtype=bool) for n in lengths],
+        is_trained_B=np.ones(len(lengths), dtype=bool),
         loss_weights_B=np.full(len(lengths), 1 / sum(lengths), dtype=np.float32),
         advantages=[np.full(n, rng.normal(), dtype=np.float32) for n in lengths],
     )

@@ -102,6 +102,8 @@ def make_rollouts(run: Path, steps: list[int], prompts: int, tokens: int, vocabu
             rollout_logprobs=[-random.exponential(0.4, len(each)).astype(np.float32) for each in completions],
             texts=[b"".join(vocabulary[i] for i in each[:-1]).decode() for each in completions],
             is_truncated_B=np.arange(count) % 4 == 2,
+            is_sampled=[np.ones(len(each), dtype=bool) for each in completions],
+            is_trained_B=np.ones(count, dtype=bool),
             grades=grades,
         )
         keeper.keep(Sampled(step, GROUP_SIZE, rollout, np.zeros(count), np.arange(count), None, {}))

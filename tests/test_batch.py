@@ -18,6 +18,8 @@ def make_rollout(prompts: list[list[int]], completions: list[list[int]]) -> Roll
         rollout_logprobs=[-np.arange(1, len(c) + 1, dtype=np.float32) for c in completions],
         texts=[""] * len(prompts),
         is_truncated_B=np.zeros(len(prompts), dtype=bool),
+        is_sampled=[np.ones(len(c), dtype=bool) for c in completions],
+        is_trained_B=np.ones(len(prompts), dtype=bool),
         loss_weights_B=np.arange(1, len(prompts) + 1, dtype=np.float32) / 4,
     )
 

@@ -349,6 +349,8 @@ def test_the_step_by_hand_of_the_documentation_is_what_is_computed():
         rollout_logprobs=[np.zeros(len(ids), dtype=np.float32) for ids in completions],
         texts=[""] * 4,
         is_truncated_B=np.zeros(4, dtype=bool),
+        is_sampled=[np.ones(len(ids), dtype=bool) for ids in completions],
+        is_trained_B=np.ones(4, dtype=bool),
         grades=[make_grade(float(row[2])) for row in table],
     )
     algorithm = algorithm_of(flags(group_size=2))

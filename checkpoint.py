@@ -70,14 +70,14 @@ def latest(out_dir: Path, world: World, say: Callable[[str], None]) -> tuple[int
         step, folder = gather_from_ranks([(0, None), *checkpoints(out_dir)][-1])[0]
         if folder is None:
             break
-        wrong = files.verify(folder, folder / LIST, world.trainer_rank, world.num_trainers)
-        wrong = sum(gather_from_ranks(wrong), [])
-        if not wrong:
+        damages = files.verify(folder, folder / LIST, world.trainer_rank, world.num_trainers)
+        damages = sum(gather_from_ranks(damages), [])
+        if not damages:
             return step, folder
         if world.is_main:
             aside = set_aside(folder)
-            more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            say(f"warning: {folder} is damaged: {wrong[0]}{more}. It is now {aside}; the checkpoint before is used.")
+            more = f", and {len(damages) - 1} more" if len(damages) > 1 else ""
+            say(f"warning: {folder} is damaged: {damages[0]}{more}. It is now {aside}; the checkpoint before is used.")
         wait_for_all()
     damaged = gather_from_ranks(sorted(path.name for path in out_dir.glob("damaged_step_*")))[0]
     if damaged:
@@ -140,10 +140,10 @@ class Writer:
             return
         last = [(0, "the start"), *checkpoints(self.out_dir)][-1][1]
         if state.get("is_broken"):
-            wrong = f"step {step} is not saved, because none of its updates was finite; {last} is the last checkpoint"
+            reason = f"step {step} is not saved, because none of its updates was finite; {last} is the last checkpoint"
             if is_required:
-                raise RunError(f"{wrong}. Lower --learning_rate in a new --out_dir.")
-            self.say(f"warning: {wrong}.")
+                raise RunError(f"{reason}. Lower --learning_rate in a new --out_dir.")
+            self.say(f"warning: {reason}.")
             return
         try:
             self._save(step, policy, optimizer, state)
@@ -242,8 +242,8 @@ def files_of(companions: Companions) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         for each in companions:
             each.save_pretrained(folder)
-        found = [file for file in Path(folder).rglob("*") if file.is_file()]
-        return {str(file.relative_to(folder)): file.read_bytes() for file in found}
+        paths = [file for file in Path(folder).rglob("*") if file.is_file()]
+        return {str(file.relative_to(folder)): file.read_bytes() for file in paths}
 
 
 def export(policy: Policy, weights: Weights, companions: dict[str, bytes], folder: Path) -> None:

@@ -33,13 +33,13 @@ import numpy as np
 from batch import Metrics, Rollout
 from data import PromptData, most_images
 from engine.options import Demand
-from flags import FLAGS as OF_TRAINING
+from flags import FLAGS as TRAINING_FLAGS
 from flags import GROUPS, INF, EngineSettings, Sampling, Settings, flag
 from fsdp_utils import gather_from_ranks, init_world, is_main_process
 from grading import Grade
 from inputs.checks import check_common_flags, check_ranges, default_dtype, ks_of_pass
 from inputs.command_line import exit_with_error, parser_of
-from load_inputs import OF_A_SET, first_day, load_model_files, samplings_of, start_grader
+from load_inputs import SET_FLAGS, first_day, load_model_files, samplings_of, start_grader
 from model.special_tokens import describe_tags
 from reward import Grader
 from runtime.files import best_effort, must_write, write
@@ -171,8 +171,8 @@ FLAGS = {
         flag("--published", [], "published numbers to show beside ours, one text per set"),
         flag("--max_completion_tokens", [1024], "completions are truncated after this many tokens", (1, INF)),
         flag("--gpu_memory_utilization", 0.9, "CUDA: share of GPU memory that vLLM may take", (0.01, 1)),
-        *(OF_TRAINING[f"--eval_{name}"]._replace(name=f"--{name}") for name in ("samples", "temperature", "top_p")),
-        *(OF_TRAINING[f"--{name}"] for name in AS_IN_TRAINING),
+        *(TRAINING_FLAGS[f"--eval_{name}"]._replace(name=f"--{name}") for name in ("samples", "temperature", "top_p")),
+        *(TRAINING_FLAGS[f"--{name}"] for name in AS_IN_TRAINING),
     ],
     "prompts": GROUPS["prompts"],
     "reward": GROUPS["reward"],
@@ -234,7 +234,7 @@ def parse_arguments() -> argparse.Namespace:
         shared = [each.name[2:] for each in (*GROUPS["prompts"], *GROUPS["reward"], *GROUPS["turns"])]
         shared += ["stop_tokens", "dtype", "head_dtype"]
         parser.set_defaults(**{name: config[name] for name in shared if name in config})
-        parser.set_defaults(**{name: config[f"eval_{name}"] for name in OF_A_SET if config.get(f"eval_{name}")})
+        parser.set_defaults(**{name: config[f"eval_{name}"] for name in SET_FLAGS if config.get(f"eval_{name}")})
     args = parser.parse_args()
     args.dtype = args.dtype or default_dtype()
     return args
@@ -248,7 +248,7 @@ def main() -> None:
         if args.reward == "none" and not args.environment:
             raise ValueError("--reward none grades nothing; give the reward of the sets.")
         check_launch(args.tensor_parallel_size, "bfloat16", args.gpu_memory_utilization)
-        samplings = samplings_of(args.data, "", [getattr(args, name) for name in OF_A_SET])
+        samplings = samplings_of(args.data, "", [getattr(args, name) for name in SET_FLAGS])
         if args.published and len(args.published) != len(args.data):
             counts = f"{len(args.published)} numbers for {len(args.data)} sets"
             raise ValueError(f"--published has {counts}; give one for each, '-' for none.")

@@ -37,7 +37,7 @@ from runtime.machine import check_cpp_compiler, check_launch, choose_interface, 
 from runtime.stall import StallWatch
 from turns import Turns
 
-OF_A_SET = ("samples", "temperature", "max_completion_tokens", "top_p")  # one value for all sets or one for each
+SET_FLAGS = ("samples", "temperature", "max_completion_tokens", "top_p")  # one value for all sets or one for each
 TODAY = "today"  # in inputs.json: what the chat template takes for it, if it asks
 SHOWN_AFTER = 10.0  # seconds: network file systems do not show a new file at once
 
@@ -194,11 +194,11 @@ def check_reference(
 
 
 def samplings_of(sources: list[str], prefix: str, flags: Sequence[list[int] | list[float]]) -> list[Sampling]:
-    """How each set is sampled, by the values of the flags --<prefix>samples, ... of `OF_A_SET`. Raises ValueError."""
+    """How each set is sampled, by the values of the flags --<prefix>samples, ... of `SET_FLAGS`. Raises ValueError."""
     names, columns, samplings = [name_of_source(source) for source in sources], [], []
     if len(set(names)) < len(names):
         raise ValueError(f"the sets {', '.join(names)} are reported under their names, which must differ; rename one.")
-    for name, values in zip(OF_A_SET, flags, strict=True):
+    for name, values in zip(SET_FLAGS, flags, strict=True):
         if len(values) not in (1, len(names)):
             wrong = f"--{prefix}{name} has {len(values)} values for {len(names)} sets"
             raise ValueError(f"{wrong}; give one for all or one for each.")

@@ -90,8 +90,8 @@ def _end_after(model: Qwen2ForCausalLM, eos: int, mean_tokens: float) -> None:
     head.normal_(std=head.shape[1] ** -0.5)
     head -= (head @ direction)[:, None] * direction
     hidden = model.model(torch.randint(head.shape[0], (8, 64))).last_hidden_state
-    others = (hidden @ head.T).logsumexp(-1).mean()
-    head[eos] = direction * (others - math.log(mean_tokens - 1)) / (hidden @ direction).mean()
+    rest_logit = (hidden @ head.T).logsumexp(-1).mean()
+    head[eos] = direction * (rest_logit - math.log(mean_tokens - 1)) / (hidden @ direction).mean()
 
 
 def make_rollout(lengths: list[int], vocab: int, prompt_tokens: int = 16, group_size: int = 1) -> Rollout:
@@ -107,7 +107,7 @@ def make_rollout(lengths: list[int], vocab: int, prompt_tokens: int = 16, group_
         is_truncated_B=np.zeros(len(lengths), dtype=bool),
         is_sampled=[np.ones(n, dtype=bool) for n in lengths],
         is_trained_B=np.ones(len(lengths), dtype=bool),
-        grades=[SimpleNamespace(reward=rng.normal(), is_correct=False, parts={}) for _ in lengths],
+        grades=[SimpleNamespace(status="ok", reward=rng.normal(), is_correct=False, parts={}) for _ in lengths],
     )
 
 

@@ -48,7 +48,7 @@ PROMPT_TOKENS = 64  # at most
 Variants = dict[str, Callable[[], object]]
 
 
-def of_sampling(engine: Engine, data: PromptData, sampling: Sampling, world: World) -> Variants:
+def sampling_variants(engine: Engine, data: PromptData, sampling: Sampling, world: World) -> Variants:
     """Bare vLLM and ours, each of which samples the same completions in a round."""
     share = np.array_split(np.arange(len(data.rows)), world.num_engines)[world.engine_index]
     prompts = [TokensPrompt(prompt_token_ids=data.rows[i].ids.tolist()) for i in share]
@@ -71,7 +71,7 @@ def of_sampling(engine: Engine, data: PromptData, sampling: Sampling, world: Wor
     return {name: partial(seeded, itertools.count(), run) for name, run in variants.items()}
 
 
-def of_turns(engine: Engine, data: PromptData, sampling: Sampling, folder: Path) -> Variants:
+def turn_variants(engine: Engine, data: PromptData, sampling: Sampling, folder: Path) -> Variants:
     """One turn, and four that together are as long."""
     file, one, params = folder / "go_on.py", engine.play, engine.params
     file.write_text("class GoOn:\n    def __init__(self, row): pass\n    def reply(self, completion): return '+'\n")
@@ -80,9 +80,9 @@ def of_turns(engine: Engine, data: PromptData, sampling: Sampling, folder: Path)
     longer = replace(sampling, max_completion_tokens=sampling.max_completion_tokens + NUM_TURNS * REPLY_TOKENS)
 
     def endless(*given: object) -> SamplingParams:
-        found = params(*given)
-        found.ignore_eos = True
-        return found
+        request_params = params(*given)
+        request_params.ignore_eos = True
+        return request_params
 
     engine.params, seeds = endless, itertools.count()
 
@@ -98,7 +98,7 @@ def of_turns(engine: Engine, data: PromptData, sampling: Sampling, folder: Path)
     }
 
 
-def of_sync(engine: Engine, policy: Policy) -> Variants:
+def sync_variants(engine: Engine, policy: Policy) -> Variants:
     """Memcpy, the first half of a sync, and all of it."""
     source = [tensor.clone() for _, tensor in policy.full_weights()]
     target = [torch.zeros_like(tensor) for tensor in source]
@@ -146,11 +146,11 @@ def main() -> None:
     data = PromptData.load(f"{folder}/train.jsonl", PromptFormat(max_prompt_tokens=PROMPT_TOKENS), tokenizer, 0)
     sampling = Sampling(args.group_size, 1.0, args.max_tokens)
     if args.what == "sample":
-        variants = of_sampling(engine, data, sampling, world)
+        variants = sampling_variants(engine, data, sampling, world)
     elif args.what == "turns":
-        variants = of_turns(engine, data, sampling, folder)
+        variants = turn_variants(engine, data, sampling, folder)
     else:
-        variants = of_sync(engine, policy)
+        variants = sync_variants(engine, policy)
     seconds = interleave(variants, args.rounds, warm_up=2)
     if world.is_main:
         shutil.rmtree(folder)

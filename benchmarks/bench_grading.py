@@ -77,11 +77,11 @@ def main() -> None:
                 positives, negatives = pairs.count((True, False)), pairs.count((False, True))
                 agrees = f"{len(pairs) - positives - negatives:6} as the author says"
                 print(f"{name:20}{agrees}, {positives} false positives, {negatives} negatives", flush=True)
-    found = {"cpu_seconds": {name: round(statistics.median(times), 2) for name, times in seconds.items()}}
+    summary = {"cpu_seconds": {name: round(statistics.median(times), 2) for name, times in seconds.items()}}
     for name, times in list(seconds.items())[1:]:
         ratio = statistics.median(a / b for a, b in zip(seconds["ours"], times, strict=True))
-        found[f"over {name}"] = round(ratio, 3)
-    print(json.dumps({"cases": len(cases), "rounds": args.rounds} | found))
+        summary[f"over {name}"] = round(ratio, 3)
+    print(json.dumps({"cases": len(cases), "rounds": args.rounds} | summary))
 
 
 if __name__ == "__main__":

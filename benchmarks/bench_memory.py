@@ -81,7 +81,7 @@ class Tracker(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sizes: dict[int, int] = {}  # of the storages that are alive
+        self.sizes: dict[int, int] = {}  # bytes of each storage that is alive
         self.live = self.peak = 0
 
     def __torch_dispatch__(self, op: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:
@@ -159,9 +159,9 @@ def main() -> None:
         common = f"{COMMON} {sizes} --plan_gpus {world.num_trainers}".split()
         for name, flags in POLICIES.items():
             args = flags_of(folder, *common, *flags.split())
-            found, expected = max(gather_from_ranks(measured(args, rollout, world))), predicted(setup_of(args, config))
-            rows.append([name, f"{expected / MIB:.1f}", f"{found / MIB:.1f}", f"{expected / found:.3f}"])
-            ratios[name] = round(expected / found, 3)
+            used, expected = max(gather_from_ranks(measured(args, rollout, world))), predicted(setup_of(args, config))
+            rows.append([name, f"{expected / MIB:.1f}", f"{used / MIB:.1f}", f"{expected / used:.3f}"])
+            ratios[name] = round(expected / used, 3)
     if world.is_main:
         print_table(["MiB on a rank", "predicted", "measured", "ratio"], rows)
         worst = max(max(ratio, 1 / ratio) for ratio in ratios.values())

@@ -110,14 +110,14 @@ def run_trl(model: Path, out: Path, args: argparse.Namespace, num_ranks: int, mo
     settings = {
         "model": str(model), "out": str(out), "prompts": args.prompts, "group_size": args.group_size,
         "max_tokens": args.max_tokens, "steps": args.steps, "threads": 1, "fsdp": False, "vllm": False,
-        "cache_bytes": cpu_cache_bytes(config, 16 + args.max_tokens, 4, 1, sequences),  # of fp32, as many as ours
+        "cache_bytes": cpu_cache_bytes(config, 16 + args.max_tokens, 4, 1, sequences),  # as large as ours
         "cache_block": CPU_BLOCK,
     } | more  # fmt: skip
     launcher = [str(Path(args.trl_env).absolute() / "bin" / "python"), *(torchrun(num_ranks) if num_ranks > 1 else [])]
     program = [str(ROOT / "benchmarks" / "bench_step_trl.py"), json.dumps(settings)]
     peak = peak_of([*launcher, *program], settings["threads"])
-    found = json.loads(out.read_text())  # the first step is left out already
-    return statistics.median(found["seconds"][1:]), peak, statistics.mean(found["tokens"][1:])
+    measured = json.loads(out.read_text())  # the first step is left out already
+    return statistics.median(measured["seconds"][1:]), peak, statistics.mean(measured["tokens"][1:])
 
 
 def parse() -> argparse.Namespace:
@@ -148,11 +148,11 @@ def main() -> None:
         for round_index in range(args.rounds):
             for name in seconds:
                 out = Path(folder) / f"{name}_{round_index}".replace(" ", "_")
-                found = run_ours(model, out, args) if name == OURS else run_trl(model, out, args, *variants[name])
-                seconds[name].append(found[0])
-                peaks[name].append(found[1])
-                told = "{:.2f} s a step, {:.2f} GiB, completions of {:.1f} tokens".format(*found)
-                print(f"round {round_index + 1}: {name}: {told}", file=sys.stderr, flush=True)
+                measured = run_ours(model, out, args) if name == OURS else run_trl(model, out, args, *variants[name])
+                seconds[name].append(measured[0])
+                peaks[name].append(measured[1])
+                text = "{:.2f} s a step, {:.2f} GiB, completions of {:.1f} tokens".format(*measured)
+                print(f"round {round_index + 1}: {name}: {text}", file=sys.stderr, flush=True)
     ratios = {name: median_ratio(times, seconds[OURS]) for name, times in seconds.items()}
     peak = {name: statistics.median(values) for name, values in peaks.items()}
     rows = [[name, statistics.median(x), min(x), max(x), ratios[name], peak[name]] for name, x in seconds.items()]
@@ -161,8 +161,8 @@ def main() -> None:
     if variants:
         hard = min(ratios[name] for name in variants if "FSDP2" in name or "vLLM" in name)
         memory = peak[OURS] / min(peak[name] for name in variants)
-        found = {"trl_fsdp2_or_vllm": hard, "trl_best": min(ratios[name] for name in variants), "memory": memory}
-        summary["ratio"] = {name: round(value, 2) for name, value in found.items()}
+        best_ratios = {"trl_fsdp2_or_vllm": hard, "trl_best": min(ratios[name] for name in variants), "memory": memory}
+        summary["ratio"] = {name: round(value, 2) for name, value in best_ratios.items()}
     print(json.dumps(summary))
 
 

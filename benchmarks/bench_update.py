@@ -142,9 +142,9 @@ def main() -> None:
     lengths = lognormal_lengths(args.sequences, args.mean_length, longest=2048)
     seconds, counts = measure_times(args, lengths)
     print(f"{len(lengths)} sequences, {sum(lengths)} completion tokens, the longest {max(lengths)}; CPU seconds")
-    found = print_times(seconds, "ours")
-    summary = {"ratio": found.pop("bare"), "goal": GOALS["bare"], "padded_goal": GOALS["padded"]}
-    print(json.dumps(summary | counts | {name: ratio for name, ratio in found.items() if name != "ours"}))
+    ratios = print_times(seconds, "ours")
+    summary = {"ratio": ratios.pop("bare"), "goal": GOALS["bare"], "padded_goal": GOALS["padded"]}
+    print(json.dumps(summary | counts | {name: ratio for name, ratio in ratios.items() if name != "ours"}))
 
 
 if __name__ == "__main__":

@@ -73,15 +73,15 @@ class Row:
     trl: Settings | None
     verl: Settings | None
     note: str = ""
-    kind: str = "plain"  # of case: see `make_case`
+    kind: str = "plain"  # see `make_case`
 
 
 def corrected(mode: str, low: float | None = None) -> tuple[str, Settings, Settings]:
     """Flags, TRL's and verl's settings of a correction with the largest weight 1.3."""
     least = f"--rollout_correction_min {low} " if low else ""
     flags = f"--rollout_correction {mode} {least}--rollout_correction_max 1.3"
-    of_verl = (mode.partition("_")[0], f"{low}_1.3" if low else 1.3)
-    return flags, {"correction": (mode, low, 1.3)}, {"correction": of_verl}
+    correction = (mode.partition("_")[0], f"{low}_1.3" if low else 1.3)
+    return flags, {"correction": (mode, low, 1.3)}, {"correction": correction}
 
 
 SEQ = "--loss_aggregation seq_mean_token_mean"
@@ -210,7 +210,7 @@ def make_case(seed: int, kind: str) -> Case:
     logprobs, ref, sampled = (old + noise(20.0 if kind == "wide" else scale) for scale in (1.0, 0.7, 0.2))
     sampled = sampled.float()
     logprobs = logprobs + noise(0.4, width=1)  # so that ratios of sequences differ, too
-    logprobs = logprobs if kind == "wide" else logprobs.clamp(max=-0.01)  # of probabilities
+    logprobs = logprobs if kind == "wide" else logprobs.clamp(max=-0.01)  # as of probabilities
     advantages = noise(1.0, longest if kind == "per token" else 1).expand(B, longest)
     rewards_B = torch.rand(B, generator=generator, dtype=torch.float64)
     mask_BT = (torch.arange(longest) < lengths_B[:, None]) & is_trained_B[:, None]
@@ -221,7 +221,10 @@ def make_case(seed: int, kind: str) -> Case:
         rollout_logprobs=[row[:n].numpy() for row, n in zip(sampled, lengths_B.tolist(), strict=True)],
         texts=[""] * B,
         is_truncated_B=~is_trained_B.numpy(),
-        grades=[SimpleNamespace(reward=reward, is_correct=False, parts={}) for reward in rewards_B.numpy()],
+        grades=[
+            SimpleNamespace(status="ok", reward=reward, is_correct=False, parts={}) for reward in rewards_B.numpy()
+        ],
+        is_sampled=[np.ones(length, dtype=bool) for length in lengths_B.tolist()],
         is_trained_B=is_trained_B.numpy(),
         advantages=[row[:n].numpy() for row, n in zip(advantages, lengths_B.tolist(), strict=True)],
     )
@@ -285,7 +288,7 @@ def run_statements(method: Callable, first: str, last: str, **names: object) -> 
 
 def trl_advantages(case: Case, trainer: type = GRPOTrainer, **settings: object) -> Tensor:
     defaults = {"multi_objective_aggregation": "sum_then_normalize", "num_generations": G}
-    defaults |= {"reward_clip_range": None, "normalize_advantages": False, "beta": 0.0}  # of RLOO
+    defaults |= {"reward_clip_range": None, "normalize_advantages": False, "beta": 0.0}  # its RLOO has them
     rewards = torch.from_numpy(case.rollout.rewards_B)
     names = run_statements(
         trainer._generate_and_score_completions, "num_generations = self.num_generations",
@@ -405,27 +408,28 @@ def with_gradients(case: Case, loss: Callable[..., Tensor], **settings: object) 
 
 def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:
     """The largest, relative to the largest entry of ours (scalars: where that is above 1)."""
-    found = []
+    differences = []
     for a, b in zip(ours, theirs, strict=True):
         assert a.shape == b.shape, f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
         size = a.abs().max().item()
-        found.append((a - b).abs().max().item() / (size if a.dim() and size else max(size, 1.0)))
-    return np.max(found).item()  # nan if one is
+        differences.append((a - b).abs().max().item() / (size if a.dim() and size else max(size, 1.0)))
+    return np.max(differences).item()  # nan if one is
 
 
 def compare(row: Row, case: Case) -> dict[str, float]:
     """The differences of TRL and of verl from ours, of those that have such a choice."""
     is_advantage = "--advantage " in row.flags
-    of_trl, of_verl = next((both for flags, both in AGGREGATIONS.items() if flags in row.flags), ({}, {}))
+    aggregations = (both for flags, both in AGGREGATIONS.items() if flags in row.flags)
+    trl_aggregation, verl_aggregation = next(aggregations, ({}, {}))
     settings = {"ours": {"flags": row.flags}}
-    settings["TRL"] = None if row.trl is None else of_trl | row.trl
-    settings["verl"] = None if row.verl is None else of_verl | row.verl
-    found = {}
+    settings["TRL"] = None if row.trl is None else trl_aggregation | row.trl
+    settings["verl"] = None if row.verl is None else verl_aggregation | row.verl
+    results = {}
     for (name, given), function in zip(settings.items(), ADVANTAGES if is_advantage else LOSSES, strict=True):
         if given is not None:
-            found[name] = [function(case, **given)] if is_advantage else with_gradients(case, function, **given)
-    ours = found.pop("ours")
-    return {name: difference(ours, theirs) for name, theirs in found.items()}
+            results[name] = [function(case, **given)] if is_advantage else with_gradients(case, function, **given)
+    ours = results.pop("ours")
+    return {name: difference(ours, theirs) for name, theirs in results.items()}
 
 
 def main() -> None:
@@ -435,9 +439,9 @@ def main() -> None:
     everything = []
     for row in ROWS:
         seeds = [compare(row, make_case(seed, row.kind)) for seed in range(args.seeds)]
-        largest = {name: np.max([found[name] for found in seeds]).item() for name in seeds[0]}  # nan if one is
-        told = ", ".join(f"{name} {value:.1e}" for name, value in largest.items())
-        print(f"{row.flags or '(defaults)':112}| {row.kind:9} | {told:26} | {row.note}")
+        largest = {name: np.max([seed[name] for seed in seeds]).item() for name in seeds[0]}  # nan if one is
+        text = ", ".join(f"{name} {value:.1e}" for name, value in largest.items())
+        print(f"{row.flags or '(defaults)':112}| {row.kind:9} | {text:26} | {row.note}")
         everything += largest.values()
     worst = np.max(everything).item()
     summary = {"max_difference": float(f"{worst:.3g}"), "goal": GOAL, "compared": len(everything), "seeds": args.seeds}

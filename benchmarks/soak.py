@@ -48,7 +48,7 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERRO
 END_SECONDS = 60.0
 ORPHAN_SECONDS = 5.0
 TARGETS = ("rank 0", "rank 1", "launcher", "all")
-PROMPTS, GROUP = 8, 4  # of a step
+PROMPTS, GROUP = 8, 4  # a step samples so many
 SERVERS = ["--engine", "server", "--generation_gpus", "0", "1", "--steps_ahead", "2", "--in_flight"]
 REWARD = """
 import time
@@ -138,8 +138,8 @@ def bring_to_its_end(
     output, patience = out_dir.with_suffix(".log"), ORPHAN_SECONDS * (3 if "server" in targets else 1)
     while True:
         launcher, kill, seen = start(out_dir, flags, output), None, []
-        while len(kills) < len(moments) and (found := hit(launcher, out_dir, rng, moments[len(kills)](), targets)):
-            kill, seen = found[0], seen + found[1]
+        while len(kills) < len(moments) and (outcome := hit(launcher, out_dir, rng, moments[len(kills)](), targets)):
+            kill, seen = outcome[0], seen + outcome[1]
             kills.append(kill)
             if kill.target != "server":  # a run goes on with the other server
                 break
@@ -157,15 +157,15 @@ def disturb(
     folder: Path, most: int, run: Callable[[Path, list[Kill]], None], check: Callable[[Path], list[str]]
 ) -> tuple[list[Kill], list[str]]:
     """So many kills, over as many runs as they take, and what was wrong. `run`: `bring_to_its_end` of these kills."""
-    kills, wrong = [], []
+    kills, all_faults = [], []
     for number in itertools.count():
         run(out_dir := folder / f"run_{number}", kills)
-        found = check(out_dir)
-        print(f"run {number}: {len(kills)} kills so far, {', '.join(found) or 'nothing wrong'}", flush=True)
-        wrong += [f"run {number}: {each}" for each in found]
+        faults = check(out_dir)
+        print(f"run {number}: {len(kills)} kills so far, {', '.join(faults) or 'nothing wrong'}", flush=True)
+        all_faults += [f"run {number}: {each}" for each in faults]
         if len(kills) >= most:
             break
-    return kills, wrong
+    return kills, all_faults
 
 
 def run_to_the_end(out_dir: Path, flags: list[str]) -> float:
@@ -178,11 +178,11 @@ def run_to_the_end(out_dir: Path, flags: list[str]) -> float:
 
 def differences(out_dir: Path, undisturbed: Path) -> list[str]:
     """What is not equal: the exported weights, or the last line of a step but for times, speeds and memory."""
-    found = []
+    faults = []
     if (out_dir / "final/model.safetensors").read_bytes() != (undisturbed / "final/model.safetensors").read_bytes():
-        found.append("weights")
+        faults.append("weights")
     expected, lines = last_lines(undisturbed), last_lines(out_dir)
-    return found + [f"step {step}" for step in sorted(expected | lines) if expected.get(step) != lines.get(step)]
+    return faults + [f"step {step}" for step in sorted(expected | lines) if expected.get(step) != lines.get(step)]
 
 
 def last_lines(out_dir: Path) -> dict[int, dict[str, float]]:
@@ -211,11 +211,11 @@ def wrong_use_of_prompts(out_dir: Path) -> list[str]:
     """What is wrong with the completions of a complete run on servers. A kill may have cost a step its file."""
     lines, config = last_lines(out_dir), json.loads((out_dir / "config.json").read_text())
     lags = {step: lines[step]["rollout/lag_max"] for step in range(1, config["total_steps"] + 1)}
-    found = [f"step {step} is {lag} behind" for step, lag in lags.items() if lag > config["steps_ahead"]]
+    faults = [f"step {step} is {lag} behind" for step, lag in lags.items() if lag > config["steps_ahead"]]
     files = list((out_dir / "rollouts").glob("step_*.parquet"))
     counts = Counter(row for file in files for row in parquet.read_table(file, columns=["row"])["row"].to_pylist())
-    found += [f"{row} was trained {count} times" for row, count in counts.items() if count != GROUP]
-    return found + [f"{len(counts)} prompts in {len(files)} steps"] * (len(counts) != PROMPTS * len(files))
+    faults += [f"{row} was trained {count} times" for row, count in counts.items() if count != GROUP]
+    return faults + [f"{len(counts)} prompts in {len(files)} steps"] * (len(counts) != PROMPTS * len(files))
 
 
 def main() -> None:
@@ -239,12 +239,12 @@ def main() -> None:
         targets = ("rank 0", "rank 1", "launcher", "server", "server") if args.servers else TARGETS
         run = partial(bring_to_its_end, flags=flags, rng=rng, moments=moments, targets=targets)
         check = wrong_use_of_prompts if args.servers else partial(differences, undisturbed=folder / "undisturbed")
-        kills, wrong = disturb(folder, args.kills, run, check)
+        kills, all_faults = disturb(folder, args.kills, run, check)
     for what in ("target", "signal", "where"):
         for value, count in Counter(getattr(kill, what) for kill in kills).most_common():
             print(f"{what:6} {value:12} {count:4} times")
-    print(json.dumps({"kills": len(kills), "wrong": wrong, "seed": args.seed, "goal": []}))
-    sys.exit(bool(wrong))
+    print(json.dumps({"kills": len(kills), "wrong": all_faults, "seed": args.seed, "goal": []}))
+    sys.exit(bool(all_faults))
 
 
 if __name__ == "__main__":

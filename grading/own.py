@@ -70,9 +70,9 @@ def check_neighbours(path: Path) -> None:
     """Raises ValueError if what the file imports is not its neighbour, but a file of that name in another folder."""
     for neighbour in files_of(path)[1:]:
         name = neighbour.relative_to(path.parent).parts[0].removesuffix(".py")
-        found = Path(getattr(importlib.util.find_spec(name), "origin", None) or neighbour)
-        if str(found.parents[found.name == "__init__.py"]) in FOLDERS - {str(path.parent)}:
-            raise ValueError(f"{path} imports its neighbour {name}, but gets {found}; give one of them another name")
+        origin = Path(getattr(importlib.util.find_spec(name), "origin", None) or neighbour)
+        if str(origin.parents[origin.name == "__init__.py"]) in FOLDERS - {str(path.parent)}:
+            raise ValueError(f"{path} imports its neighbour {name}, but gets {origin}; give one of them another name")
 
 
 def files_of(path: Path) -> list[Path]:

@@ -164,14 +164,14 @@ def check_machine(place: Place) -> Iterator[Line]:
 
 def find_gpus() -> list[Line]:
     """Each visible GPU and its free memory."""
-    found, count = [], torch.cuda.device_count()
+    lines, count = [], torch.cuda.device_count()
     for index in range(count):
         check_one_gpu(index, count, gpu_memory_utilization=0.4)
         free, total = torch.cuda.mem_get_info(index)
         figure = f"{torch.cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
         advice = "Others have taken the rest: see nvidia-smi."
-        found.append(Line(f"GPU {index}", figure, "nearly all free", free > 0.9 * total, advice))
-    return found
+        lines.append(Line(f"GPU {index}", figure, "nearly all free", free > 0.9 * total, advice))
+    return lines
 
 
 def check_kernels() -> list[Line]:
@@ -186,8 +186,8 @@ def check_kernels() -> list[Line]:
     packing = make_packing(tuple(Segment(i, 0, length) for i, length in enumerate(lengths)), device)
     out, _ = packed_attention(torch.nn.Module(), *inputs, None, packing=packing, scaling=dim**-0.5)
     exact = [each.detach().float().requires_grad_() for each in inputs]
-    of_sequences = zip(*(each.split(lengths, dim=2) for each in exact), strict=True)
-    rows = [F.scaled_dot_product_attention(*each, is_causal=True, enable_gqa=True) for each in of_sequences]
+    sequences = zip(*(each.split(lengths, dim=2) for each in exact), strict=True)
+    rows = [F.scaled_dot_product_attention(*each, is_causal=True, enable_gqa=True) for each in sequences]
     expected = torch.cat(rows, dim=2).transpose(1, 2)
     gradient = torch.randn_like(expected)
     (out.float() * gradient).sum().backward()
@@ -195,11 +195,11 @@ def check_kernels() -> list[Line]:
     pairs = [(each.grad.float().flatten(), other.grad.flatten()) for each, other in zip(inputs, exact, strict=True)]
     cosine = min(F.cosine_similarity(*pair, dim=0).item() for pair in pairs)
     difference = (out.float() - expected).abs().max().item()
-    wrong = "The kernel is wrong on this machine: do not train on it."
+    advice = "The kernel is wrong on this machine: do not train on it."
     return [
         Line("attention kernel", f"FlashAttention {current_flash_attention_impl() or 2}" if is_cuda else "of the CPU"),
-        Line("attention, forwards", f"off by {difference:.4f}", "at most 0.05", difference < 0.05, wrong),
-        Line("attention, gradients", f"cosine {cosine:.6f}", "above 0.999", cosine > 0.999, wrong),
+        Line("attention, forwards", f"off by {difference:.4f}", "at most 0.05", difference < 0.05, advice),
+        Line("attention, gradients", f"cosine {cosine:.6f}", "above 0.999", cosine > 0.999, advice),
     ]
 
 
@@ -214,13 +214,13 @@ def check_run(place: Place) -> Iterator[Line]:
     yield from gap_lines(place, "one engine", steps)
     started = json.loads((out_dir / "starts.jsonl").read_text("utf-8").splitlines()[-1])
     for phase, predicted in started["predicted_gib"].items():
-        found = max(record.get(f"memory/{phase}_gib", 0.0) for record in steps)
-        if not found or phase == "host":  # of which a guess for each process is the most
+        used = max(record.get(f"memory/{phase}_gib", 0.0) for record in steps)
+        if not used or phase == "host":  # for the host there is only a guess for each process
             continue
         wanted = f"at most {predicted:.2f}" if place.is_cuda else f"{predicted:.2f}, not to be held to on a CPU"
-        is_ok = found <= predicted or not place.is_cuda
-        advice = f"The dry run is wrong by {found / predicted - 1:+.0%}: please report it."
-        yield Line(f"memory, {phase}, against the dry run", f"{found:.2f} GiB", wanted, is_ok, advice)
+        is_ok = used <= predicted or not place.is_cuda
+        advice = f"The dry run is wrong by {used / predicted - 1:+.0%}: please report it."
+        yield Line(f"memory, {phase}, against the dry run", f"{used:.2f} GiB", wanted, is_ok, advice)
     last = steps[-1]
     if (mfu := last.get("perf/update_mfu")) is not None:
         advice = "Published trainers reach 14% to 26%. docs/symptoms.md says which flags help."
@@ -458,9 +458,9 @@ def write_report(place: Place) -> int:
                 lines += [line] if isinstance(line, Line) else []
             for checkpoint in place.folder.glob("*/step_*"):
                 shutil.rmtree(checkpoint)
-    told = ("GPU", "torch", "memory,", "update,", "sample,", "sync,")
+    headings = ("GPU", "torch", "memory,", "update,", "sample,", "sync,")
     print(f"\nFor a report, {time.strftime('%Y-%m-%d')}, {place.num_ranks} ranks:")
-    print(*(line for line in lines if line.what.startswith(told) or not line.is_ok), sep="\n")
+    print(*(line for line in lines if line.what.startswith(headings) or not line.is_ok), sep="\n")
     return sum(not line.is_ok for line in lines)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from flags import FLAGS as OF_TRAINING
+from flags import FLAGS as TRAINING_FLAGS
 from flags import GROUPS, INF, Grading, flag
 from grading import Case, Grade, key_text
 from grading.own import EXTRAS
@@ -34,11 +34,12 @@ FILES = [
     flag("--max_completion_tokens", None, "reward `length`: for rows without max_tokens", (1, INF), type=int),
     flag("--group_size", 1, "consecutive rows that are completions of one prompt, for a reward that compares them",
          (1, INF)),
-    OF_TRAINING["--list_answers"],
+    TRAINING_FLAGS["--list_answers"],
 ]
 # fmt: on
 FLAGS = {"files": FILES, "reward": GROUPS["reward"]}
-OF_A_RUN = ("advantage", "advantages", "is_trained")  # of a row that a run has written: they follow from its rewards
+# A run has written them into its rows: they follow from its rewards.
+RUN_COLUMNS = ("advantage", "advantages", "is_trained")
 
 
 def read_cases(path: str, max_tokens: int | None, several: str) -> tuple[list[dict[str, object]], list[Case]]:
@@ -118,7 +119,7 @@ def main() -> None:
     grader.close()
     with atomic_write(Path(args.output)) as unfinished, unfinished.open("w", encoding="utf-8") as out:
         for i, row in enumerate(rows):
-            grade, known = grades[i], {name: value for name, value in row.items() if name not in OF_A_RUN}
+            grade, known = grades[i], {name: value for name, value in row.items() if name not in RUN_COLUMNS}
             reward, is_correct = (None, None) if i in bad_keys else (grade.reward, grade.is_correct)
             graded = {"reward": reward, "is_correct": is_correct, "reward_status": grade.status}
             graded |= {"reward_parts": grade.parts, "read_as": grade.answer}

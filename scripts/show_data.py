@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from batch import Row
 from data import PromptData, describe_template
-from flags import FLAGS as OF_TRAINING
+from flags import FLAGS as TRAINING_FLAGS
 from flags import GROUPS, INF, Grading, PromptFormat, TurnLimits, flag
 from grading.episode import Turn, columns_for
 from inputs.checks import all_given, check_ranges, check_turns
@@ -31,8 +31,8 @@ from turns import Turns
 DATA = [
     flag("--data", None, "sources, each WHAT[@SPLIT][#ROWS]", is_list=True, is_required=True),
     flag("--model", None, "model with the tokenizer: folder or hub id", is_required=True),
-    OF_TRAINING["--seed"],
-    OF_TRAINING["--reward_timeout"],
+    TRAINING_FLAGS["--seed"],
+    TRAINING_FLAGS["--reward_timeout"],
     flag("--show", 2, "number of prompts to show of each source", (0, INF)),
 ]
 # fmt: on

@@ -84,7 +84,7 @@ def row_of(schema: str, i: int) -> dict[str, object]:
     user, reward_model = [{"role": "user", "content": question}], {"style": "rule", "ground_truth": answer}
     boxed = f"We add: \\[\\boxed{{{answer}}}\\]"
     chatml = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-    of_third = {"ground_truth": json.dumps({"func_name": "validate_no_commas"}), "constraint_type": "No Commas"}
+    third_kind = {"ground_truth": json.dumps({"func_name": "validate_no_commas"}), "constraint_type": "No Commas"}
     return {
         "open_r1_8k": {
             "image": picture(i) if i % 3 else None, "problem": question,  # every third row is a text
@@ -92,7 +92,7 @@ def row_of(schema: str, i: int) -> dict[str, object]:
         },
         "rlvr": {
             "messages": user, "ground_truth": answer, "dataset": ("gsm8k", "MATH", "ifeval")[i % 3],
-            "constraint_type": None, "constraint": None, **(of_third if i % 3 == 2 else {}),
+            "constraint_type": None, "constraint": None, **(third_kind if i % 3 == 2 else {}),
         },
         "math12k": {"problem": question, "answer": answer},
         "boxed": {"problem": question, "answer": answer, "must_box": True},
@@ -191,8 +191,8 @@ def main() -> None:
     if setup.has_teacher:
         make_model(setup, args.out_dir / "teacher", hidden_size=192, num_attention_heads=6)
     (args.out_dir / "data").mkdir(exist_ok=True)
-    of_train, of_test = setup.num_rows
-    for split, numbers in {"train": range(of_train), "test": range(of_train, of_train + of_test)}.items():
+    num_train, num_test = setup.num_rows
+    for split, numbers in {"train": range(num_train), "test": range(num_train, num_train + num_test)}.items():
         if numbers:
             rows = datasets.Dataset.from_list([row_of(setup.schema, i) for i in numbers])
             rows = rows.cast_column("image", datasets.Image()) if "image" in rows.features else rows

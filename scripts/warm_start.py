@@ -56,9 +56,9 @@ MODEL = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 BATCH_SIZE, NUM_GOOD = 64, 16  # demonstrations of an update; with a scratchpad, or of a careful player
-HIGHEST, NUM_GUESSES = 15, 4  # of the game
+HIGHEST, NUM_GUESSES = 15, 4  # the game's
 NAMES = [f"game{number}" for number in range(100, 1000)]
-PEAK_LR = 6e-3  # of Muon (the matrices inside the blocks) and of AdamW (embedding, norms, biases)
+PEAK_LR = 6e-3  # for Muon (the matrices inside the blocks) and for AdamW (embedding, norms, biases)
 WARMUP_UPDATES = 50
 
 CHAT_TEMPLATE = (
@@ -195,15 +195,15 @@ def completion_loss(policy: Qwen2ForCausalLM, tokenizer: Tokenizer, texts: list[
 def train(policy: Qwen2ForCausalLM, tokenizer: Tokenizer, draw: Callable[[], list[list[str]]], updates: int) -> None:
     """Imitates new demonstrations in every update: `draw` returns them in two parts."""
     matrices = [each for name, each in policy.named_parameters() if each.ndim == 2 and "embed_tokens" not in name]
-    others = [each for name, each in policy.named_parameters() if each.ndim == 1 or "embed_tokens" in name]
-    muon, adamw = Muon(matrices), torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    vectors = [each for name, each in policy.named_parameters() if each.ndim == 1 or "embed_tokens" in name]
+    muon, adamw = Muon(matrices), torch.optim.AdamW(vectors, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     for update in (progress := tqdm(range(updates), desc="warm start", unit="update", mininterval=1.0)):
         # Two forward passes: in one, the short completions would be padded to the length of the long ones.
         kinds = [completion_loss(policy, tokenizer, texts) for texts in draw()]
         loss = sum(loss for loss, _ in kinds) / sum(count for _, count in kinds)  # over the completion tokens of both
         policy.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(others, 1.0)  # Muon's updates have the same size whatever the gradient's
+        torch.nn.utils.clip_grad_norm_(vectors, 1.0)  # Muon's updates have the same size whatever the gradient's
         decay = 0.5 * (1 + math.cos(math.pi * update / updates))  # to zero: the last slips go
         lr = PEAK_LR * (min(1.0, (update + 1) / WARMUP_UPDATES) * decay)
         muon.step(lr)
@@ -219,8 +219,8 @@ def save(policy: Qwen2ForCausalLM, tokenizer: Tokenizer, rows: dict[str, list], 
     policy.save_pretrained(partial)
     tokenizer.backend_tokenizer.no_padding()  # which training has switched on
     tokenizer.save_pretrained(partial)
-    for name, of_file in rows.items():
-        (partial / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_file), "utf-8")
+    for name, file_rows in rows.items():
+        (partial / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in file_rows), "utf-8")
     partial.rename(out_dir)
 
 

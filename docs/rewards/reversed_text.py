@@ -9,6 +9,6 @@ from difflib import SequenceMatcher
 
 
 def score(completion, answer):
-    found = re.search("<reversed_text>(.*?)</reversed_text>", completion, re.DOTALL)
-    said = found[1].strip() if found else ""
+    match = re.search("<reversed_text>(.*?)</reversed_text>", completion, re.DOTALL)
+    said = match[1].strip() if match else ""
     return SequenceMatcher(None, said, answer[::-1]).ratio()

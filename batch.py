@@ -203,8 +203,8 @@ class Completion:
                 ids = ids[:-1]
         return tokenizer.decode([i for i in ids if i not in hidden])
 
-    def tell(self, b: int, tokenizer: PreTrainedTokenizerBase, on_finished: OnFinished | None) -> None:
-        """Reads the text of the finished completion; the grader hears of it as number b of its call."""
+    def finish(self, b: int, tokenizer: PreTrainedTokenizerBase, on_finished: OnFinished | None) -> None:
+        """Decodes the text, and reports the completion as number b of the call: the grader begins with it."""
         self.text = self.read(tokenizer)
         if on_finished is not None:
             on_finished(b, self.text, self.token_ids, self.finish_reason == "length", self.grade)

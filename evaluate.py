@@ -106,7 +106,7 @@ def evaluate(
     engine: Engine, data: PromptData, sampling: Sampling, grader: Grader, seed: tuple[int, ...], folder: Path
 ) -> Result:
     """Samples and grades the set; every completion with its grade goes to <set>.jsonl in the folder."""
-    on_finished = grader.submit_to(data.rows, sampling)
+    on_finished = grader.callback_for(data.rows, sampling)
     rollout = engine.sample(data.rows, sampling, seed, f"evaluate {data.name}", on_finished)
     rollout = replace(rollout, grades=grader.collect_from_ranks())
     if is_main_process():

@@ -1,7 +1,7 @@
 """The algorithm: advantages, policy losses, KL, correction of the sampler's mismatch, aggregation, and the total loss.
 
-Each choice is one function, found by its name in the dict of its section. Rare losses and
-advantages are in `losses/`, one method a file. To add one, write the function and name it there, or
+Each choice is one function; `inputs/choices.py` finds it by its name in the dict of its section.
+Rare losses and advantages are in `losses/`, one method a file. To add one, write the function and name it there, or
 keep it in a file of your own: `--policy_loss my_loss.py:f`, `--advantage my_advantage.py:f`,
 `--kl_estimator my_kl.py:f`. The parameters after `*` are the flags of the same names: only those
 have an effect. `--help` and the log show the first sentence of its docstring. How the choices
@@ -296,10 +296,14 @@ DIVERGENCES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"reverse": rever
 # Sampler-trainer mismatch ---------------------------------------------------------------------------------------------
 # Weights of the policy loss, per token: its probability by the trainer / by the sampler. The trainer's model is that at
 # the beginning of the step; the sampler's may be older (--steps_ahead, --partial_rollouts).
-Weights = tuple[Tensor, Tensor]  # the weights, and bool: which of them are truncated or 0
+class Correction(NamedTuple):
+    """What `--rollout_correction` makes of each token."""
+
+    weights: Tensor
+    is_outside: Tensor  # bool: the weight is truncated, or 0
 
 
-def token_truncate(t: Tokens, *, rollout_correction_max: float) -> Weights:
+def token_truncate(t: Tokens, *, rollout_correction_max: float) -> Correction:
     """min(ratio of the token, max): truncated importance sampling.
 
     Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
@@ -307,27 +311,27 @@ def token_truncate(t: Tokens, *, rollout_correction_max: float) -> Weights:
     return truncated(mismatch(t), rollout_correction_max)
 
 
-def sequence_truncate(t: Tokens, *, rollout_correction_max: float) -> Weights:
+def sequence_truncate(t: Tokens, *, rollout_correction_max: float) -> Correction:
     """min(product of the sequence's ratios, max). Liu et al., "When Speed Kills Stability" (2025)."""
     return truncated(mismatch(t, is_sequence=True), rollout_correction_max)
 
 
-def token_mask(t: Tokens, *, rollout_correction_min: float, rollout_correction_max: float) -> Weights:
+def token_mask(t: Tokens, *, rollout_correction_min: float, rollout_correction_max: float) -> Correction:
     """The ratio of the token inside [min, max], 0 outside. IcePop (Ring-1T, arXiv 2510.18855), with 0.5 and 5."""
     return masked(mismatch(t), rollout_correction_min, rollout_correction_max)
 
 
-def sequence_mask(t: Tokens, *, rollout_correction_min: float, rollout_correction_max: float) -> Weights:
+def sequence_mask(t: Tokens, *, rollout_correction_min: float, rollout_correction_max: float) -> Correction:
     """The product of the sequence's ratios inside [min, max], 0 outside."""
     return masked(mismatch(t, is_sequence=True), rollout_correction_min, rollout_correction_max)
 
 
-def no_correction(t: Tokens) -> Weights:
+def no_correction(t: Tokens) -> Correction:
     """The ratio is measured and not used."""
-    return mismatch(t), torch.zeros_like(t.mask)
+    return Correction(mismatch(t), torch.zeros_like(t.mask))
 
 
-CORRECTIONS: dict[str, Callable[..., Weights]] = {
+CORRECTIONS: dict[str, Callable[..., Correction]] = {
     "none": no_correction,
     "token_truncate": token_truncate,
     "sequence_truncate": sequence_truncate,
@@ -355,13 +359,13 @@ def temperature_terms(logprobs: Tensor, rollout_logprobs: Tensor, entropies: Ten
     return x * difference, x.square(), difference.square()
 
 
-def truncated(ratio: Tensor, high: float) -> Weights:
-    return ratio.clamp(max=high), ratio > high
+def truncated(ratio: Tensor, high: float) -> Correction:
+    return Correction(ratio.clamp(max=high), ratio > high)
 
 
-def masked(ratio: Tensor, low: float, high: float) -> Weights:
+def masked(ratio: Tensor, low: float, high: float) -> Correction:
     is_outside = (ratio < low) | (ratio > high)
-    return torch.where(is_outside, 0.0, ratio), is_outside
+    return Correction(torch.where(is_outside, 0.0, ratio), is_outside)
 
 
 # Aggregation ----------------------------------------------------------------------------------------------------------
@@ -411,7 +415,7 @@ class Algorithm:
     policy_loss: Callable[[Tokens], Loss | Tensor]
     kl_estimator: Callable[[Tensor], Tensor]
     kl_direction: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    rollout_correction: Callable[[Tokens], Weights]
+    rollout_correction: Callable[[Tokens], Correction]
     loss_aggregation: Callable[[Tensor], Tensor]
     old_logprobs: str  # whose: "trainer" or "rollout", the sampler
     loss_metrics: tuple[str, ...]  # names of the metrics that a policy loss brings

@@ -57,7 +57,7 @@ def main() -> None:
         indices_P = data.indices_of_step(step, plan.prompts_per_step, args.seed, args.keep_last)
         rows = [data.rows[i] for i in indices_P]
         seed = args.seed, step, 0, 0  # run, step, purpose, round
-        rollout = engine.sample(rows, sampling, seed, "sample", grader.submit_to(rows, sampling))
+        rollout = engine.sample(rows, sampling, seed, "sample", grader.callback_for(rows, sampling))
         rollout = replace(rollout, grades=grader.collect_from_ranks())
         engine.sleep()  # and gives its memory to the trainer
 

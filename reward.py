@@ -56,6 +56,7 @@ class Grader:
         if num_workers and self.weights:
             arguments = (grading.reward, grading.overlong_cache_tokens)
             timeout, in_flight = grading.reward_timeout, grading.reward_in_flight
+            # Each worker makes a `RewardWorker` of grading/score.py and calls it with what is submitted here.
             self.pool = Pool("grading.score:RewardWorker", arguments, num_workers, timeout, in_flight)
             self.pool.submit(0, ("needs", None))
             try:
@@ -98,8 +99,11 @@ class Grader:
         """The completions of a group that are graded, in their order."""
         return sorted(self.groups[number].keys() - self.not_graded.keys())
 
-    def submit_to(self, rows: Sequence[Row] | Mapping[int, Row], sampling: Sampling) -> OnFinished:
-        """What `Engine.sample` calls with each finished completion b of the rows, of which each has `num_samples`."""
+    def callback_for(self, rows: Sequence[Row] | Mapping[int, Row], sampling: Sampling) -> OnFinished:
+        """The function that `Engine.sample` calls with each finished completion b: it submits the completion.
+
+        Completion b answers row b // `num_samples`.
+        """
 
         def on_finished(
             b: int, text: str, token_ids: Sequence[int], is_truncated: bool, grade: Grade | None = None

@@ -124,7 +124,7 @@ class Engine:
         start = time.perf_counter()
         for i, completion in self.play(self, [rows_B[b] for b in own], sampling, description):
             finished[own[i]] = completion
-            completion.tell(own[i], self.tokenizer, on_finished if is_leader else None)
+            completion.finish(own[i], self.tokenizer, on_finished if is_leader else None)
         end_if_requested()
         share = rollout_of([finished[b] for b in own]), time.perf_counter() - start
         shares = gather_from_ranks(share if is_leader else None)

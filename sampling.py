@@ -135,7 +135,7 @@ class Sampler:
     def sample(self, step: int, number: int, count: int) -> Rollout:
         """The completions of the next `count` prompts; the grader gets each as soon as it is finished."""
         rows, seed = self.draw(step, number, count), self.seed_of(step, number)
-        return self.engine.sample(rows, self.sampling, seed, "sample", self.grader.submit_to(rows, self.sampling))
+        return self.engine.sample(rows, self.sampling, seed, "sample", self.grader.callback_for(rows, self.sampling))
 
     def as_training_data(self, rollout: Rollout, step: int) -> Rollout:
         """The rollout with `is_trained_B` and `lags`."""

@@ -4,9 +4,9 @@
 
 Every rank runs this file. It holds a shard of the policy (FSDP2) and a part of a sampling engine
 (vLLM), and sees the whole step: all completions, all rewards, and one plan of who trains what. To
-understand a step, read the loop below, then `sampling.py`, `rollout.py`, `batch.py` (with the
-dimension key), `update.py`, `grpo.py`, `policy.py`, `fsdp_utils.py`. Starting the same command
-again continues from the last checkpoint in --out_dir.
+understand a step, read the loop below, then what the README lists, from `batch.py` (with the
+dimension key) to `grpo.py`. Starting the same command again continues from the last checkpoint in
+--out_dir.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
                 rollout, updates = add_advantages(rollout, updates, algorithm)
 
             # 4. Update: one optimizer step per mini-batch of prompts.
-            # A fault in here ends the run; what was sampled is written first, so that it can be looked at.
+            # Where a guard ends the run, what was sampled is written first, so that it can be looked at.
             with run.phase("update"), run.kept_if_it_ends(sampler.record(step, rollout), rollout, updates):
                 for i, update in enumerate(updates * plan.num_iterations):
                     run.record(update_policy(policy, optimizer, update, algorithm, plan.update(step, i), memory, guard))

@@ -68,7 +68,7 @@ class Episode(Completion):
         self.is_sampled += [is_sampled] * len(part.token_ids)
         self.transcript += text
 
-    def tell(self, b: int, tokenizer: Tokenizer, on_finished: OnFinished | None) -> None:
+    def finish(self, b: int, tokenizer: Tokenizer, on_finished: OnFinished | None) -> None:
         """The grader gets the text of the last turn, and all that was sampled."""
         self.text = self.transcript
         sampled = list(itertools.compress(self.token_ids, self.is_sampled))

@@ -295,11 +295,11 @@ def add_gradients(
             old_logprobs_N = logprobs_N.detach() if is_unchanged else batch.old_logprobs_N
             if batch.old_logprobs_N is None:  # they are kept with the rollout
                 update.batches[i] = replace(batch, old_logprobs_N=old_logprobs_N)
-            seen = batch
+            scored = batch
             if batch.teacher is not None:
                 distilled = {"ref_logprobs_N": scores.ref_logprobs_N, "kl_N": scores.kl_N, "agrees_N": scores.agrees_N}
-                seen = replace(batch, **distilled)
-            loss_N, means, maxima = grpo.total_loss(seen, logprobs_N, old_logprobs_N, scores.entropies_N, algorithm)
+                scored = replace(batch, **distilled)
+            loss_N, means, maxima = grpo.total_loss(scored, logprobs_N, old_logprobs_N, scores.entropies_N, algorithm)
             mask_N = batch.loss_mask_N
             # A sum, not a mean: the weights have the counts of the whole update in them.
             loss = grpo.masked_sum(loss_N * batch.loss_weights_N, mask_N)

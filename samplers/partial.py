@@ -133,18 +133,18 @@ class PartialSampler(Sampler):
             for group in finished:
                 num_kept_places = sum(other.is_waited_for(version) for other in groups)
                 if len(chosen) < len(places) - num_kept_places:
-                    self.tell(group, places[len(chosen)])
+                    self.report(group, places[len(chosen)])
                     chosen.append(group)
                     bar.update()
         return chosen
 
-    def tell(self, group: Group, place: int) -> None:
+    def report(self, group: Group, place: int) -> None:
         """The grader hears of the completions of a group, by its place among all of the step."""
         on_finished = None
         if self.engine.world.is_engine_leader:
-            on_finished = self.grader.submit_to({place: group.row}, self.sampling)
+            on_finished = self.grader.callback_for({place: group.row}, self.sampling)
         for b, completion in enumerate(group.completions, start=place * self.sampling.num_samples):
-            completion.tell(b, self.engine.tokenizer, on_finished)
+            completion.finish(b, self.engine.tokenizer, on_finished)
 
     def sample_on(self, groups: list[Group], version: int, is_enough: Callable[[], bool]) -> Iterator[Group]:
         """Groups as they are finished, until it is enough; then the engine gives back what it has of the others."""

@@ -79,7 +79,7 @@ class ServerEngine:
         def is_done() -> bool:
             for b, request in list(unfinished.items()):
                 if request.completion is not None:
-                    request.completion.tell(b, self.tokenizer, on_finished)
+                    request.completion.finish(b, self.tokenizer, on_finished)
                     del unfinished[b]
             return not unfinished
 

@@ -29,7 +29,7 @@ def row(answer: str, opened: str = "", **columns: object) -> SimpleNamespace:
 def test_finished_completions_are_graded_against_their_rows_with_the_prompt_as_the_model_saw_it():
     grader = Grader(Grading("exact,length,format", overlong_cache_tokens=4), num_workers=1)
     rows = [row(answer, "<think>") for answer in "45"]
-    on_finished = grader.submit_to(rows, Sampling(2, 1.0, max_completion_tokens=8))
+    on_finished = grader.callback_for(rows, Sampling(2, 1.0, max_completion_tokens=8))
     for b in (3, 0, 2, 1):
         on_finished(b, f"hm</think><answer>{4 + b % 2}</answer>", [7] * (5 + b % 2), False)
     grades = grader.collect_from_ranks()
@@ -62,7 +62,7 @@ def compare(tmp_path: Path, more: str) -> Grader:
 
 def test_a_group_is_compared_when_its_last_completion_is_there(tmp_path):
     grader = compare(tmp_path, ",exact:2")
-    on_finished = grader.submit_to([row("4"), row("5")], Sampling(2, 1.0, max_completion_tokens=8))
+    on_finished = grader.callback_for([row("4"), row("5")], Sampling(2, 1.0, max_completion_tokens=8))
     for _ in range(2):  # as in two steps
         for b, text in {3: "5", 0: "4", 2: "555", 1: "four"}.items():
             on_finished(b, text, [7] * b, False)
@@ -85,7 +85,7 @@ def test_a_failed_comparison_costs_its_group(tmp_path):
 
 def test_a_reward_that_fails_on_all_of_the_first_completions_ends_the_run_with_the_first_failure():
     grader = Grader(Grading(FAILING, truncated="zero"), num_workers=1)
-    on_finished = grader.submit_to([row("4")], Sampling(3, 1.0, 8))
+    on_finished = grader.callback_for([row("4")], Sampling(3, 1.0, 8))
     for _ in range(2):  # nothing is known yet of completions that are cut
         for b in range(3):
             on_finished(b, "raise", [7], True)

@@ -122,7 +122,7 @@ class StubGrader:
     def __init__(self, divisor: int = 2) -> None:
         self.divisor = divisor
 
-    def submit_to(self, rows: list[Row], sampling: Sampling) -> OnFinished:
+    def callback_for(self, rows: list[Row], sampling: Sampling) -> OnFinished:
         self.heard: list[int] = []
         return lambda b, *_: self.heard.append(b)
 

@@ -196,7 +196,7 @@ def test_without_a_reward_nothing_is_graded_and_no_answer_is_needed(policy, tmp_
     inputs = load_inputs(args)
     assert [row.answer for row in inputs.train_data[0].rows] == [""] * 9
     grader = Grader(Grading.from_flags(args), num_workers=2)
-    on_finished = grader.submit_to(inputs.train_data[0].rows[:1], Sampling(2, 1.0, 8))
+    on_finished = grader.callback_for(inputs.train_data[0].rows[:1], Sampling(2, 1.0, 8))
     for b in (1, 0):
         on_finished(b, "3", [7], False)
     grades = grader.collect_from_ranks()

@@ -11,8 +11,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from forked import PICTURES, begin, run_ranks
-from helpers import lines, logprobs_in_vllm, metrics_of, torchrun, training_flags, without_times
+from helpers.runs import (
+    PICTURES,
+    begin,
+    lines,
+    logprobs_in_vllm,
+    metrics_of,
+    run_ranks,
+    torchrun,
+    training_flags,
+    without_times,
+)
 
 METRICS_OF_A_STEP = {
     "reward": "mean std frac_groups_all_right frac_groups_all_wrong frac_groups_with_signal",

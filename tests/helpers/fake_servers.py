@@ -22,7 +22,7 @@ import torch
 from aiohttp import web
 
 from flags import Sampling
-from helpers import flags, make_grade, make_row
+from helpers.made_up import flags, make_grade, make_row
 from policy import Policy
 from sampling import Draws, Sampler
 from servers.engine import ServerEngine

@@ -15,8 +15,9 @@ import tempfile
 import threading
 import weakref
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -139,6 +140,17 @@ def train(
         (update,) = add_logprobs([update], policy, reference, algorithm_of(args))
         metrics.append(train_once(policy, optimizer, update, args, world, rate=rate, index=index))
     return metrics
+
+
+def watched(name: str, note: Callable[..., None]) -> AbstractContextManager:
+    """While it is open, each call of this collective is noted, with its arguments; a mock would keep all buffers."""
+    collective = getattr(dist, name)
+
+    def call(*arguments: object, **options: object) -> object:
+        note(*arguments)
+        return collective(*arguments, **options)
+
+    return patch.object(dist, name, call)
 
 
 # One update's loss and gradient, for several algorithms, caps and orders ----------------------------------------------
@@ -277,17 +289,6 @@ def is_on_host(policy: Policy) -> bool:
     return answer
 
 
-class Counted:
-    """Does what the collective does, and counts; a mock would keep all buffers."""
-
-    def __init__(self, collective: Callable) -> None:
-        self.collective, self.call_count = collective, 0
-
-    def __call__(self, *arguments: object, **options: object) -> object:
-        self.call_count += 1
-        return self.collective(*arguments, **options)
-
-
 def memory_policies(world: World, path: str) -> dict[str, tuple[list[Metrics], Tensors, Tensors, list[int]]]:
     """Flags -> (metrics of the updates, parameters, optimizer state, numbers of reduce-scatters and all-gathers)."""
     return {words: under_policy(path, words, world) for words in MEMORY_POLICIES}
@@ -301,8 +302,10 @@ def under_policy(path: str, words: str, world: World) -> tuple[list[Metrics], Te
         assert optimizer.is_state_on_host is (args.offload == "optimizer")
     assert is_on_host(policy) is (args.offload == "all")
     assert is_on_host(reference) is args.offload_reference
-    reductions, gathers = Counted(dist.reduce_scatter_single), Counted(dist.all_gather_single)
-    with patch.multiple(dist, reduce_scatter_single=reductions, all_gather_single=gathers):  # what FSDP calls
+    calls = Counter()
+    with ExitStack() as watches:
+        for name in ("reduce_scatter_single", "all_gather_single"):  # what FSDP calls
+            watches.enter_context(watched(name, lambda *_, name=name: calls.update([name])))
         metrics = train((policy, reference, optimizer), args, world, 3)
     states = enumerate(optimizer.state.values())
     state = {f"{index} {name}": local_shard(tensor) for index, state in states for name, tensor in state.items()}
@@ -312,7 +315,7 @@ def under_policy(path: str, words: str, world: World) -> tuple[list[Metrics], Te
         assert args.offload != "optimizer" or all(tensor.is_pinned() for tensor in big)
     policy.dtype = torch.float32
     state = {name: tensor.cpu() for name, tensor in state.items()}
-    return metrics, weights_of(policy), state, [reductions.call_count, gathers.call_count]
+    return metrics, weights_of(policy), state, [calls["reduce_scatter_single"], calls["all_gather_single"]]
 
 
 # An update with --compile beside the same one in eager mode -----------------------------------------------------------
@@ -439,37 +442,28 @@ def differences(path: str, dtype: torch.dtype, on_host: bool, world: World) -> l
     return [name for name, x in expected.items() if found[name].dtype != x.dtype or not found[name].equal(x)]
 
 
-class HeldInSync:
-    """The most bytes of full parameters alive at a time: those that are gathered or streamed to the engine."""
-
-    def __init__(self) -> None:
-        self.alive: dict[int, int] = {}
-        self.most = 0
-        gather = dist.all_gather_single
-        dist.all_gather_single = lambda whole, *rest, **more: gather(self.watch(whole), *rest, **more)
-
-    def watch(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if id(storage) not in self.alive:
-            self.alive[id(storage)] = storage.nbytes()
-            weakref.finalize(storage, self.alive.pop, id(storage))
-            self.most = max(self.most, sum(self.alive.values()))
-        return tensor
-
-    def stream(self, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in named:
-            yield name, self.watch(tensor)
-            del tensor
-
-
 def most_held_in_a_sync(path: str, world: World) -> float:
-    """The most bytes of full parameters alive at a time, in decoder layers, where the consumer keeps none of them."""
+    """The most bytes of full parameters alive at a time, in decoder layers, where the consumer keeps none of them.
+
+    They are gathered, or streamed to the engine.
+    """
     policy = loaded(path, torch.float32, False, world)
     policy.dtype = torch.bfloat16
-    held = HeldInSync()
-    for _ in held.stream(policy.full_weights()):
-        pass
-    return held.most / sum(2 * parameter.numel() for parameter in policy.layers[0].parameters())
+    alive: dict[int, int] = {}
+    most = 0
+
+    def watch(tensor: torch.Tensor, *_: object) -> None:
+        nonlocal most
+        storage = tensor.untyped_storage()
+        if id(storage) not in alive:
+            alive[id(storage)] = storage.nbytes()
+            weakref.finalize(storage, alive.pop, id(storage))
+            most = max(most, sum(alive.values()))
+
+    with watched("all_gather_single", watch):
+        for _, tensor in policy.full_weights():
+            watch(tensor)
+    return most / sum(2 * parameter.numel() for parameter in policy.layers[0].parameters())
 
 
 def anonymous_bytes() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.model_executor.models import registry
 
 import checkpoint
@@ -180,6 +182,16 @@ def hidden(world: World, path: str) -> dict[str, list[str]]:
     engine = start_engine(path, world, "bfloat16")
     found = findings(engine)
     engine.close()
+    return found
+
+
+def next_logprobs(world: World, folder: str, prompt: str) -> dict[int, float]:
+    """Token -> log-probability after the prompt (JSON), the likeliest five and the sampled one, by vLLM alone."""
+    llm = LLM(folder, enforce_eager=True, dtype="bfloat16", max_model_len=32, kv_cache_memory_bytes=2**28)
+    params = SamplingParams(max_tokens=1, logprobs=5, temperature=1.0)
+    (answer,) = llm.generate([TokensPrompt(prompt_token_ids=json.loads(prompt))], params)
+    found = {token: entry.logprob for token, entry in answer.outputs[0].logprobs[0].items()}
+    assert len(found) >= 5
     return found
 
 

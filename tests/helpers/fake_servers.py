@@ -29,7 +29,6 @@ from servers.engine import ServerEngine
 from servers.fleet import Fleet, Server
 from servers.start import ServerProcess
 from servers.weights import Gloo
-from turns import Turns
 from warm_start import build_tokenizer
 
 TOKEN = 7
@@ -152,23 +151,14 @@ class FakeServer:
 
 @contextmanager
 def engine_of(
-    *servers: FakeServer | ServerProcess | Server,
-    version: int = 0,
-    timeout: float = 300.0,
-    in_flight: bool = False,
-    most: int = 64,
-    policy: Policy | None = None,
-    turns: Turns | None = None,
-    run: str = A,
-    needed: dict[str, object] | None = None,
-) -> Iterator[ServerEngine]:
-    """An engine over these servers. `said` is what it told the console."""
+    *servers: FakeServer | ServerProcess | Server, version: int = 0, in_flight: bool = False,
+    policy: Policy | None = None, **changes: object,
+) -> Iterator[ServerEngine]:  # fmt: skip
+    """An engine over these servers, whose fleet has these `changes`. `said` is what it told the console."""
     said, output = [], os.fstat(1)
     found = [each if isinstance(each, Server) else Server(each.url, each.url) for each in servers]
-    fleet = Fleet(
-        servers=found, stop_ids=[], key=KEY, say=said.append, run=run, needed=needed or {}, turns=turns,
-        timeout=timeout, most=most,
-    )  # fmt: skip
+    options = {"run": A, "stop_ids": [], "needed": {}, "turns": None, "timeout": 300.0, "most": 64} | changes
+    fleet = Fleet(servers=found, key=KEY, say=said.append, **options)
     weights = DESCRIPTION if policy is None else policy.describe_weights()
     engine = ServerEngine(
         fleet=fleet, tokenizer=TOKENIZER, weights=weights, device=torch.device("cpu"), version=version,

@@ -16,16 +16,7 @@ import torch
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from batch import IMAGE, Batch, Rollout, Row, Sampled, Update, pack
 from data import PromptData
@@ -75,24 +66,27 @@ def vision_flags(folder: Path | str, **changes: object) -> argparse.Namespace:
 # Tiny models ----------------------------------------------------------------------------------------------------------
 
 
+def random_model(model_type: str, sizes: dict[str, object]) -> torch.nn.Module:
+    """Two layers, for the CPU job's tokenizer."""
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer()
+    common = {"vocab_size": 64, "num_hidden_layers": 2, "pad_token_id": tokenizer.pad_token_id}
+    config = AutoConfig.for_model(model_type, **common | {"eos_token_id": tokenizer.eos_token_id} | sizes)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
 def make_model(folder: Path, tied: bool = True, num_rows: int = 64, **sizes: object) -> Path:
     """A random Qwen2 of 0.3 M parameters with the CPU job's tokenizer, and data (jsonl) of one-digit sums.
 
     `sizes` of a Qwen3: its norms of queries and keys are random, and all logits are near 13, where bf16 has steps of
     0.06: the first number of hidden states and of the head's rows is large. Log-probs do not depend on it.
     """
-    torch.manual_seed(0)
-    tokenizer = build_tokenizer()
-    common = {
-        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
-        "max_position_embeddings": 128, "tie_word_embeddings": tied,
+    model = random_model("qwen3" if sizes else "qwen2", {
+        "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 2, "num_key_value_heads": 2,
         "initializer_range": 0.12,  # larger than usual: the distribution is far from uniform, a wrong weight shows
-        "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
-    }  # fmt: skip
-    if not sizes:
-        model = Qwen2ForCausalLM(Qwen2Config(**common, num_attention_heads=2, num_key_value_heads=2))
-    else:
-        model = Qwen3ForCausalLM(Qwen3Config(**common, **sizes))
+        "max_position_embeddings": 128, "tie_word_embeddings": tied, "bos_token_id": None,
+    } | sizes)  # fmt: skip
+    if sizes:
         for name, parameter in model.named_parameters():
             if name.endswith(("q_norm.weight", "k_norm.weight")):
                 torch.nn.init.normal_(parameter, 1.0, 0.3)
@@ -100,7 +94,7 @@ def make_model(folder: Path, tied: bool = True, num_rows: int = 64, **sizes: obj
             model.model.embed_tokens.weight[:, 0] = 4.0
             model.model.norm.weight[1:] = 2.0
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
     rng = np.random.default_rng(0)
     for name, count in (("train", num_rows), ("heldout", 16)):
         sums = rng.integers(0, 5, size=(count, 2)).tolist()
@@ -110,21 +104,17 @@ def make_model(folder: Path, tied: bool = True, num_rows: int = 64, **sizes: obj
 
 def make_model_of_family(folder: Path, model_type: str, **changes: object) -> None:
     """A random model with the CPU job's tokenizer. `changes` of its config; None takes a size away."""
-    torch.manual_seed(0)
-    tokenizer = build_tokenizer()
     sizes = {
-        "vocab_size": 64, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64,
-        "initializer_range": 0.1, "bos_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
+        "hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32, "max_position_embeddings": 64, "initializer_range": 0.1,
+        "bos_token_id": build_tokenizer().pad_token_id,
     } | changes  # fmt: skip
-    config = AutoConfig.for_model(model_type, **{name: x for name, x in sizes.items() if x is not None})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = random_model(model_type, {name: x for name, x in sizes.items() if x is not None})
     for parameter in model.parameters():
         if parameter.ndim == 1:  # norms begin at 0 or 1, biases at 0: a wrong one would not show
             torch.nn.init.normal_(parameter, parameter.mean().item(), 0.3)
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
 
 
 def make_vision_model(folder: Path) -> Path:

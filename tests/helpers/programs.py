@@ -15,6 +15,7 @@ import runpy
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -112,30 +113,7 @@ def halt(fault: str, folder: str, rank: str) -> None:
         faults[fault]() if rank == "1" else wait()
 
 
-# vLLM alone -----------------------------------------------------------------------------------------------------------
-
-
-def next_logprobs(folder: str, prompt: str, output: str) -> None:
-    """Log-probabilities of the token after the prompt (JSON): the likeliest five and the sampled one."""
-    import torch._dynamo
-
-    from runtime.machine import prepare_cpu
-
-    os.environ |= {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-    }
-    prepare_cpu()
-    torch._dynamo.config.disable = True
-    from vllm import LLM, SamplingParams, TokensPrompt
-
-    llm = LLM(folder, enforce_eager=True, dtype="bfloat16", max_model_len=32)
-    params = SamplingParams(max_tokens=1, logprobs=5, temperature=1.0)
-    (answer,) = llm.generate([TokensPrompt(prompt_token_ids=json.loads(prompt))], params)
-    found = {token: entry.logprob for token, entry in answer.outputs[0].logprobs[0].items()}
-    Path(output).write_text(json.dumps(list(found.items())))
-
+# vLLM on GPUs that are not there --------------------------------------------------------------------------------------
 
 GPUS = {  # name, compute capability, multiprocessors, bytes
     "H100": ("NVIDIA H100 80GB HBM3", (9, 0), 132, 85_017_493_504),
@@ -180,15 +158,11 @@ def configuration(options: dict[str, object], num_ranks: int) -> object:
     from vllm import LLM
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    class Started(Exception):
-        pass
-
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    with mock.patch.object(LLMEngine, "from_engine_args", side_effect=Started) as start:
-        try:
-            LLM(**options)
-        except Started:
-            given = start.call_args.kwargs
+    stopped = mock.patch.object(LLMEngine, "from_engine_args", side_effect=InterruptedError)
+    with stopped as start, suppress(InterruptedError):
+        LLM(**options)
+    given = start.call_args.kwargs
     return given["engine_args"].create_engine_config(given["usage_context"])
 
 

@@ -62,6 +62,16 @@ if WARM in os.environ:  # conftest.py has started it
     forkserver._forkserver.ensure_running = lambda: None
 
 
+def become(environment: dict[str, str], outputs: list[str]) -> None:
+    """This fork has a session and an environment of its own, and writes into these files."""
+    os.setsid()
+    os.chdir(ROOT)
+    for number, file in enumerate(outputs, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), number)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
 def run_program(command: list[str]) -> None:
     """Ends this process as `python -u`, which is left out, would end with this script and its arguments."""
     sys.argv[:] = command
@@ -93,11 +103,9 @@ class ForkedRank(subprocess.Popen):
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):  # heard by a launcher
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            os.setsid()
+            become(environment, [])
             if preexec_fn:
                 preexec_fn()
-            os.environ.clear()
-            os.environ.update(environment)
             run_program(command[2:])  # without `python -u`
 
 
@@ -109,13 +117,8 @@ def run_fork(command: list[str], environment: dict[str, str], outputs: list[str]
     if not has_own_workers:  # the warm process is the fork server, too
         forkserver._forkserver.ensure_running = lambda: None
         servers.start.subprocess = SERVERS
-    os.setsid()
-    os.chdir(ROOT)
-    for number, file in enumerate(outputs, start=1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), number)
-    of_imports = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
-    os.environ.clear()
-    os.environ.update(of_imports | environment)
+    imported = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+    become(imported | environment, outputs)
     if command[0] == "torchrun":
         from torch.distributed import run
         from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
@@ -138,12 +141,7 @@ def run_server(flags: list[str], environment: dict[str, str], log: str, owner: i
         psutil.Process(owner).wait()
         os.killpg(0, signal.SIGKILL)
 
-    os.setsid()
-    os.chdir(ROOT)
-    for number in (1, 2):
-        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), number)
-    os.environ.clear()
-    os.environ.update(environment)
+    become(environment, [log, log])
     threading.Thread(target=end_with_owner, daemon=True).start()
     context_of = multiprocessing.get_context
     multiprocessing.get_context = lambda _: context_of("fork")
@@ -271,16 +269,6 @@ def copy_at(step: int, run_dir: Path, copy: Path) -> Path:
         if int(folder.name.removeprefix("step_")) > step:
             shutil.rmtree(folder)
     return copy
-
-
-def logprobs_in_vllm(folder: Path, prompt: list[int]) -> dict[int, float]:
-    """Token -> log-probability after the prompt, the likeliest five and the sampled one, by a vLLM of its own."""
-    with tempfile.TemporaryDirectory() as temporary:
-        output = Path(temporary) / "logprobs.json"
-        torchrun(1, PROGRAMS, "next_logprobs", folder, json.dumps(prompt), output)
-        found = dict(json.loads(output.read_text()))
-    assert len(found) >= 5
-    return found
 
 
 # What runs leave behind -----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from flags import Lora
 from fsdp_utils import World
 from helpers.distributed import LORA_RANK, lora_flags, on_ranks
 from helpers.made_up import flags, make_rollout, policy_of, unpacked_logprobs
-from helpers.runs import copy_at, lines, logprobs_in_vllm, metrics_of, torchrun, training_flags, without_times
+from helpers.runs import copy_at, lines, metrics_of, torchrun, training_flags, without_times
 from inputs.checks import check_flags
 from model.lora import check_lora, target_names
 from model.weights import model_of_shapes
@@ -231,7 +231,7 @@ def test_adapter_and_merged_policy_load_in_peft_transformers_and_vllm_with_the_l
     torch.testing.assert_close(adapted, expected, atol=1e-5, rtol=0)
     assert (adapted - before).abs().max() > 0.05, "an adapter that does nothing would go unnoticed"
     torch.testing.assert_close(found, expected, atol=0.03, rtol=0)  # weights rounded to bf16
-    for token, logprob in logprobs_in_vllm(final, prompt).items():
+    for token, logprob in on_ranks(1, "engines:next_logprobs", final, json.dumps(prompt)).items():
         assert logprob == pytest.approx(logprobs[token].item(), abs=0.03)
 
 

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from vllm import LLM, SamplingParams, TokensPrompt
-from vllm.model_executor.models import registry
 
 import checkpoint
 import rollout as rollout_module
@@ -187,6 +185,8 @@ def hidden(world: World, path: str) -> dict[str, list[str]]:
 
 def next_logprobs(world: World, folder: str, prompt: str) -> dict[int, float]:
     """Token -> log-probability after the prompt (JSON), the likeliest five and the sampled one, by vLLM alone."""
+    from vllm import LLM, SamplingParams, TokensPrompt  # here, not above: rollout.py prepares what vLLM reads
+
     llm = LLM(folder, enforce_eager=True, dtype="bfloat16", max_model_len=32, kv_cache_memory_bytes=2**28)
     params = SamplingParams(max_tokens=1, logprobs=5, temperature=1.0)
     (answer,) = llm.generate([TokensPrompt(prompt_token_ids=json.loads(prompt))], params)
@@ -224,7 +224,8 @@ def samples(world: World, path: str, dtype: str, head_dtype: str) -> dict[str, o
 
     first = sample((1, 1), on_finished=on_finished)
     completions = [completion.tolist() for completion in first.completions]
-    told = list(zip(first.texts, first.completion_lengths_B.tolist(), first.is_truncated_B.tolist(), strict=True))
+    lengths, is_cut = first.completion_lengths_B.tolist(), first.is_truncated_B.tolist()
+    returned = list(zip(first.texts, lengths, is_cut, strict=True))
     found = {
         "prompts": [row.ids.tolist() for row in first.rows],
         "sequences_of_an_engine_at_once": most_sequences or 256 * world.tp_size,
@@ -236,7 +237,7 @@ def samples(world: World, path: str, dtype: str, head_dtype: str) -> dict[str, o
         "gap_before": gap(first),
         "gap_of_long_prompts": gap(engine.sample(long_rows, sampling, (1, 4))),
         "same_seed_same_completions": sample((1, 1)).texts == first.texts,
-        "heard_what_is_returned": all(told[b] == heard[b] for b in heard),
+        "heard_what_is_returned": all(returned[b] == heard[b] for b in heard),
         "heard_on_all_leaders": sum(gather_from_ranks(len(heard))),
         "heard_while_others_are_sampled": any(still_running),
         "other_seed_same_completions": sample((1, 2)).texts == first.texts,
@@ -271,6 +272,8 @@ def samples(world: World, path: str, dtype: str, head_dtype: str) -> dict[str, o
 
 def families(world: World, folder: str, *names: str) -> dict[str, dict[str, object]]:
     """Name of a model in the folder -> what was found. Trainers come before engines, as in a run."""
+    from vllm.model_executor.models import registry
+
     registry._run_in_subprocess = lambda function: function()  # it looks at a class of models, for 6 s the first time
     sizes = {"prompts_per_step": 4, "prompts_per_update": 4, "dtype": "float32", "learning_rate": 1e-2}
     trials = {name: Trial(world, Path(folder) / name, **sizes) for name in names}
@@ -363,8 +366,8 @@ def faults_of(trial: FaultTrial) -> dict[str, Callable[[], AbstractContextManage
     """By name: while it is open, syncs or calls have the fault."""
     engine, old = trial.engine, {name: tensor.clone() for name, tensor in trial.policy.full_weights()}
     unmerged = lambda layer, weight, dtype: weight.to(dtype)  # noqa: E731
-    of_lora = {"adapter not merged": lambda: patch.object(adapters, "merged", unmerged)}  # which leaves the head
-    of_head = {"head not repacked": lambda: patch.object(rollout_module, "_repack_head", lambda model: None)}
+    lora_fault = {"adapter not merged": lambda: patch.object(adapters, "merged", unmerged)}  # which leaves the head
+    head_fault = {"head not repacked": lambda: patch.object(rollout_module, "_repack_head", lambda model: None)}
     return {
         "k and v swapped": lambda: trial.stream(lambda named: named.update({K: named[V], V: named[K]})),
         "layers swapped": lambda: trial.stream(lambda named: named.update({Q: named[NEXT_Q], NEXT_Q: named[Q]})),
@@ -376,7 +379,7 @@ def faults_of(trial: FaultTrial) -> dict[str, Callable[[], AbstractContextManage
         "prefix cache kept": lambda: patch.object(engine.llm, "reset_prefix_cache", lambda: True),
         "wrong temperature": lambda: patch.object(trial, "sampling", replace(trial.sampling, temperature=0.9)),
         "kernel": lambda: another_kernel(trial),
-    } | (of_lora if trial.policy.has_adapter else of_head)
+    } | (lora_fault if trial.policy.has_adapter else head_fault)
 
 
 def faults(world: World, path: str, lora_rank: str) -> dict[str, object]:
@@ -444,12 +447,12 @@ def partial_rollouts(world: World, path: str) -> None:
     for step in range(1, STEPS + 1):
         models.append(copy.deepcopy(model))
         engine.sync((name, tensor.detach()) for name, tensor in model.named_parameters())
-        rollout, of_step = sampler.collect(step)
+        rollout, step_metrics = sampler.collect(step)
         engine.sample(data.rows[:3], Sampling(1, 0.0, 5), (step,))  # as an evaluation between two steps
         check_step(step, rollout, engine.tokenizer)
         assert largest_gap(models, rollout) < 5e-5
         found.append(rollout)
-        metrics.append(of_step)
+        metrics.append(step_metrics)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(1.04)

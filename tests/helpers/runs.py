@@ -97,7 +97,7 @@ def run_program(command: list[str]) -> None:
 class ForkedRank(subprocess.Popen):
     """As scripts/launch.py starts it: in a session of its own."""
 
-    def _execute_child(self, command, _, preexec_fn, close_fds, pass_fds, cwd, environment, *others) -> None:
+    def _execute_child(self, command, _, preexec_fn, close_fds, pass_fds, cwd, environment, *rest) -> None:
         self.pid, self._child_created = os.fork(), True
         if self.pid == 0:
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):  # heard by a launcher

@@ -111,7 +111,6 @@ class ForkedRank(subprocess.Popen):
 
 def run_fork(command: list[str], environment: dict[str, str], outputs: list[str], has_own_workers: bool) -> None:
     """In the new process."""
-    assert WARMED_BY in sys.modules, "the warm process cannot import it, of which multiprocessing says nothing"
     if PICTURES not in environment:
         run_records.plot = lambda _: None
     if not has_own_workers:  # the warm process is the fork server, too
@@ -119,6 +118,8 @@ def run_fork(command: list[str], environment: dict[str, str], outputs: list[str]
         servers.start.subprocess = SERVERS
     imported = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
     become(imported | environment, outputs)
+    is_warm = WARMED_BY in sys.modules or WARM not in environment
+    assert is_warm, f"the warm process could not import {WARMED_BY}, of which multiprocessing says nothing"
     if command[0] == "torchrun":
         from torch.distributed import run
         from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler

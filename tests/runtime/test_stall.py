@@ -18,7 +18,7 @@ from runtime import stall
 from runtime.stall import WAITS, Board, Rank, StallWatch, beat, in_phase, report
 
 FAULTS = {  # of rank 1 of 3 -> what is said of it
-    "hang": "rank 1 runs a backward pass on HOST, in update of step 3, at tests/helpers/programs.py:98 hang; the",
+    "hang": "rank 1 runs a backward pass on HOST, in update of step 3, at tests/helpers/programs.py:99 hang; the",
     "stop": "rank 1 is stopped, by SIGSTOP or a debugger (`kill -CONT PID` resumes it) on HOST, in update of step 3",
     "exception": "rank 1 has ended on HOST, in update of step 3",
     "kill": "rank 1 was killed on HOST, in update of step 3",

@@ -1,4 +1,4 @@
-"""Fixtures: the tiny policies are made once per process, the warm process of forked.py once for all.
+"""Fixtures: the tiny policies are made once per process, the warm process once for all.
 
 The process that hands the files to others, with `-n`, imports no torch.
 """
@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ:
-        forkserver.set_forkserver_preload(["tests.warm"])
+        forkserver.set_forkserver_preload(["tests.helpers.warm"])
         forkserver.ensure_running()
         os.environ["GRPO_TEST_WARM"] = forkserver._forkserver._forkserver_address
     else:
@@ -49,9 +49,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def make_model(folder: Path, **sizes: object) -> Path:
-    import helpers
+    from helpers import made_up
 
-    return helpers.make_model(folder, **sizes)
+    return made_up.make_model(folder, **sizes)
 
 
 QWEN3 = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 
 import show_data
 from flags import free_on_resume
-from forked import run_ranks
-from helpers import ROOT, run_command, torchrun, training_flags, write_lines
+from helpers.made_up import write_lines
+from helpers.runs import ROOT, run_command, run_ranks, torchrun, training_flags
 from inputs.checks import check_flags
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags

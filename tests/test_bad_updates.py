@@ -10,9 +10,8 @@ import torch
 
 from batch import Update, pack
 from flags import Memory, UpdateStep
-from helpers import ALONE, flags, make_rollout
+from helpers.made_up import ALONE, flags, load_policy, make_rollout
 from inputs.choices import algorithm_of
-from policies import load_policy
 from policy import Policy
 from runtime.start import RunError
 from update import BEYOND_KL, NOT_FINITE, Bounds, UpdateGuard, find_fault, update_policy, with_advantages

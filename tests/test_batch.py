@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from batch import Rollout, from_positions, pack, plan_micro_batches, to_positions, training_costs
-from helpers import RAGGED, make_grade, make_row
-from helpers import make_rollout as random_rollout
+from helpers.made_up import RAGGED, make_grade, make_row
+from helpers.made_up import make_rollout as random_rollout
 from model.packed import Segment
 
 

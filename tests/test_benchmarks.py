@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import bench_step
 from bench_common import save_random_model
-from helpers import torchrun
+from helpers.runs import torchrun
 
 TINY = "--hidden 64 --layers 1 --rounds 1"
 STEP = "--prompts 2 --group_size 2 --max_tokens 4"

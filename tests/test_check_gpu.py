@@ -14,7 +14,7 @@ import torch
 
 import check_gpu
 from check_gpu import Line, Place, gap_lines
-from forked import ROOT, Forked, begin
+from helpers.runs import ROOT, Forked, begin
 from inputs.command_line import parse_flags
 from instruments.dry_run import config_of, setup_of
 from instruments.plan_memory import misfits

@@ -12,14 +12,12 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 import model.head
-from distributed_compile import CASES
-from forked import run_script
-from helpers import ROOT, copy_at, lines, metrics_of, without_times
+from helpers.distributed import COMPILED, on_ranks
+from helpers.made_up import make_vision_model
+from helpers.runs import ROOT, copy_at, lines, metrics_of, run_script, without_times
 from model import sizes
 from model.head import chunked_logprobs
-from ranks import on_ranks
 from test_main_job import POLICY, run_job
-from vision_models import make_vision_model
 
 FEW = ["--stop_after", "3", "--save_every", "2", "--eval_data", f"{POLICY}/heldout.jsonl#4"]
 
@@ -29,7 +27,7 @@ def kernels(tmp_path_factory):
     """One folder for all: a kernel takes the C++ compiler half a second."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
-        patch.setattr("helpers.ENVIRONMENT", os.environ | {"OMP_NUM_THREADS": "1"})
+        patch.setattr("helpers.runs.ENVIRONMENT", os.environ | {"OMP_NUM_THREADS": "1"})
         yield
 
 
@@ -37,11 +35,11 @@ def kernels(tmp_path_factory):
 def found(tmp_path_factory, kernels):
     vision = make_vision_model(tmp_path_factory.mktemp("vision"))
     # Long: on a busy machine the compiler takes minutes. Ranks that wait for each other end after two all the same.
-    arguments = "distributed_compile", "scripts/tiny_policy", vision
-    return {num_ranks: on_ranks(num_ranks, *arguments, timeout=900) for num_ranks in CASES}
+    arguments = "distributed:compiled", "scripts/tiny_policy", vision
+    return {num_ranks: on_ranks(num_ranks, *arguments, timeout=900) for num_ranks in COMPILED}
 
 
-@pytest.mark.parametrize(("num_ranks", "case"), [(n, case) for n, cases in CASES.items() for case in cases])
+@pytest.mark.parametrize(("num_ranks", "case"), [(n, case) for n, cases in COMPILED.items() for case in cases])
 def test_a_compiled_update_is_that_of_eager_mode(num_ranks, case, found):
     """In fp32, whose last bits differ: gradients of norm 1 within 1e-5."""
     _, eager, compiled = found[num_ranks][case]
@@ -55,7 +53,7 @@ def test_a_compiled_update_is_that_of_eager_mode(num_ranks, case, found):
 def test_a_few_graphs_serve_all_layers_and_lengths(found):
     """A layer is cut twice, around its attention: by how it is called and by how it calls."""
     assert found[2]["counts"] == {"graphs": 4, "breaks": 2, "recompilations": 0}
-    new = {case: found[num_ranks][case][0] for num_ranks, cases in CASES.items() for case in cases}
+    new = {case: found[num_ranks][case][0] for num_ranks, cases in COMPILED.items() for case in cases}
     assert new["all weights"] == 8, "without gradients, and for the frozen reference"
     assert new["prompts shared"] == new["copies"] == new["teacher"] == 0
     assert new["LoRA, recomputed"] >= 8 and new["images"] >= 4

@@ -5,10 +5,10 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from batch import Completion
-from data_files import byte_tokenizer
 from flags import Grading, PromptFormat, TurnLimits
 from grading import Case
 from grading.verifiers import BUILT_IN
+from helpers.made_up import byte_tokenizer
 from model.special_tokens import describe_tags
 from turns import Episode, Turns
 

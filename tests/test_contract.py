@@ -28,10 +28,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import vllm_setup
 from engine.options import memory_errors
-from faked_gpus import GPUS
 from flags import EngineSettings
 from fsdp_utils import World, begin_gather, fill_from_main
-from helpers import ROOT, torchrun
+from helpers.programs import GPUS
+from helpers.runs import PROGRAMS, ROOT, torchrun
 from inputs.command_line import parse_flags
 from instruments.dry_run import config_of
 from smoke_inputs import SETUPS, make_model
@@ -56,7 +56,7 @@ ARCHITECTURES = {
 
 @pytest.fixture(scope="module")
 def resolved(tmp_path_factory) -> dict[str, dict]:
-    """Kind of GPU -> what tests/faked_gpus.py found for the engine of each documented set-up."""
+    """Kind of GPU -> what `resolved` of tests/helpers/programs.py found for the engine of each documented set-up."""
     folder, engines = tmp_path_factory.mktemp("resolved"), {}
     for name in ENGINES:
         num_nodes, num_ranks, flags = launched(name)
@@ -71,7 +71,7 @@ def resolved(tmp_path_factory) -> dict[str, dict]:
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
     started = {}
     for rank, kind in enumerate(GPUS):
-        command = [sys.executable, "tests/faked_gpus.py", kind, folder / "engines.json", folder / kind]
+        command = [sys.executable, PROGRAMS, "resolved", kind, folder / "engines.json", folder / kind]
         options = {"cwd": ROOT, "env": environment | {"RANK": str(rank)}, "text": True}
         started[kind] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
     for kind, process in started.items():
@@ -355,7 +355,8 @@ def test_weights_cross_the_bus_in_the_dtype_that_they_have_and_are_converted_beh
 def test_an_engine_of_llama_loses_nothing_in_its_sleep(tmp_path):
     """Qwen2: tests/test_rollout.py; Qwen2.5-VL: tests/model/test_vision.py, which start such an engine anyway."""
     make_model(SETUPS["tulu8b_rlvr_7plus1"], tmp_path / "model")
-    done = torchrun(1, "tests/ranks.py", "hidden_tensors", 1, tmp_path / "found.pt", tmp_path / "model")
+    arguments = "engines:hidden", 1, tmp_path / "found.pt", tmp_path / "model"
+    done = torchrun(1, "tests/helpers/distributed.py", *arguments)
     assert "WARNING" not in done.stdout, "vLLM's warnings are shown: silence those that tell nothing (NOISE)"
     found = torch.load(tmp_path / "found.pt")
     assert found["hidden"] == []

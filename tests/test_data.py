@@ -12,7 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from data import PromptData, describe_template, order_of_epoch, render, template_value
-from data_files import (
+from flags import PromptFormat
+from helpers.made_up import (
     TOKENIZER,
     VISION_TEMPLATE,
     byte_tokenizer,
@@ -27,8 +28,7 @@ from data_files import (
     write_lines,
     write_parquet,
 )
-from flags import PromptFormat
-from helpers import said
+from helpers.runs import said
 from model.vision import Vision
 
 pytestmark = pytest.mark.usefixtures("cache")

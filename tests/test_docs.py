@@ -5,7 +5,7 @@ import re
 import pytest
 
 from flags import FLAGS
-from helpers import ROOT
+from helpers.runs import ROOT
 
 DOCS = ROOT / "docs"
 PAGES = [DOCS / "symptoms.md", DOCS / "from_other_libraries.md"]

@@ -26,9 +26,9 @@ from evaluate import (
     table,
 )
 from flags import Sampling
-from forked import run_script
 from grading import Grade
-from helpers import ENVIRONMENT, ROOT, flags, lines, make_rollout, run_command, torchrun, write_lines
+from helpers.made_up import flags, make_rollout, write_lines
+from helpers.runs import ENVIRONMENT, ROOT, lines, run_command, run_script, torchrun
 
 
 def grade(score: float, answer: str | None = None, status: str = "ok") -> Grade:

@@ -13,15 +13,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from batch import pack
-from families import make_model
-from helpers import unpacked_logprobs
+from helpers.distributed import on_ranks
+from helpers.made_up import load_policy, make_model_of_family, unpacked_logprobs
 from model.sizes import check_config
 from model.weights import model_of_shapes
-from policies import load_policy
-from ranks import on_ranks
 
 GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.1, "residual_multiplier": 0.5, "logits_scaling": 8.0}
-FAMILIES = {  # as docs/data.md names them -> type, and what differs from the sizes of tests/families.py
+FAMILIES = {  # as docs/data.md names them -> type, and what differs from the sizes of `make_model_of_family`
     "Qwen2": ("qwen2", {}),
     "Qwen3": ("qwen3", {}),
     "Llama": ("llama", {}),
@@ -66,13 +64,13 @@ LARGEST_GAP = 1e-5  # of the log-prob of a token
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("families")
     for name, (model_type, changes) in MODELS.items():
-        make_model(folder / name, model_type, **changes)
+        make_model_of_family(folder / name, model_type, **changes)
     return folder
 
 
 @pytest.fixture(scope="module")
 def found(folder):
-    return on_ranks(1, "families", folder, *MODELS)
+    return on_ranks(1, "engines:families", folder, *MODELS)
 
 
 @pytest.mark.parametrize("name", MODELS)

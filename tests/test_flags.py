@@ -3,7 +3,7 @@
 import pytest
 
 from flags import FLAGS, GROUPS, AdamW, Lora, Memory, Sampling, free_on_resume, make_plan
-from helpers import flags
+from helpers.made_up import flags
 from inputs.command_line import parse_flags
 
 

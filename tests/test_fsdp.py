@@ -8,11 +8,19 @@ import torch
 
 import grpo
 from batch import pack
-from distributed_gradient import ALGORITHMS, COMMON, LEFT_OUT, off_policy, reference_of, rollout_of
-from distributed_mesh import CASES
+from helpers.distributed import (
+    ALGORITHMS,
+    COMMON,
+    COPIES,
+    LEFT_OUT,
+    off_policy,
+    on_ranks,
+    parsed,
+    reference_of,
+    rollout_of,
+)
+from helpers.made_up import load_policy
 from inputs.choices import algorithm_of
-from policies import load_policy
-from ranks import on_ranks, parsed
 from update import run_teacher, with_advantages
 
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-4}
@@ -21,7 +29,7 @@ TOLERANCE = {"atol": 2e-6, "rtol": 1e-4}
 @pytest.fixture(scope="module")
 def results(policy):
     """World size -> {algorithm: {case: (metrics, gradients)}}."""
-    return {num_ranks: on_ranks(num_ranks, "distributed_gradient", policy) for num_ranks in (1, 2)}
+    return {num_ranks: on_ranks(num_ranks, "distributed:gradients", policy) for num_ranks in (1, 2)}
 
 
 def whole_cases(results: dict, algorithm: str) -> list[tuple[dict, dict]]:
@@ -92,10 +100,10 @@ def test_a_rank_with_nothing_left_to_train_changes_nothing(algorithm, results):
 
 @pytest.fixture(scope="module")
 def meshes(policy):
-    return on_ranks(4, "distributed_mesh", policy)
+    return on_ranks(4, "distributed:copies", policy)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", COPIES)
 def test_copies_of_the_policy_train_as_one(case, meshes):
     """Two replicas of two shards, and four replicas, against one dimension."""
     tolerance = {"atol": 1e-2, "rtol": 1e-2} if "bfloat16" in case else TOLERANCE

@@ -1,18 +1,15 @@
 """What only CUDA has: varlen attention, the engine's sleep and wake, offloading. Skipped without a GPU."""
 
-import json
-
 import pytest
 import torch
 from torch import nn
 
-import helpers
 from batch import pack
-from helpers import RAGGED, make_rollout, metrics_of, torchrun, training_flags
+from helpers.distributed import on_ranks
+from helpers.made_up import RAGGED, load_policy, make_rollout
+from helpers.runs import ENVIRONMENT, metrics_of, torchrun, training_flags
 from model.attention import check_alignment
 from model.head import chunked_logprobs
-from policies import load_policy
-from ranks import on_ranks
 from update import with_advantages
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -21,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.fixture(autouse=True)
 def one_visible_gpu(monkeypatch):
     """The programs started here have one rank, and a start that leaves GPUs idle is refused."""
-    monkeypatch.setitem(helpers.ENVIRONMENT, "CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setitem(ENVIRONMENT, "CUDA_VISIBLE_DEVICES", "0")
 
 
 @pytest.mark.parametrize("group_size", [1, 16])
@@ -53,9 +50,8 @@ def test_fp32_logits_are_those_of_an_fp64_head_on_the_same_bf16_numbers():
     torch.testing.assert_close(found.double().cpu(), wanted, atol=1e-4, rtol=0)
 
 
-def test_the_engine_agrees_with_the_trainer_and_follows_a_sync(policy, tmp_path):
-    torchrun(1, "tests/engine_checks.py", policy, 1, "bfloat16", "bfloat16", tmp_path / "found.json")
-    found = json.loads((tmp_path / "found.json").read_text())
+def test_the_engine_agrees_with_the_trainer_and_follows_a_sync(policy):
+    found = on_ranks(1, "engines:samples", policy, "bfloat16", "bfloat16")
     assert max(found["gap_before"], found["gap_after"]) < 0.005
     assert found["gap_of_stale_engine"] > 4 * found["gap_after"]
 
@@ -79,7 +75,7 @@ def test_an_update_that_communicates_once_and_shares_prompts_trains_the_same(pol
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 def test_offloading_trains_the_same_policy(param_dtype, policy):
     """State that streams through the GPU changes no bit; updates on the host, by another kernel: within 1e-4."""
-    results = on_ranks(1, "distributed_offload", policy)
+    results = on_ranks(1, "distributed:memory_policies", policy)
     _, resident, *_ = results[f"--param_dtype {param_dtype} --offload none"]
     _, streamed, *_ = results[f"--param_dtype {param_dtype} --offload optimizer"]
     _, on_host, *_ = results[f"--param_dtype {param_dtype} --offload all --offload_reference"]

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 import grade
-from helpers import ROOT
+from helpers.runs import ROOT
 
 ROW = {"completion": "4", "answer": "4"}
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import grpo
 from batch import Batch
 from grpo import Graded, Loss, Tokens, masked_sum, whitened
-from helpers import flags
+from helpers.made_up import flags
 from inputs.choices import CHOICES, algorithm_of, parameters_of
 from losses.gspo_token import gspo_token_ratio
 

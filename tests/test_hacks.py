@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers import ENVIRONMENT, ROOT, metrics_of, training_flags
+from helpers.runs import ENVIRONMENT, ROOT, metrics_of, training_flags
 
 QUARTER = '''def quarter(t: Tokens) -> Loss:
     """A quarter for every token."""

@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 import soak
-from forked import Forked, begin, launched
-from helpers import wait_for
+from helpers.runs import Forked, begin, launched, wait_for
 
 SAID = [
     r"error: rank 1 \(step \d+, \w+\) was ended by signal 9 \(SIGKILL\) by someone", "restart 1 of 2, . steps after",

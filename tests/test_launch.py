@@ -11,7 +11,7 @@ from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
 
 import pytest
 
-from helpers import ROOT, wait_for
+from helpers.runs import ROOT, wait_for
 from runtime.start import SignalRecord
 from soak import is_running
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from grpo import Graded, Loss, Tokens, as_loss
-from helpers import ROOT, flags
+from helpers.made_up import flags
+from helpers.runs import ROOT
 from inputs.choices import algorithm_of
 
 FOLDER = ROOT / "losses"

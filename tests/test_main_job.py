@@ -12,8 +12,7 @@ from subprocess import CompletedProcess
 import pytest
 from safetensors.torch import load_file
 
-from forked import run_script
-from helpers import ROOT, lines, metrics_of, run_command, without_times
+from helpers.runs import ROOT, lines, metrics_of, run_command, run_script, without_times
 
 POLICY = ROOT / "scripts" / "tiny_policy"
 OF_TESTS = ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")  # a user's environment does not have them

@@ -11,11 +11,10 @@ import torch
 from batch import Update, Work, pack, training_costs
 from fsdp_utils import World
 from grading import Grade
-from helpers import make_grade, make_rollout
+from helpers.made_up import load_policy, make_grade, make_rollout
 from instruments.plan_setup import shape_of
 from instruments.plan_time import forward_flops
 from metrics import merge_updates, peak_flops, rollout_metrics, stderr_of_mean, throughput
-from policies import load_policy
 from update import update_flops, work_of_step
 
 WORLD = World(trainer_rank=0, num_trainers=2, tp_size=1, device=torch.device("cpu"))

@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-from forked import ENVIRONMENT, run_script
-from helpers import metrics_of
+from helpers.runs import ENVIRONMENT, metrics_of, run_script
 from minimal import main
 
 POLICY = "scripts/tiny_policy"

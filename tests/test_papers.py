@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 
 import losses
 from batch import Rollout, Row
-from helpers import RAGGED, ROOT, make_grade, make_rollout, unpacked_logprobs
+from helpers.made_up import RAGGED, load_policy, make_grade, make_rollout, unpacked_logprobs
+from helpers.runs import ROOT
 from inputs.checks import check_flags
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
-from policies import load_policy
 from test_update import train_step
 
 PAPERS = json.loads((ROOT / "docs" / "papers.json").read_text())

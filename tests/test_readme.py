@@ -13,10 +13,9 @@ import pytest
 
 import evaluate
 from flags import FLAGS
-from forked import run_script
 from grading import Case
 from grading.score import RewardWorker
-from helpers import ROOT
+from helpers.runs import ROOT, run_script
 from inputs.checks import check_flags
 from inputs.command_line import parse_flags
 from instruments.dry_run import dry_run

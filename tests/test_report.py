@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 import report
-from helpers import ENVIRONMENT
-from helpers import said as output_of
+from helpers.made_up import write_run
+from helpers.runs import ENVIRONMENT
+from helpers.runs import said as output_of
 from instruments.curves import plot
 from instruments.reference import load
-from made_up_runs import write_run
 
 RECORDS = [
     {"step": 0, "eval/heldout/avg@4": 0.3, "time/evaluate_s": 1.0, "time/step_s": 1.0},

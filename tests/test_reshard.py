@@ -7,8 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from checkpoint import ShardPlanner, ShardReader
-from distributed_checkpoint import CASES, STATE
-from helpers import torchrun
+from helpers.distributed import SAVED, STATE, on_ranks
 
 CHAIN = [  # ranks, flags of memory
     (1, ""), (2, "--offload optimizer"), (4, "--shard_ranks 2"), (2, "--shard_ranks 1"), (4, ""), (1, "--offload all"),
@@ -19,7 +18,7 @@ CHAIN = [  # ranks, flags of memory
 def runs(policy, tmp_path_factory):
     folder = tmp_path_factory.mktemp("reshard")
     for step, (num_ranks, flags) in enumerate(CHAIN, start=1):
-        torchrun(num_ranks, "tests/distributed_checkpoint.py", policy, folder, "reshard", step, flags)
+        on_ranks(num_ranks, "distributed:reshard", policy, folder, step, flags)
     return folder
 
 
@@ -35,9 +34,9 @@ def everything_in(folder) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", SAVED)
 def test_from_1_rank_to_2_and_4_and_back_parameters_and_optimizer_stay_the_same_to_the_bit(case, runs):
-    folder = runs / str(CASES.index(case))
+    folder = runs / str(SAVED.index(case))
     first = everything_in(folder / "step_1")
     kinds = {name.rpartition(".")[2] for name, value in first.items() if isinstance(value, torch.Tensor)}
     assert {"exp_avg", "exp_avg_sq", "weight"} <= kinds
@@ -55,4 +54,4 @@ def test_from_1_rank_to_2_and_4_and_back_parameters_and_optimizer_stay_the_same_
 
 
 def test_a_disk_that_refuses_one_rank_costs_all_ranks_this_checkpoint_alone(policy, tmp_path):
-    torchrun(2, "tests/distributed_checkpoint.py", policy, tmp_path, "full_disk")
+    on_ranks(2, "distributed:full_disk", policy, tmp_path)

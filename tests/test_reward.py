@@ -10,7 +10,7 @@ from flags import Grading, Sampling
 from grading import Case
 from reward import Grade, Grader, RewardFailed, workers_per_engine
 
-FAILING = f"{Path(__file__).parent}/grading/rewards_that_fail.py:score"
+FAILING = f"{Path(__file__).parent}/helpers/user_code.py:score"
 ALONE = SimpleNamespace(engine_index=0, num_engines=1)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ranks import on_ranks
+from helpers.distributed import on_ranks
 
 CASES = {  # policy, ranks, ranks of an engine, --dtype, --head_dtype
     "tied": ("policy", 1, 1, "bfloat16", "bfloat16"),
@@ -22,9 +22,9 @@ LARGEST_GAPS = {
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
 def found(request):
-    """What tests/engine_checks.py found: tied weights in one engine, an own head in two, one engine over two ranks."""
+    """What the engines have sampled: tied weights in one, an own head in two, one engine over two ranks."""
     folder, num_ranks, tp_size, *dtypes = request.param
-    return on_ranks(num_ranks, "engine_checks", request.getfixturevalue(folder), *dtypes, tp_size=tp_size)
+    return on_ranks(num_ranks, "engines:samples", request.getfixturevalue(folder), *dtypes, tp_size=tp_size)
 
 
 def test_sampler_and_trainer_agree_before_and_after_a_sync(found):

@@ -22,7 +22,8 @@ from batch import Rollout, Row
 from data import PromptData
 from flags import Recording, free_on_resume
 from fsdp_utils import World
-from helpers import flags, lines, make_rollout
+from helpers.made_up import flags, make_rollout
+from helpers.runs import lines
 from inputs.agreement import digest
 from instruments.console import console_line, duration
 from instruments.curves import seconds_of_phases

@@ -13,7 +13,7 @@ from batch import OnFinished, Rollout, Row
 from data import PromptData
 from flags import Memory, Sampling, make_plan
 from grading import Grade
-from helpers import ALONE, flags, make_grade, make_rollout, make_row
+from helpers.made_up import ALONE, flags, make_grade, make_rollout, make_row
 from inputs.choices import algorithm_of
 from sampling import Draws, Sampler, choose_groups, has_signal_P, prompts_to_sample
 from update import add_advantages, pack_updates

@@ -14,8 +14,7 @@ import pytest
 
 import aime2025
 import math_speedrun
-from forked import run_script
-from helpers import ENVIRONMENT, ROOT, lines, metrics_of, run_command
+from helpers.runs import ENVIRONMENT, ROOT, lines, metrics_of, run_command, run_script
 
 OF_TESTS = ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")  # a user's environment does not have them
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from helpers import ROOT, wait_for
+from helpers.runs import ROOT, wait_for
 
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done

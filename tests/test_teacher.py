@@ -14,28 +14,28 @@ from transformers import AutoModelForCausalLM
 
 from batch import Rollout
 from data import check_vocabulary
-from data_files import byte_tokenizer
-from distributed_teacher import CASES, with_hints
 from flags import Grading, Sampling
 from grading import NOT_GRADED
-from helpers import (
+from helpers.distributed import TAUGHT, on_ranks, with_hints
+from helpers.made_up import (
     ALONE,
     RAGGED,
     build,
+    byte_tokenizer,
     flags,
+    load_policy,
     make_model,
     make_rollout,
+    policy_of,
     train_once,
-    training_flags,
     whole_update,
     write_lines,
 )
+from helpers.runs import training_flags
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
 from load_inputs import load_inputs
 from metrics import rollout_metrics
-from policies import load_policy, policy_of
-from ranks import on_ranks
 from reward import Grader
 from update import add_reference, run_teacher
 
@@ -119,7 +119,7 @@ def test_without_an_advantage_the_policy_learns_from_the_reference_alone(changes
 
 def test_neither_packing_nor_ranks_nor_offload_change_what_is_learnt_from_a_reference(policy, teacher):
     """One and two ranks; fp32. With LoRA the reference is the adapter off, between two passes of the policy."""
-    results = [on_ranks(num_ranks, "distributed_teacher", policy, teacher) for num_ranks in (1, 2)]
+    results = [on_ranks(num_ranks, "distributed:taught", policy, teacher) for num_ranks in (1, 2)]
     whole = ["whole", "small, on the host", "shared, communicates once"]
     lora = ["LoRA", "LoRA, small", "LoRA, small, communicates once", "LoRA, shared, recomputed"]
     for names in (["sampled, with hints"], whole, lora):
@@ -131,7 +131,7 @@ def test_neither_packing_nor_ranks_nor_offload_change_what_is_learnt_from_a_refe
             ]
             assert without[0] == pytest.approx(without[1], abs=1e-5)
             torch.testing.assert_close(gradients, cases[0][1], atol=2e-6, rtol=1e-4)
-    assert {name for names in (["sampled, with hints"], whole, lora) for name in names} == CASES.keys()
+    assert {name for names in (["sampled, with hints"], whole, lora) for name in names} == TAUGHT.keys()
 
 
 @pytest.mark.parametrize(("changes", "is_own"), [

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from forked import PICTURES, begin, run_ranks
-from helpers import lines, logprobs_in_vllm, metrics_of, torchrun, training_flags, without_times
+from helpers.distributed import on_ranks
+from helpers.runs import PICTURES, begin, lines, metrics_of, run_ranks, torchrun, training_flags, without_times
 
 METRICS_OF_A_STEP = {
     "reward": "mean std frac_groups_all_right frac_groups_all_wrong frac_groups_with_signal",
@@ -112,7 +112,7 @@ def test_the_final_policy_loads_in_transformers_and_in_vllm_and_both_say_the_sam
     prompt = tokenizer("<user>1+2<assistant>")["input_ids"]
     with torch.no_grad():
         logprobs = model(torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1)
-    for token, logprob in logprobs_in_vllm(final, prompt).items():
+    for token, logprob in on_ranks(1, "engines:next_logprobs", final, json.dumps(prompt)).items():
         assert logprob == pytest.approx(logprobs[token].item(), abs=0.03)  # vLLM in bf16
 
 

@@ -15,39 +15,34 @@ from transformers import AutoModelForCausalLM
 
 from batch import Completion, Rollout, pack
 from data import check_template, render, tool_schemas
-from episodes import DEEDS
-from fake_server import FakeServer, engine_of, synced
 from flags import Grading, PromptFormat, Sampling, TurnLimits
 from grading import Grade
 from grading.episode import EpisodeWorker, Turn
 from grading.own import load_function
 from grading.tools import Toolbox, read_calls
-from helpers import (
+from helpers.fake_servers import FakeServer, engine_of, synced
+from helpers.made_up import (
     ALONE,
-    copy_at,
     flags,
-    lines,
+    load_policy,
     make_grade,
     make_rollout,
     make_row,
-    metrics_of,
-    torchrun,
     train_once,
-    training_flags,
     unpacked_logprobs,
     whole_update,
-    without_times,
-)  # fmt: skip
+)
+from helpers.runs import copy_at, lines, metrics_of, torchrun, training_flags, without_times
+from helpers.user_code import DEEDS
 from inputs.choices import algorithm_of
 from instruments.samples import UNKNOWN, pack_samples
-from policies import load_policy
 from runtime.start import RunError
 from turns import Episode, Template, Turns
 from update import compute_advantages
 from warm_start import build_tokenizer
 
 LONG = Sampling(1, 1.0, 200)
-FILE = "tests/episodes.py"
+FILE = "tests/helpers/user_code.py"
 TOKENIZER = build_tokenizer()
 QWEN = (
     "{% if tools %}<|tools|>{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% endif %}"
@@ -214,7 +209,7 @@ def test_a_thousand_episodes_with_hostile_ones_lose_none():
     rows = [make_row([3, i % 60, 4], columns={"answer": deed}) for i, deed in enumerate(deeds)]
     statuses = {
         "hang": "timeout", "exit": "error: it ended its process (exit status 3)",
-        "raise": "error: KeyError: 'no such luck' (episodes.py",
+        "raise": "error: KeyError: 'no such luck' (user_code.py",
         "no text": "error: WrongReturn: Hostile.reply returned <module",
         "surrogate": "error: WrongReturn: Hostile.reply returned 'half \\ud800'",
         "odd role": "error: the chat template refuses it (who?)",

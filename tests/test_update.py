@@ -16,10 +16,21 @@ import grpo
 import update
 from batch import Rollout, Update, pack, to_positions
 from flags import Memory, make_plan
-from helpers import ALONE, RAGGED, ROOT, flags, make_grade, make_rollout, make_row, train_once, unpacked_logprobs
+from helpers.made_up import (
+    ALONE,
+    RAGGED,
+    flags,
+    load_policy,
+    make_grade,
+    make_rollout,
+    make_row,
+    policy_of,
+    run_passes,
+    train_once,
+    unpacked_logprobs,
+)
+from helpers.runs import ROOT
 from inputs.choices import algorithm_of
-from no_waits import run_passes
-from policies import load_policy, policy_of
 from policy import Policy
 from runtime.start import RunError
 from update import (

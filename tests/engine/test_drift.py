@@ -10,12 +10,12 @@ from torch import Tensor, nan, nn
 
 from engine.drift import DriftGuard, add_sums, check_gap, differing, no_sums
 from flags import UpdateStep
-from forked import run_ranks
 from fsdp_utils import World, own_rows
 from grpo import temperature_terms
-from helpers import ALONE, ROOT, make_model, one_bit, training_flags
+from helpers.distributed import on_ranks
+from helpers.made_up import ALONE, make_model, one_bit
+from helpers.runs import PROGRAMS, run_ranks, training_flags
 from metrics import temperature_of
-from ranks import on_ranks
 from runtime.start import RunError
 
 UNLIKE, BEFORE = "the engine's weights are not the policy's: ", "; nothing was sampled with them"
@@ -39,7 +39,7 @@ CLEAN = [(0.0035, 1.053, 0.14), (0.0069, 0.939, 0.51), (0.0126, 1.088, 0.3)]
 def test_a_fault_is_found_within_a_step_and_named_and_clean_steps_raise_no_alarm(lora_rank, tp_size, policy, tmp_path):
     if tp_size == 2:  # both ranks hold the same keys
         policy = make_model(tmp_path / "policy", num_attention_heads=4, num_key_value_heads=1, head_dim=32)
-    found = on_ranks(tp_size, "drift_faults", policy, lora_rank, tp_size=tp_size)
+    found = on_ranks(tp_size, "engines:faults", policy, lora_rank, tp_size=tp_size)
     clean, gaps = found.pop("clean"), found.pop("gaps")
     assert len(clean) >= 12 and not any(clean)
     assert found.keys() == FAULTS.keys() - {"head not repacked" if lora_rank else "adapter not merged"}
@@ -149,7 +149,7 @@ def test_an_update_is_not_made_if_its_log_probs_are_beyond_the_bound(gap):
 
 def test_a_run_whose_sampler_has_another_temperature_ends_before_it_learns_from_it(policy, tmp_path):
     """Through the program itself: the sentence is the last thing said, and its file has the tokens of the step."""
-    done = run_ranks(2, str(ROOT / "tests/drift_run.py"), training_flags(policy, tmp_path / "run"), timeout=300)
+    done = run_ranks(2, PROGRAMS, ["cooler", *training_flags(policy, tmp_path / "run")], timeout=300)
     file = tmp_path / "run" / "rollouts" / "step_1.parquet"
     said = done.stderr.strip().splitlines()[-1]
     assert done.returncode != 0 and "error: step 1, update 1 is not made" in said and "Traceback" not in done.stderr

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from flags import Grading
 from grading import Case
 from grading.equality import equal
-from helpers import ROOT
+from helpers.runs import ROOT
 from reward import Grader
 
 

@@ -9,7 +9,7 @@ import pytest
 from grading import Case, episode
 from grading.own import OwnReward, files_of, load_function, load_own
 from grading.score import RewardWorker
-from helpers import ROOT
+from helpers.runs import ROOT
 from load_inputs import own_files
 
 EXTRAS = {"prompt": "<user>", "token_ids": (7, 8), "num_tokens": 2, "max_tokens": 9, "is_truncated": True}

@@ -13,9 +13,9 @@ from pebble.pool.process import PoolManager
 
 from grading import Case
 from grading.pool import Outcome, Pool
-from helpers import ROOT, wait_for
+from helpers.runs import ROOT, wait_for
 
-FAILING = f"{Path(__file__).parent}/rewards_that_fail.py:score"
+FAILING = f"{ROOT}/tests/helpers/user_code.py:score"
 
 
 def start(spec: str = FAILING, num_workers: int = 1, timeout: float = 5.0, **others: float) -> Pool:
@@ -41,7 +41,7 @@ def test_a_reward_that_misbehaves_costs_one_completion_and_the_others_are_graded
     late = {"loop": "timeout", "stop": "timeout"}
     failing = {
         "allocate": "error: MemoryError",
-        "raise": "error: ValueError: no such luck (rewards_that_fail.py, line 24)",
+        "raise": "error: ValueError: no such luck (user_code.py, line 25)",
         "nan": "error: WrongReturn: score returned nan",
         "exit": "error: SystemExit: 3",
         "hard exit": "error: it ended its process (exit status 0)",

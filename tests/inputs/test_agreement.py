@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from forked import run_ranks
-from helpers import training_flags
+from helpers.runs import run_ranks, training_flags
 from inputs.agreement import check_same_start, check_same_step, differences, digest
 from runtime.start import RunError
 

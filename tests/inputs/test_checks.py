@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from helpers import flags, said
+from helpers.made_up import flags
+from helpers.runs import said
 from inputs.checks import check_flags
 from inputs.command_line import parse_flags
 

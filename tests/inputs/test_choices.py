@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from grpo import Algorithm, Graded, Tokens, as_loss
-from helpers import flags
+from helpers.made_up import flags
 from inputs.checks import check_flags
 from inputs.choices import CHOICES, algorithm_of, summary
 from inputs.command_line import parse_flags

@@ -14,8 +14,8 @@ import huggingface_hub
 import numpy as np
 import pytest
 
-from data_files import GOOD, load, prompt_of, write, write_lines, write_math12k, write_parquet
-from helpers import ROOT
+from helpers.made_up import GOOD, load, prompt_of, write, write_lines, write_math12k, write_parquet
+from helpers.runs import ROOT
 from inputs.sources import name_of_source, parse_source, read_json_file, read_records, read_system_prompt
 
 pytestmark = pytest.mark.usefixtures("cache")

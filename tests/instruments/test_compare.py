@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from helpers.made_up import write_completions, write_run
 from instruments.compare import common_steps, compare, margin_of_difference, t_quantile
 from instruments.history import History, read_run
 from instruments.page import describe, seed_groups
-from made_up_runs import write_completions, write_run
 
 METRICS = ("reward/mean", "completion/tokens_mean", "policy/kl_ref", "policy/entropy")
 

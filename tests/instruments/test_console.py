@@ -9,7 +9,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from flags import Recording
-from helpers import ENVIRONMENT, flags, said
+from helpers.made_up import flags
+from helpers.runs import ENVIRONMENT, said
 from inputs.checks import check_flags
 from instruments.console import Console
 from instruments.curves import seconds_of_phases

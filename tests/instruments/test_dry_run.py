@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from helpers import ENVIRONMENT, flags, run_command
+from helpers.made_up import flags
+from helpers.runs import ENVIRONMENT, run_command
 from instruments import plan_memory as memory
 from instruments.dry_run import TABLE, config_of, dry_run, rows_of, setup_of
 from instruments.plan_advice import advised

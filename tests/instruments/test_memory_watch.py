@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from bench_memory import POLICIES
 from flags import FLAGS
 from fsdp_utils import World
-from helpers import ROOT, run_ranks, torchrun, training_flags
+from helpers.runs import PROGRAMS, run_ranks, torchrun, training_flags
 from inputs.command_line import parse_flags
 from instruments import memory_watch as watch
 from instruments.dry_run import config_of, setup_of
@@ -282,7 +282,7 @@ def test_a_run_whose_last_rank_gets_no_memory_ends_with_the_sentence(num_ranks, 
     """The limit is a real one, of the process's address space."""
     flags = training_flags(policy, tmp_path / "run", eval_data=None, eval_every=None, eval_before_training=None)
     start = time.monotonic()
-    done = run_ranks(num_ranks, str(ROOT / "tests/starved_run.py"), [function, str(num_ranks - 1), *flags], 200)
+    done = run_ranks(num_ranks, PROGRAMS, ["starved", function, num_ranks - 1, *flags], 200)
     assert done.returncode == 1
     assert time.monotonic() - start < 190, "nobody waits for the rank that is gone"
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: host memory ran out")]

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from helpers import ROOT
+from helpers.made_up import write_completions, write_run
+from helpers.runs import ROOT
 from inputs.command_line import parse_flags
 from instruments.history import History, read_run
 from instruments.reference import SAMPLING, belongs_to, judge, judgement, load, names, published_curves, report
-from made_up_runs import write_completions, write_run
 from test_setups import launched
 
 GSM8K, DAPO, ZOO, TULU = (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import ROOT, wait_for
+from helpers.runs import ROOT, wait_for
 
 SCRIPTS = (ROOT / "scripts").glob("*.sh")
 SETUPS = sorted(path.stem for path in SCRIPTS if '/launch.sh"' in path.read_text())

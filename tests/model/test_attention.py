@@ -9,10 +9,9 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from batch import pack
-from helpers import RAGGED, make_rollout, unpacked_logprobs
+from helpers.made_up import RAGGED, load_policy, make_rollout, unpacked_logprobs
 from model import attention
 from model.attention import check_device
-from policies import load_policy
 
 SEVERAL_RECTANGLES = [70, 5, 100, 30, 66]  # on CPU: of lengths so different that they do not all share one
 

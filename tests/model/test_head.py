@@ -7,10 +7,9 @@ from transformers import AutoModelForCausalLM
 
 import model.head
 from batch import pack
-from helpers import ALONE, RAGGED, build, flags, make_rollout
+from helpers.made_up import ALONE, RAGGED, build, flags, load_policy, make_rollout
 from model import sizes
 from model.head import chunked_logprobs
-from policies import load_policy
 
 
 def test_chunks_of_the_head_change_neither_value_nor_gradient(policy, monkeypatch):

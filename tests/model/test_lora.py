@@ -13,27 +13,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 import checkpoint
 from batch import pack
-from distributed_lora import RANK, lora_flags
 from flags import Lora
 from fsdp_utils import World
-from helpers import (
-    copy_at,
-    flags,
-    lines,
-    logprobs_in_vllm,
-    make_rollout,
-    metrics_of,
-    torchrun,
-    training_flags,
-    unpacked_logprobs,
-    without_times,
-)
+from helpers.distributed import LORA_RANK, lora_flags, on_ranks
+from helpers.made_up import flags, make_rollout, policy_of, unpacked_logprobs
+from helpers.runs import copy_at, lines, metrics_of, torchrun, training_flags, without_times
 from inputs.checks import check_flags
 from model.lora import check_lora, target_names
 from model.weights import model_of_shapes
-from policies import policy_of
 from policy import Policy
-from ranks import on_ranks
 
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-4}  # as in test_fsdp.py: fp32, a gradient of norm 2
 TINY = Qwen2Config(vocab_size=64, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2)
@@ -74,7 +62,7 @@ def test_the_targets_are_all_linear_layers_of_the_decoder_or_those_that_are_name
 
 @pytest.fixture(scope="module")
 def results(policy) -> dict[int, dict]:
-    return {num_ranks: on_ranks(num_ranks, "distributed_lora", policy) for num_ranks in (1, 2)}
+    return {num_ranks: on_ranks(num_ranks, "engines:lora", policy) for num_ranks in (1, 2)}
 
 
 def plain_gradients(policy: Path) -> tuple[float, dict[str, Tensor]]:
@@ -90,7 +78,7 @@ def plain_gradients(policy: Path) -> tuple[float, dict[str, Tensor]]:
     merged = {}
     for name, parameter in model.named_parameters():
         a, b = (adapter.get(name.replace("weight", f"lora_{part}.default.weight")) for part in "AB")
-        merged[name] = parameter.detach() if a is None else parameter.detach() + 6 / RANK * (b @ a)
+        merged[name] = parameter.detach() if a is None else parameter.detach() + 6 / LORA_RANK * (b @ a)
 
     logprobs = unpacked_logprobs(lambda tokens: torch.func.functional_call(model, merged, (tokens,)), rollout, 1.0)
     advantages = torch.cat([torch.from_numpy(piece) for piece in rollout.advantages])
@@ -172,7 +160,7 @@ def test_the_engine_gets_the_sum_rounded_once_under_the_names_of_the_base_model(
     for name, tensor in merged.items():
         part = f"model.{name.removesuffix('weight')}lora_{{}}.default.weight"
         a, b = pairs[name] = [weights.get(part.format(x)) for x in "AB"]
-        exact = base.get_parameter(name).double() + (0 if a is None else 6 / RANK * (b.double() @ a.double()))
+        exact = base.get_parameter(name).double() + (0 if a is None else 6 / LORA_RANK * (b.double() @ a.double()))
         assert ((tensor.double() - exact).abs() <= HALF_BF16 * exact.abs() + 1e-7).all(), name
         assert tensor.equal(base.get_parameter(name)) is (a is None), name
     assert sum(a is not None for a, _ in pairs.values()) == 14
@@ -190,7 +178,8 @@ def test_a_merge_in_fp32_leaves_the_weights_as_they_were(policy):
 
 
 def run_flags(policy: Path, reward: str, out_dir: Path, **changes: object) -> list[str]:
-    lora = {"lora_rank": RANK, "lora_dropout": 0.05, "prompts_per_update": 8, "reward": reward, "dtype": "bfloat16"}
+    lora = {"lora_rank": LORA_RANK, "lora_dropout": 0.05, "prompts_per_update": 8}
+    lora |= {"reward": reward, "dtype": "bfloat16"}
     without = {"eval_data": None, "eval_every": 0, "eval_before_training": None}
     return training_flags(policy, out_dir, **(lora | without | changes))
 
@@ -242,7 +231,7 @@ def test_adapter_and_merged_policy_load_in_peft_transformers_and_vllm_with_the_l
     torch.testing.assert_close(adapted, expected, atol=1e-5, rtol=0)
     assert (adapted - before).abs().max() > 0.05, "an adapter that does nothing would go unnoticed"
     torch.testing.assert_close(found, expected, atol=0.03, rtol=0)  # weights rounded to bf16
-    for token, logprob in logprobs_in_vllm(final, prompt).items():
+    for token, logprob in on_ranks(1, "engines:next_logprobs", final, json.dumps(prompt)).items():
         assert logprob == pytest.approx(logprobs[token].item(), abs=0.03)
 
 

@@ -4,15 +4,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from distributed_offload import ONCE, SMALL
-from helpers import flags
+from helpers.distributed import ONCE, SMALL, on_ranks
+from helpers.made_up import flags
 from inputs.checks import check_flags
-from ranks import on_ranks
 
 
 @pytest.fixture(scope="module")
 def results(policy):
-    return on_ranks(2, "distributed_offload", policy)
+    return on_ranks(2, "distributed:memory_policies", policy)
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])

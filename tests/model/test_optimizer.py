@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flags import AdamW, Memory
-from helpers import flags
+from helpers.made_up import flags
 from model import sizes
 from model.optimizer import ChunkedAdamW, join, make_optimizer, round_stochastically, split
 

@@ -20,7 +20,7 @@ from transformers import (
 )  # fmt: skip
 
 import evaluate
-from helpers import flags
+from helpers.made_up import flags
 from instruments.dry_run import dry_run
 from load_inputs import load_inputs
 from model.sizes import check_config, check_path

@@ -15,16 +15,26 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMi
 
 from batch import Rollout, shared_positions
 from data import PromptData
-from data_files import png, prompt_of, write_parquet
-from distributed_vision import WITH_IMAGES, WITHOUT, gradient
-from helpers import ALONE, command_line, torchrun
+from helpers.distributed import WITH_IMAGES, WITHOUT, on_ranks, vision_gradient
+from helpers.made_up import (
+    ALONE,
+    command_line,
+    load_policy,
+    make_vision_model,
+    pack_with_images,
+    png,
+    policy_of,
+    prompt_of,
+    run_passes,
+    vision_data,
+    vision_flags,
+    vision_rollout,
+    write_parquet,
+)
+from helpers.runs import torchrun
 from inputs.checks import check_flags
 from load_inputs import load_inputs
 from model.vision import decode
-from no_waits import run_passes
-from policies import load_policy, policy_of
-from ranks import on_ranks
-from vision_models import make_vision_model, pack_with_images, vision_data, vision_flags, vision_rollout
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +45,7 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def found(model, tmp_path_factory) -> dict:
     exported = tmp_path_factory.mktemp("found") / "exported"
-    return on_ranks(2, "distributed_vision", model, exported) | {"exported": exported}
+    return on_ranks(2, "engines:images", model, exported) | {"exported": exported}
 
 
 def reference_logprobs(
@@ -128,7 +138,7 @@ def test_engine_and_trainer_agree_on_one_image_several_and_none(found):
 @pytest.mark.parametrize(("name", "changes"), [("all weights", {}), ("LoRA", {"lora_rank": 4})])
 def test_a_rank_without_images_completes_and_the_gradient_is_that_of_one_rank(name, changes, model, found):
     args = vision_flags(model, **changes)
-    metrics, wanted = gradient(policy_of(args), args, ALONE, WITH_IMAGES + WITHOUT)
+    metrics, wanted = vision_gradient(policy_of(args), args, ALONE, WITH_IMAGES + WITHOUT)
     sharded_metrics, gradients = found["gradients"][name]
     for each in ("policy/loss", "optim/grad_norm"):
         assert sharded_metrics[each] == pytest.approx(metrics[each], rel=1e-4)

@@ -9,10 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from forked import run_ranks
-from helpers import ROOT, training_flags
-from policies import load_policy
-from ranks import on_ranks
+from helpers.distributed import on_ranks
+from helpers.made_up import load_policy
+from helpers.runs import ROOT, run_ranks, training_flags
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +45,7 @@ def test_shards_hold_the_bits_of_from_pretrained_and_neither_loading_nor_a_sync_
     model.save_pretrained(tmp_path / "large")
     sizes = [parameter.nbytes for parameter in model.parameters()]
     assert max(sizes) < 0.03 * sum(sizes)
-    for results in on_ranks(num_ranks, "distributed_loading", tmp_path / "large", *folders.values()):
+    for results in on_ranks(num_ranks, "distributed:loading", tmp_path / "large", *folders.values()):
         # Half of the model are the shards, a parameter is 0.025 of it; 0.56 to 0.59 was seen. A rank that reads the
         # whole model has 1 or more.
         share = results.pop("grown") / sum(sizes)

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from helpers import largest_file
+from helpers.runs import largest_file
 from runtime.files import DiskError, append, best_effort, cause, must_write, write
 
 LINE = json.dumps({"text": "x" * 30_000}) + "\n"

@@ -18,7 +18,8 @@ import fsdp_utils
 import load_inputs as load
 import serve
 from fsdp_utils import allocator_settings
-from helpers import flags, run_command, torchrun
+from helpers.made_up import flags
+from helpers.runs import PROGRAMS, run_command, torchrun
 from runtime import machine
 from runtime.machine import check_launch, choose_interface, interface_of, prepare_cpu
 
@@ -285,7 +286,7 @@ def test_an_address_that_leads_nowhere_is_refused_and_interfaces_are_found_by_th
 def test_a_late_main_process_is_waited_for_beyond_the_timeout_and_a_folder_that_a_node_lacks_is_named(tmp_path):
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
-    torchrun(2, "tests/distributed_start.py", tmp_path / "first", tmp_path / "second")
+    torchrun(2, PROGRAMS, "late_start", tmp_path / "first", tmp_path / "second")
     assert not list(tmp_path.glob("*/.seen_by_all_*"))
     for rank, name in enumerate(("first", "second")):
         error = (tmp_path / "first" / f"error_of_rank_{rank}").read_text()

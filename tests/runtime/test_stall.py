@@ -10,14 +10,15 @@ from types import SimpleNamespace as Some
 import pytest
 
 from flags import Stalls
-from helpers import ENVIRONMENT, ROOT, flags, wait_for
+from helpers.made_up import flags
+from helpers.runs import ENVIRONMENT, PROGRAMS, ROOT, wait_for
 from inputs.checks import check_flags
 from rollout import Engine
 from runtime import stall
 from runtime.stall import WAITS, Board, Rank, StallWatch, beat, in_phase, report
 
 FAULTS = {  # of rank 1 of 3 -> what is said of it
-    "hang": "rank 1 runs a backward pass on HOST, in update of step 3, at tests/distributed_stall.py:24 hang; the",
+    "hang": "rank 1 runs a backward pass on HOST, in update of step 3, at tests/helpers/programs.py:99 hang; the",
     "stop": "rank 1 is stopped, by SIGSTOP or a debugger (`kill -CONT PID` resumes it) on HOST, in update of step 3",
     "exception": "rank 1 has ended on HOST, in update of step 3",
     "kill": "rank 1 was killed on HOST, in update of step 3",
@@ -27,10 +28,10 @@ FAULTS = {  # of rank 1 of 3 -> what is said of it
 
 @pytest.fixture(scope="module")
 def halted(tmp_path_factory):
-    """Of each fault: the folder of tests/distributed_stall.py, with what its ranks have `said`, and the ranks."""
+    """Of each fault: the folder of `halt`, with what its ranks have `said`, and the ranks."""
     started = {fault: (tmp_path_factory.mktemp("ranks"), []) for fault in FAULTS}
     for fault, (folder, ranks) in started.items():
-        command, output = [sys.executable, ROOT / "tests/distributed_stall.py", fault, folder], folder / "said"
+        command, output = [sys.executable, ROOT / PROGRAMS, "halt", fault, folder], folder / "said"
         ranks += [subprocess.Popen([*command, rank], env=ENVIRONMENT, stdout=output.open("a")) for rank in "012"]
     yield started
     for rank in [rank for _, ranks in started.values() for rank in ranks]:

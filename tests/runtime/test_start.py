@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from helpers import ROOT
+from helpers.runs import ROOT
 from runtime.start import FOLDER, reason_file
 
 BEGINS = """

@@ -11,7 +11,9 @@ import pytest
 from batch import Completion
 from data import PromptData
 from flags import MOST_LAG, Sampling, make_plan
-from helpers import ALONE, Ear, flags, make_row, metrics_of, torchrun, training_flags
+from helpers.distributed import on_ranks
+from helpers.made_up import ALONE, Ear, flags, make_row
+from helpers.runs import metrics_of, torchrun, training_flags
 from samplers.partial import PartialSampler, num_unfinished_prompts, shares_of
 from sampling import Draws
 from warm_start import build_tokenizer
@@ -204,8 +206,8 @@ def test_older_tokens_are_corrected_for_and_their_gap_is_no_fault():
 
 @pytest.mark.parametrize("size", [1, 2], ids=["two engines", "one engine over two ranks"])
 def test_an_epoch_with_vllm(policy, size):
-    """tests/partial_run.py says what."""
-    torchrun(2, "tests/partial_run.py", policy, size)
+    """`partial_rollouts` says what."""
+    on_ranks(2, "engines:partial_rollouts", policy, tp_size=size)
 
 
 def test_a_run_with_partial_rollouts_trains_evaluates_and_keeps_what_is_unfinished(policy, tmp_path):

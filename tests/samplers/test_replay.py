@@ -10,7 +10,8 @@ import pytest
 
 from batch import Sampled
 from grading import Grade
-from helpers import make_rollout, make_row, metrics_of, torchrun, training_flags
+from helpers.made_up import make_rollout, make_row
+from helpers.runs import metrics_of, torchrun, training_flags
 from instruments.rollout_files import Keeper, file_of, steps_in
 from runtime.start import RunError
 from samplers.replay import read_rounds, weights_of

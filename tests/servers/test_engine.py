@@ -29,13 +29,12 @@ from vllm.utils.nccl import unpinned_nccl_env
 import serve
 from batch import pack
 from engine.options import Demand, engine_options
-from fake_server import DESCRIPTION, KEY, WEIGHTS, A, B, FakeServer, engine_of, sampler_over, synced
 from flags import EngineSettings, Sampling
-from forked import SERVERS, begin, launched
-from helpers import flags, make_model, make_row, metrics_of, torchrun, training_flags, wait_for
+from helpers.fake_servers import DESCRIPTION, KEY, WEIGHTS, A, B, FakeServer, engine_of, sampler_over, synced
+from helpers.made_up import flags, load_policy, make_model, make_row
+from helpers.runs import SERVERS, begin, launched, metrics_of, torchrun, training_flags, wait_for
 from inputs.checks import check_flags
 from load_inputs import check_places
-from policies import load_policy
 from runtime.start import RunError, reason_file
 from servers.fleet import Server, reason_of
 from servers.start import SERVER, start_server

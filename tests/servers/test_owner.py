@@ -17,10 +17,10 @@ import torch
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
 import train_grpo
-from fake_server import DESCRIPTION, HAS, INPUTS, KEY, A, B, FakeServer, engine_of, synced
 from flags import EngineSettings, Sampling, Servers
-from helpers import ALONE, ENVIRONMENT, ROOT, make_model, make_row, wait_for
-from policies import load_policy
+from helpers.fake_servers import DESCRIPTION, HAS, INPUTS, KEY, A, B, FakeServer, engine_of, synced
+from helpers.made_up import ALONE, load_policy, make_model, make_row
+from helpers.runs import ENVIRONMENT, ROOT, wait_for
 from runtime.start import RunError
 from servers.engine import build_servers
 from servers.fleet import Fleet, Server

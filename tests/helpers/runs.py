@@ -1,5 +1,6 @@
-"""Programs that start in a second instead of fifteen: forks of a process that has imported torch, vLLM and our files.
+"""Programs, started as a user would start them, and what they have written.
 
+They start in a second instead of fifteen: as forks of a process that has imported torch, vLLM and our files.
 Half of the suite's time was the import of libraries, rank by rank. scripts/launch.py runs in a fork of that process,
 and its ranks are forks of the launcher, with the arguments, environment, session and exit that they would have. A fork
 draws no pictures of a run, which took longer than most trainings, unless it is asked to. One run of each kind, and what
@@ -10,16 +11,20 @@ from __future__ import annotations
 
 import ctypes
 import io
+import json
 import multiprocessing
 import os
+import resource
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, util
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,8 +35,11 @@ import torch
 
 import run as run_records
 import servers.start
+from helpers.made_up import command_line
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
+PROGRAMS = "tests/helpers/programs.py"
+WARMED_BY = "tests.helpers.warm"
 PICTURES = "GRPO_TEST_PICTURES"  # environment: draw them
 WARM = "GRPO_TEST_WARM"  # environment: the address of the warm process
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -47,11 +55,21 @@ INSTEAD = {
     "BASH_FUNC_exec%%": '() { "$@"; exit; }',
 }  # fmt: skip
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.warm"])
+CONTEXT.set_forkserver_preload([WARMED_BY])
 if WARM in os.environ:  # conftest.py has started it
     forkserver._forkserver._forkserver_address = os.environ[WARM]
     forkserver._forkserver._forkserver_alive_fd = os.pipe()[1]
     forkserver._forkserver.ensure_running = lambda: None
+
+
+def become(environment: dict[str, str], outputs: list[str]) -> None:
+    """This fork has a session and an environment of its own, and writes into these files."""
+    os.setsid()
+    os.chdir(ROOT)
+    for number, file in enumerate(outputs, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), number)
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def run_program(command: list[str]) -> None:
@@ -79,17 +97,15 @@ def run_program(command: list[str]) -> None:
 class ForkedRank(subprocess.Popen):
     """As scripts/launch.py starts it: in a session of its own."""
 
-    def _execute_child(self, command, _, preexec_fn, close_fds, pass_fds, cwd, environment, *others) -> None:
+    def _execute_child(self, command, _, preexec_fn, close_fds, pass_fds, cwd, environment, *rest) -> None:
         self.pid, self._child_created = os.fork(), True
         if self.pid == 0:
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):  # heard by a launcher
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            os.setsid()
+            become(environment, [])
             if preexec_fn:
                 preexec_fn()
-            os.environ.clear()
-            os.environ.update(environment)
             run_program(command[2:])  # without `python -u`
 
 
@@ -100,13 +116,10 @@ def run_fork(command: list[str], environment: dict[str, str], outputs: list[str]
     if not has_own_workers:  # the warm process is the fork server, too
         forkserver._forkserver.ensure_running = lambda: None
         servers.start.subprocess = SERVERS
-    os.setsid()
-    os.chdir(ROOT)
-    for number, file in enumerate(outputs, start=1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), number)
-    of_imports = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
-    os.environ.clear()
-    os.environ.update(of_imports | environment)
+    imported = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+    become(imported | environment, outputs)
+    is_warm = WARMED_BY in sys.modules or WARM not in environment
+    assert is_warm, f"the warm process could not import {WARMED_BY}, of which multiprocessing says nothing"
     if command[0] == "torchrun":
         from torch.distributed import run
         from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
@@ -129,12 +142,7 @@ def run_server(flags: list[str], environment: dict[str, str], log: str, owner: i
         psutil.Process(owner).wait()
         os.killpg(0, signal.SIGKILL)
 
-    os.setsid()
-    os.chdir(ROOT)
-    for number in (1, 2):
-        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), number)
-    os.environ.clear()
-    os.environ.update(environment)
+    become(environment, [log, log])
     threading.Thread(target=end_with_owner, daemon=True).start()
     context_of = multiprocessing.get_context
     multiprocessing.get_context = lambda _: context_of("fork")
@@ -217,3 +225,84 @@ def run_script(command: list[str], environment: dict[str, str]) -> subprocess.Co
                 (asked.parent / "unfinished").rename(asked.parent / "status")
             time.sleep(0.02)
         return subprocess.CompletedProcess(command, script.returncode, *(file.read_text() for file in outputs))
+
+
+def torchrun(
+    num_ranks: int, script: str, *arguments: object, timeout: float = 300, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """`torchrun --nproc_per_node num_ranks script arguments`, by our launcher; fails the test if it fails."""
+    done = run_ranks(num_ranks, script, list(arguments), timeout, ENVIRONMENT | environment)
+    assert done.returncode == 0, f"{script} failed:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return done
+
+
+def run_command(
+    command: list[str], environment: dict[str, str] = ENVIRONMENT, timeout: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """What a command says in the repository's root."""
+    options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
+    return subprocess.run(command, **options, timeout=timeout, check=False)
+
+
+def said(command: list[str], environment: dict[str, str] = ENVIRONMENT) -> str:
+    """The standard output of a command in the repository's root, which must succeed."""
+    done = run_command(command, environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def training_flags(policy: Path, out_dir: Path, **changes: object) -> list[str]:
+    """A short run on the tiny policy: 8 prompts x 4 completions, 2 updates a step."""
+    flags = {
+        "model": policy, "train_data": policy / "train.jsonl", "eval_data": policy / "heldout.jsonl",
+        "out_dir": out_dir, "max_prompt_tokens": 8, "max_completion_tokens": 12, "prompts_per_step": 8,
+        "group_size": 4, "prompts_per_update": 4, "micro_batch_tokens": 128, "kl_coef": 0.01, "learning_rate": 1e-3,
+        "total_steps": 4, "eval_every": 2, "eval_before_training": True, "save_every": 2,
+    } | changes  # fmt: skip
+    return command_line(flags)
+
+
+def copy_at(step: int, run_dir: Path, copy: Path) -> Path:
+    """A copy of a run folder in which the checkpoint of this step is the last one, as after a kill."""
+    shutil.copytree(run_dir, copy, symlinks=True)
+    (copy / "final").unlink()
+    for folder in copy.glob("step_*"):
+        if int(folder.name.removeprefix("step_")) > step:
+            shutil.rmtree(folder)
+    return copy
+
+
+# What runs leave behind -----------------------------------------------------------------------------------------------
+
+
+def lines(file: Path) -> list[dict]:
+    """The objects of a .jsonl file."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def metrics_of(run_dir: Path) -> dict[int, dict[str, float]]:
+    """Step -> its last line of metrics.jsonl."""
+    return {record["step"]: record for record in lines(run_dir / "metrics.jsonl")}
+
+
+def without_times(metrics: dict[str, float]) -> dict[str, float]:
+    """What a step computes: the same in every run with the same flags."""
+    return {name: value for name, value in metrics.items() if not name.startswith(("time/", "perf/", "memory/"))}
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s"
+        time.sleep(0.005)
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """Files of this process cannot grow beyond this: writing fails in the middle, as on a full disk or at a quota."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -1,4 +1,4 @@
-"""What the warm process of forked.py does before its first fork: imports, and what libraries do once in a process.
+"""What the warm process of runs.py does before its first fork: imports, and what libraries do once in a process.
 
 Nothing here starts threads or draws random numbers.
 """
@@ -8,7 +8,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parent.parent
 sys.path += [str(TESTS), str(TESTS.parent / "scripts")]
 for name in (
     "train_grpo", "evaluate", "rollout", "report", "matplotlib.figure", "vllm.v1.worker.cpu_worker",
@@ -18,7 +18,7 @@ for name in (
     "transformers.models.qwen2.modeling_qwen2", "torch.distributed.checkpoint._fsspec_filesystem",
     "vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm", "vllm.v1.executor.multiproc_executor",
     "servers.engine", "servers.weights", "torch.distributed.run", "grading.equality", "datasets",
-    "forked", "helpers", "launch",
+    "helpers.runs", "launch",
 ):  # fmt: skip
     import_module(name)
 

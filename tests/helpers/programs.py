@@ -1,18 +1,119 @@
-"""Run as a program: what vLLM makes of our options on a kind of GPU that is not there.
+"""Programs that need another world than `on_ranks` makes, or none.
 
-    python tests/faked_gpus.py H100 ENGINES_FILE OUTPUT_FILE
+    python tests/helpers/programs.py FUNCTION ARGUMENTS...
 
-ENGINES_FILE (JSON): name -> folder with a config.json, the flags of train_grpo.py, number of ranks. The platform's
-answers about the GPU are made up; vLLM itself decides all the rest. No engine is started, and no weights are there.
+Each imports for itself what it needs: some start in a blink, some change a library before it is imported.
 """
 
+from __future__ import annotations
+
+import importlib
 import json
 import os
+import resource
+import runpy
+import signal
 import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
+
+# Training with a fault ------------------------------------------------------------------------------------------------
+
+
+def train(flags: tuple[str, ...]) -> None:
+    sys.argv = [str(Path(__file__).parent.parent.parent / "train_grpo.py"), *flags]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def starved(where: str, rank: str, *flags: str) -> None:
+    """train_grpo.py, where memory runs out on that rank at the first call of the function `where`.
+
+    Then the process may grow by 64 MiB and asks for 1 GiB.
+    """
+    import torch
+
+    def ask(*arguments: object, **options: object) -> None:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**26, most))
+        torch.empty(2**30, dtype=torch.uint8)
+
+    if os.environ["RANK"] == rank:
+        name, _, function = where.rpartition(".")
+        setattr(importlib.import_module(name), function, ask)
+    train(flags)
+
+
+def cooler(*flags: str) -> None:
+    """train_grpo.py with an engine that samples the training prompts at 0.8 times the temperature that it is told."""
+    import rollout
+
+    play = rollout.play_one_turn
+
+    def cooler(engine: rollout.Engine, rows: list, sampling: object, description: str) -> object:
+        is_training = not description.startswith("evaluate")
+        return play(engine, rows, replace(sampling, temperature=0.8) if is_training else sampling, description)
+
+    rollout.play_one_turn = cooler
+    train(flags)
+
+
+# The start, and ranks that come to a halt -----------------------------------------------------------------------------
+
+
+def late_start(first: str, second: str) -> None:
+    """On two ranks: the main process comes late, and the nodes do not share a folder."""
+    import load_inputs as load
+    from fsdp_utils import close_world, init_world
+
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        time.sleep(8)  # it downloads weights, say
+    start = time.monotonic()
+    init_world(tp_size=1, timeout_minutes=0.1)  # 6 seconds
+    assert rank == 0 or time.monotonic() - start > 5
+    load.SHOWN_AFTER = 0.5
+    try:
+        load.check_shared(Path((first, second)[rank]))
+    except ValueError as error:
+        (Path(first) / f"error_of_rank_{rank}").write_text(str(error))
+    close_world()
+
+
+def halt(fault: str, folder: str, rank: str) -> None:
+    """A rank of three that makes progress for a second, and halts in phase update of step 3; rank 1 in its own way."""
+    import ctypes
+
+    from runtime.stall import WAITS, StallWatch, beat, in_phase
+
+    def wait() -> None:
+        beat(f"{WAITS} (gather)")
+        time.sleep(600)
+
+    def hang() -> None:
+        time.sleep(600)
+
+    faults = {
+        "hang": hang,
+        "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+        "exception": lambda: sys.exit(1),
+        "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "hold": lambda: ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1),
+    }
+    StallWatch(Path(folder), int(rank), 3, limit=8.0).start()
+    with in_phase("update", 3):
+        for _ in range(10):
+            beat("runs a backward pass")
+            time.sleep(0.1)
+        faults[fault]() if rank == "1" else wait()
+
+
+# vLLM on GPUs that are not there --------------------------------------------------------------------------------------
 
 GPUS = {  # name, compute capability, multiprocessors, bytes
     "H100": ("NVIDIA H100 80GB HBM3", (9, 0), 132, 85_017_493_504),
@@ -57,15 +158,11 @@ def configuration(options: dict[str, object], num_ranks: int) -> object:
     from vllm import LLM
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    class Started(Exception):
-        pass
-
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    with mock.patch.object(LLMEngine, "from_engine_args", side_effect=Started) as start:
-        try:
-            LLM(**options)
-        except Started:
-            given = start.call_args.kwargs
+    stopped = mock.patch.object(LLMEngine, "from_engine_args", side_effect=InterruptedError)
+    with stopped as start, suppress(InterruptedError):
+        LLM(**options)
+    given = start.call_args.kwargs
     return given["engine_args"].create_engine_config(given["usage_context"])
 
 
@@ -93,7 +190,12 @@ def described(config: object) -> dict[str, object]:
     }
 
 
-def main(kind: str, engines: str, output: str) -> None:
+def resolved(kind: str, engines: str, output: str) -> None:
+    """What vLLM makes of our options on a kind of GPU that is not there; no engine is started, without weights.
+
+    `engines` is a file (JSON): name -> folder with a config.json, the flags of train_grpo.py, number of ranks. The
+    platform's answers about the GPU are made up; vLLM itself decides all the rest.
+    """
     fake(kind)
     import torch
     import vllm.envs
@@ -120,4 +222,4 @@ def main(kind: str, engines: str, output: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    globals()[sys.argv[1]](*sys.argv[2:])

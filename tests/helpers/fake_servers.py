@@ -22,14 +22,13 @@ import torch
 from aiohttp import web
 
 from flags import Sampling
-from helpers import flags, make_grade, make_row
+from helpers.made_up import flags, make_grade, make_row
 from policy import Policy
 from sampling import Draws, Sampler
 from servers.engine import ServerEngine
 from servers.fleet import Fleet, Server
 from servers.start import ServerProcess
 from servers.weights import Gloo
-from turns import Turns
 from warm_start import build_tokenizer
 
 TOKEN = 7
@@ -152,23 +151,14 @@ class FakeServer:
 
 @contextmanager
 def engine_of(
-    *servers: FakeServer | ServerProcess | Server,
-    version: int = 0,
-    timeout: float = 300.0,
-    in_flight: bool = False,
-    most: int = 64,
-    policy: Policy | None = None,
-    turns: Turns | None = None,
-    run: str = A,
-    needed: dict[str, object] | None = None,
-) -> Iterator[ServerEngine]:
-    """An engine over these servers. `said` is what it told the console."""
+    *servers: FakeServer | ServerProcess | Server, version: int = 0, in_flight: bool = False,
+    policy: Policy | None = None, **changes: object,
+) -> Iterator[ServerEngine]:  # fmt: skip
+    """An engine over these servers, whose fleet has these `changes`. `said` is what it told the console."""
     said, output = [], os.fstat(1)
     found = [each if isinstance(each, Server) else Server(each.url, each.url) for each in servers]
-    fleet = Fleet(
-        servers=found, stop_ids=[], key=KEY, say=said.append, run=run, needed=needed or {}, turns=turns,
-        timeout=timeout, most=most,
-    )  # fmt: skip
+    options = {"run": A, "stop_ids": [], "needed": {}, "turns": None, "timeout": 300.0, "most": 64} | changes
+    fleet = Fleet(servers=found, key=KEY, say=said.append, **options)
     weights = DESCRIPTION if policy is None else policy.describe_weights()
     engine = ServerEngine(
         fleet=fleet, tokenizer=TOKENIZER, weights=weights, device=torch.device("cpu"), version=version,
@@ -193,7 +183,7 @@ def synced(engine: ServerEngine) -> ServerEngine:
 class StubGrader:
     """Every second completion is correct, but none of a prompt whose number is odd."""
 
-    def submit_to(self, rows, sampling):
+    def callback_for(self, rows, sampling):
         self.is_correct = [bool(i % 2 > row.ids[0] % 2) for row in rows for i in range(sampling.num_samples)]
         return lambda *_: None
 

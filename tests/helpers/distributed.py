@@ -1,0 +1,600 @@
+"""Work on several ranks: `on_ranks`, and what the trainer does there on the real FSDP model.
+
+    python scripts/launch.py --ranks N tests/helpers/distributed.py FILE:FUNCTION RANKS_OF_AN_ENGINE OUTPUT ARGUMENTS...
+
+A work takes the world and the arguments (as texts); what it returns on the first rank is what the test looks at.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import pkgutil
+import sys
+import tempfile
+import threading
+import weakref
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import checkpoint
+from batch import Batch, Rollout, Row, Update
+from flags import Saving
+from fsdp_utils import (
+    World,
+    close_world,
+    fill_from_main,
+    full_tensors,
+    gather_from_ranks,
+    init_world,
+    local_shard,
+    own_rows,
+    shard,
+    sum_over_trainers,
+)
+from helpers.made_up import (
+    RAGGED,
+    build,
+    flags,
+    load_policy,
+    make_rollout,
+    pack_with_images,
+    policy_of,
+    train_once,
+    vision_data,
+    vision_flags,
+    vision_rollout,
+    whole_update,
+)
+from helpers.runs import largest_file, torchrun
+from inputs.checks import check_flags
+from inputs.choices import algorithm_of
+from inputs.command_line import parse_flags
+from model.optimizer import ChunkedAdamW
+from policy import Policy, empty_policy, shard_and_fill
+from runtime.files import DiskError
+from update import add_logprobs, add_reference, logprobs_under, with_advantages
+
+Metrics = dict[str, float]
+Tensors = dict[str, torch.Tensor]
+
+
+def on_ranks(num_ranks: int, work: str, *arguments: object, tp_size: int = 1, timeout: float = 300) -> object:
+    """What the work (`file:function` of this folder) returns on the first rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "found.pt"
+        torchrun(num_ranks, "tests/helpers/distributed.py", work, tp_size, output, *arguments, timeout=timeout)
+        return torch.load(output, weights_only=False)
+
+
+def parsed(words: str, num_trainers: int = 1) -> Namespace:
+    """The program's flags of such a work, checked."""
+    common = (
+        "--model m --train_data d --out_dir o --total_steps 1 --max_prompt_tokens 4 --max_completion_tokens 12 "
+        "--micro_batch_tokens 40"
+    )
+    args = parse_flags([*common.split(), *words.split()])
+    check_flags(args, num_trainers)
+    return args
+
+
+def sharded(policy: Policy, world: World, dtype: torch.dtype = torch.float32, **options: bool) -> Policy:
+    """The policy itself; its arithmetic has this dtype."""
+    shard(policy, policy.layers, world, dtype, **options)
+    return policy
+
+
+def weights_of(policy: Policy) -> Tensors:
+    """As the engine gets them, on the host."""
+    return {name: full.to("cpu", copy=True) for name, full in policy.full_weights()}
+
+
+def kept_gradients(policy: Policy, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Whole gradients, by name: those of the last step that the optimizer has made."""
+    gradients: Tensors = {}
+
+    def keep(*_: object) -> None:
+        for name, parameter in policy.named_parameters():
+            if parameter.requires_grad:
+                gradient = parameter.grad
+                gradients[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
+
+    optimizer.register_step_pre_hook(keep)
+    return gradients
+
+
+def recorded(
+    policy: Policy, update: Update, args: Namespace, world: World, **changes: object
+) -> tuple[Metrics, Tensors]:
+    """(metrics, gradients) of an update, which changes no weight: its rate is 0."""
+    optimizer = torch.optim.SGD(parameter for parameter in policy.parameters() if parameter.requires_grad)
+    gradients = kept_gradients(policy, optimizer)
+    return train_once(policy, optimizer, update, args, world, **changes), gradients
+
+
+def train(
+    trained: tuple[Policy, Policy | None, torch.optim.Optimizer], args: Namespace, world: World, count: int,
+    rollout: Rollout | None = None, rate: float = 1e-3,
+) -> list[Metrics]:  # fmt: skip
+    """So many updates on one rollout, each after its passes for log-probs. `trained` is as `build` returns it."""
+    policy, reference, optimizer = trained
+    metrics = []
+    for index in range(count):
+        update = whole_update(rollout or make_rollout(), args, policy, world)
+        (update,) = add_logprobs([update], policy, reference, algorithm_of(args))
+        metrics.append(train_once(policy, optimizer, update, args, world, rate=rate, index=index))
+    return metrics
+
+
+def watched(name: str, note: Callable[..., None]) -> AbstractContextManager:
+    """While it is open, each call of this collective is noted, with its arguments; a mock would keep all buffers."""
+    collective = getattr(dist, name)
+
+    def call(*arguments: object, **options: object) -> object:
+        note(*arguments)
+        return collective(*arguments, **options)
+
+    return patch.object(dist, name, call)
+
+
+# One update's loss and gradient, for several algorithms, caps and orders ----------------------------------------------
+
+COMMON = "--max_grad_norm 1e9 --group_size 4"
+ALGORITHMS = {  # name -> flags
+    "clip": "--kl_coef 0.1 --clip_high 0.3",
+    "gspo": "--policy_loss gspo --clip_low 0.02 --clip_high 0.02 --loss_aggregation seq_mean_token_mean "
+    "--rollout_correction sequence_truncate --rollout_correction_max 1.5",
+    "gspo_token": "--policy_loss gspo_token --clip_low 0.02 --clip_high 0.02 --dual_clip 1.05",
+    "cispo": "--policy_loss cispo --clip_high 0.15 --loss_aggregation seq_mean_token_sum_norm --entropy_coef 0.5 "
+    "--rollout_correction token_mask",
+    "sapo": "--policy_loss sapo --loss_aggregation seq_mean_token_mean --kl_coef 0.1 --kl_estimator k3+",
+    "reinforce": "--policy_loss reinforce --loss_aggregation seq_mean_token_mean",
+    "distill": "--kl_coef 0.5 --kl_over vocabulary --kl_direction jsd --kl_beta 0.3 --entropy_coef 0.1",
+}
+CAPS = (16, 23, 40, 1000)
+LEFT_OUT = [1, 4]  # sequences that "reinforce" leaves out of the loss
+
+
+def rollout_of(algorithm: str, lengths: list[int] | None = None) -> Rollout:
+    rollout = make_rollout(lengths or RAGGED, group_size=4)
+    is_trained_B = np.isin(np.arange(len(rollout.texts)), LEFT_OUT, invert=True)
+    return replace(rollout, is_trained_B=is_trained_B) if algorithm == "reinforce" else rollout
+
+
+def off_policy(batch: Batch) -> Batch:
+    """The batch whose old log-probs, and the sampler's, are not the policy's own, which it has as old ones.
+
+    About half of the tokens are clipped; trainer / sampler is 0.45 or 1.42, so that corrections take part.
+    """
+    old_logprobs_N = batch.old_logprobs_N + torch.where(batch.labels_N % 2 == 0, -0.3, 0.1) * batch.advantages_N.sign()
+    rollout_logprobs_N = old_logprobs_N + torch.where(batch.labels_N % 3 == 0, 0.8, -0.35)
+    return replace(batch, old_logprobs_N=old_logprobs_N, rollout_logprobs_N=rollout_logprobs_N)
+
+
+def reference_of(path: Path | str) -> Policy:
+    """The policy with noise on its weights: otherwise the KL term has no gradient."""
+    reference = load_policy(path).requires_grad_(False)
+    torch.manual_seed(1)
+    for parameter in reference.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.02)
+    return reference
+
+
+def gradients(world: World, path: str) -> dict[str, dict[str, tuple[Metrics, Tensors]]]:
+    """Algorithm -> case -> (metrics, gradients)."""
+    policy, reference = (sharded(model, world) for model in (load_policy(path), reference_of(path)))
+    results = {}
+    for algorithm, words in ALGORITHMS.items():
+        shuffled = rollout_of(algorithm).select(np.array([7, 4, 6, 5, 2, 0, 3, 1]))
+        cases = {}
+        for cap in CAPS:
+            cases[f"cap {cap}, in order"] = rollout_of(algorithm), f"{cap}"
+            cases[f"cap {cap}, shuffled"] = shuffled, f"{cap}"
+            cases[f"cap {cap}, prompts shared"] = rollout_of(algorithm), f"{cap} --share_prompts"
+        # A micro-batch each: with two ranks the fourth one is empty.
+        cases["three sequences"] = rollout_of(algorithm, [12, 11, 9]), "16 --group_size 2"
+        results[algorithm] = {}
+        for name, (rollout, cap) in cases.items():
+            args = parsed(f"{COMMON} {words} --micro_batch_tokens {cap}")
+            update = whole_update(rollout, args, policy, world)
+            update = logprobs_under(policy, "old_logprobs_N", update, algorithm_of(args))
+            update = replace(update, batches=[off_policy(batch) for batch in update.batches])
+            if args.kl_coef:
+                update = add_reference(update, reference, algorithm_of(args))
+            results[algorithm][name] = recorded(policy, update, args, world, is_first=False)
+    return results
+
+
+# Copies of the policy (--shard_ranks), on four ranks ------------------------------------------------------------------
+
+COPIES = (  # flags
+    "--dtype float32 --kl_coef 0.1 --micro_batch_tokens 20 --communicate_once",
+    "--param_dtype bfloat16 --offload optimizer",
+    "--dtype float32 --kl_coef 0.1 --lora_rank 3 --offload all",
+)
+
+
+def copies(whole: World, path: str) -> dict[str, dict[int | None, tuple[list[Metrics], Tensors, Tensors]]]:
+    """Flags -> --shard_ranks -> two updates: their metrics, the gradients of the last one, and the weights."""
+    results = {case: {} for case in COPIES}
+    for shard_ranks in (None, 2, 1):
+        world = replace(whole, shard_ranks=shard_ranks)
+        check_unequal_parts(world)
+        for group in world.mesh.get_all_groups():
+            assert group._get_backend(world.device).options._timeout == timedelta(minutes=2), "that of the run"
+        shape = (4,) if shard_ranks is None else (4 // shard_ranks, shard_ranks)
+        placements = (Shard(0),) if shard_ranks is None else (Replicate(), Shard(0))
+        for case in COPIES:
+            args = parsed(f"--model {path} --prompts_per_step 4 --group_size 2 --max_grad_norm 0.05 {case}", 4)
+            policy, reference, optimizer = build(args, world)
+            for parameter in policy.parameters():
+                assert parameter.device_mesh.shape == shape and parameter.placements == placements
+                assert len(local_shard(parameter)) <= -(-len(parameter) // shape[-1])
+            last = kept_gradients(policy, optimizer)
+            metrics = train((policy, reference, optimizer), args, world, 2)
+            results[case][shard_ranks] = metrics, last, weights_of(policy)
+    return results
+
+
+def check_unequal_parts(world: World) -> None:
+    """Seven rows over the shards: what is filled comes back whole, in fp32 and bf16; each row belongs to one rank."""
+    torch.manual_seed(0)
+    wanted, linear = [torch.randn(7, 3), torch.randn(7)], nn.Linear(3, 7)
+    shard(linear, [], world, torch.float32)
+    for parameter, values in zip(linear.parameters(), wanted, strict=True):
+        fill_from_main(parameter, values if world.is_main else None)
+    for dtype in (torch.float32, torch.bfloat16):
+        found = full_tensors((parameter, dtype) for parameter in linear.parameters())
+        assert all(full.equal(values.to(dtype)) for full, values in zip(found, wanted, strict=True))
+    total = torch.zeros(7, 3)
+    for rows, first in own_rows(linear.weight, at_most=2):
+        total[first : first + len(rows)] += rows
+    assert sum_over_trainers(total).equal(wanted[0])
+
+
+# Three updates under every memory policy ------------------------------------------------------------------------------
+
+MEMORY_POLICIES = [
+    f"--param_dtype {dtype} --offload {offload}{reference}"
+    for dtype in ("float32", "bfloat16")
+    for offload, reference in (("none", ""), ("optimizer", ""), ("all", " --offload_reference"))
+]
+SMALL = "--micro_batch_tokens 20"  # several micro-batches an update
+ONCE = f"{SMALL} --communicate_once"
+MEMORY_POLICIES += [SMALL, ONCE, f"{ONCE} --gradient_checkpointing --offload all"]
+
+
+def is_on_host(policy: Policy) -> bool:
+    """Whether FSDP keeps the shards in host RAM, by FSDP's own state: on a CPU run they are there anyway."""
+    groups = [group for unit in (policy, *policy.layers) for group in unit._get_fsdp_state()._fsdp_param_groups]
+    (answer,) = {isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups}
+    are_on_gpu = {parameter.to_local().is_cuda for parameter in policy.parameters()}
+    assert are_on_gpu == {torch.cuda.is_available() and not answer}
+    return answer
+
+
+def memory_policies(world: World, path: str) -> dict[str, tuple[list[Metrics], Tensors, Tensors, list[int]]]:
+    """Flags -> (metrics of the updates, parameters, optimizer state, numbers of reduce-scatters and all-gathers)."""
+    return {words: under_policy(path, words, world) for words in MEMORY_POLICIES}
+
+
+def under_policy(path: str, words: str, world: World) -> tuple[list[Metrics], Tensors, Tensors, list[int]]:
+    args = parsed(f"--model {path} --group_size 2 --kl_coef 0.1 {words}", world.num_trainers)
+    policy, reference, optimizer = build(args, world)
+    assert isinstance(optimizer, ChunkedAdamW) is (args.offload != "none" or args.param_dtype == "bfloat16")
+    if isinstance(optimizer, ChunkedAdamW):
+        assert optimizer.is_state_on_host is (args.offload == "optimizer")
+    assert is_on_host(policy) is (args.offload == "all")
+    assert is_on_host(reference) is args.offload_reference
+    calls = Counter()
+    with ExitStack() as watches:
+        for name in ("reduce_scatter_single", "all_gather_single"):  # what FSDP calls
+            watches.enter_context(watched(name, lambda *_, name=name: calls.update([name])))
+        metrics = train((policy, reference, optimizer), args, world, 3)
+    states = enumerate(optimizer.state.values())
+    state = {f"{index} {name}": local_shard(tensor) for index, state in states for name, tensor in state.items()}
+    if torch.cuda.is_available():
+        big = [tensor for tensor in state.values() if tensor.dim()]
+        assert {tensor.is_cuda for tensor in big} == {args.offload == "none"}
+        assert args.offload != "optimizer" or all(tensor.is_pinned() for tensor in big)
+    policy.dtype = torch.float32
+    state = {name: tensor.cpu() for name, tensor in state.items()}
+    return metrics, weights_of(policy), state, [calls["reduce_scatter_single"], calls["all_gather_single"]]
+
+
+# An update with --compile beside the same one in eager mode -----------------------------------------------------------
+
+COMPILED = {  # ranks -> name -> flags
+    2: {
+        "all weights": {"kl_coef": 0.1, "num_iterations": 2},
+        "recomputed, on the host": {"kl_coef": 0.1, "gradient_checkpointing": True, "offload": "all"},
+        "prompts shared": {"share_prompts": True},
+        "copies": {"shard_ranks": 1},
+        "teacher": {"kl_coef": 0.5, "kl_over": "vocabulary", "communicate_once": True},
+    },
+    # By a backend that traces and differentiates as inductor does, and leaves the arithmetic to torch: the kernels of
+    # these cases would be half a minute of the C++ compiler each. Those of the others are the same.
+    1: {
+        "LoRA, recomputed": {
+            "lora_rank": 3, "kl_coef": 0.1, "gradient_checkpointing": True, "lora_targets": "v_proj",
+        },
+        "images": {"kl_coef": 0},
+    },
+}  # fmt: skip
+
+
+def compiled(world: World, path: str, vision: str) -> dict[str, object]:
+    """Case -> (graphs that were compiled, update in eager mode, compiled update); "counts": those of the benchmark.
+
+    An update: its metrics and gradients, and the weights that plain gradient descent makes of them.
+    """
+    from torch._dynamo.utils import counters
+
+    from bench_common import Trainer, flags_of
+    from bench_update import count_compilations
+
+    def train_one(args: Namespace, rollout: Rollout) -> tuple[Metrics, Tensors, Tensors]:
+        own = replace(world, shard_ranks=args.shard_ranks)
+        policy, reference, _ = build(args, own)
+        names = list(policy.state_dict())
+        # Adam makes a step of a gradient that is rounding.
+        optimizer = torch.optim.SGD(parameter for parameter in policy.parameters() if parameter.requires_grad)
+        last = kept_gradients(policy, optimizer)
+        (metrics,) = train((policy, reference, optimizer), args, own, 1, rollout, rate=0.1)
+        assert names == list(policy.state_dict()) and not any("_orig_mod" in name for name in names)
+        return metrics, last, weights_of(policy)
+
+    torch._dynamo.config.disable = True  # as an engine on CPUs does
+    found, backend = {}, {}
+    # Rank 1 computes its half of the batch by a backend that traces and differentiates as inductor does, and leaves the
+    # arithmetic to torch: the kernels would be the same ones again.
+    if world.num_trainers == 1 or not world.is_main:
+        backend = {"backend": "aot_eager"}
+    with patch.object(torch, "compile", partial(torch.compile, **backend)):
+        if world.num_trainers > 1:
+            trainer = Trainer(flags_of(path, "--dtype", "float32", "--compile"), world)
+            lengths = np.random.default_rng(0).permutation(np.arange(2, 100, 5)).tolist()
+            found["counts"] = count_compilations(trainer, 64, lengths)
+        common = {"dtype": "float32", "group_size": 2, "prompts_per_step": 4, "micro_batch_tokens": 40}
+        for name, changes in COMPILED[world.num_trainers].items():
+            args, rollout = flags(model=path, **common | changes), make_rollout(group_size=2)
+            if name == "images":
+                args = vision_flags(vision, **changes)
+                rollout = vision_rollout(vision_data(args))
+            eager, before = train_one(args, rollout), counters["stats"]["unique_graphs"]
+            args.compile = True
+            update = train_one(args, rollout)
+            found[name] = counters["stats"]["unique_graphs"] - before, eager, update
+    return found
+
+
+# Updates that follow a reference, of its own or the policy without its adapter ----------------------------------------
+
+TAUGHT = {  # name -> flags
+    "sampled, with hints": {"kl_estimator": "k2", "micro_batch_tokens": 24},
+    "whole": {"kl_over": "vocabulary"},
+    "small, on the host": {"kl_over": "vocabulary", "micro_batch_tokens": 24, "offload_reference": True},
+    "shared, communicates once": {"kl_over": "vocabulary", "share_prompts": True, "communicate_once": True},
+    "LoRA": {"kl_over": "vocabulary", "lora_rank": 3},
+    "LoRA, small": {"kl_over": "vocabulary", "lora_rank": 3, "micro_batch_tokens": 24},
+    "LoRA, small, communicates once": {
+        "kl_over": "vocabulary", "lora_rank": 3, "micro_batch_tokens": 24, "communicate_once": True,
+    },
+    "LoRA, shared, recomputed": {
+        "kl_over": "vocabulary", "lora_rank": 3, "share_prompts": True, "gradient_checkpointing": True,
+    },
+}  # fmt: skip
+
+
+def with_hints(rollout: Rollout) -> Rollout:
+    """Two completions to a prompt; hints of different lengths."""
+    rng = np.random.default_rng(3)
+    rows = [Row([], "", {}, "", ids=row.ids) for row in rollout.rows[::2]]
+    rows = [replace(row, hinted_ids=np.append(row.ids, rng.integers(0, 64, 2 + i))) for i, row in enumerate(rows)]
+    return replace(rollout, rows=[rows[b // 2] for b in range(len(rollout.rows))], loss_weights_B=None)
+
+
+def taught(world: World, path: str, teacher: str) -> dict[str, tuple[Metrics, Tensors]]:
+    """Case -> (metrics, gradients). Eight completions, of which a rank may have none in a micro-batch."""
+    found = {}
+    for name, changes in TAUGHT.items():
+        args = flags(model=path, max_grad_norm=1e9, group_size=2, kl_coef=0.5, prompts_per_step=4, **changes)
+        reference = policy = sharded(policy_of(args), world, stays_gathered=args.communicate_once)
+        if not args.lora_rank:
+            own = load_policy(teacher).requires_grad_(False)
+            reference = sharded(own, world, on_host=args.offload_reference)
+        update = whole_update(with_hints(make_rollout(group_size=2)), args, policy, world)
+        update = add_reference(update, reference, algorithm_of(args))
+        found[name] = recorded(policy, update, args, world)
+    return found
+
+
+# Loading: the shards against `from_pretrained`, and the memory that loading and a sync need ---------------------------
+
+
+def loaded(path: str, dtype: torch.dtype, on_host: bool, world: World) -> Policy:
+    return shard_and_fill(empty_policy(path, dtype), path, world, on_host)
+
+
+def differences(path: str, dtype: torch.dtype, on_host: bool, world: World) -> list[str]:
+    """Names of parameters and buffers that are not, bit for bit, what from_pretrained gives."""
+    policy = loaded(path, dtype, on_host, world)
+    wanted = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    found = dict(policy.full_weights()) | dict(policy.model.named_buffers())
+    expected = dict(wanted.named_parameters()) | dict(wanted.named_buffers())
+    assert found.keys() == expected.keys()
+    return [name for name, x in expected.items() if found[name].dtype != x.dtype or not found[name].equal(x)]
+
+
+def most_held_in_a_sync(path: str, world: World) -> float:
+    """The most bytes of full parameters alive at a time, in decoder layers, where the consumer keeps none of them.
+
+    They are gathered, or streamed to the engine.
+    """
+    policy = loaded(path, torch.float32, False, world)
+    policy.dtype = torch.bfloat16
+    alive: dict[int, int] = {}
+    most = 0
+
+    def watch(tensor: torch.Tensor, *_: object) -> None:
+        nonlocal most
+        storage = tensor.untyped_storage()
+        if id(storage) not in alive:
+            alive[id(storage)] = storage.nbytes()
+            weakref.finalize(storage, alive.pop, id(storage))
+            most = max(most, sum(alive.values()))
+
+    with watched("all_gather_single", watch):
+        for _, tensor in policy.full_weights():
+            watch(tensor)
+    return most / sum(2 * parameter.numel() for parameter in policy.layers[0].parameters())
+
+
+def anonymous_bytes() -> int:
+    """This process's resident memory without mapped files, which the system takes back when it needs to."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:")]
+    return int(line.split()[1]) * 1024
+
+
+class Peak(threading.Thread):
+    """The highest value of `anonymous_bytes` while it runs, looked at as often as Python lets it."""
+
+    def run(self) -> None:
+        self.is_over = threading.Event()
+        self.bytes = 0
+        while not self.is_over.wait(0.0005):
+            self.bytes = max(self.bytes, anonymous_bytes())
+
+
+def bytes_grown(small: str, large: str, world: World) -> int:
+    """By the loading of the large policy, at most: what the first load imports and starts is not its own."""
+    loaded(small, torch.float32, False, world)
+    before, peak = anonymous_bytes(), Peak()
+    peak.start()
+    loaded(large, torch.float32, False, world)
+    peak.is_over.set()
+    peak.join()
+    return max(peak.bytes, anonymous_bytes()) - before
+
+
+def loading(world: World, large: str, *folders: str) -> list[dict[str, object]]:
+    """Of each rank. Memory comes first, before what others leave."""
+    num_bytes = bytes_grown(folders[0], large, world)
+    cases = itertools.product(folders, (torch.float32, torch.bfloat16), (False, True))
+    results = {str(case): differences(*case, world) for case in cases}
+    results["held"] = most_held_in_a_sync(folders[0], world)
+    return gather_from_ranks(results | {"grown": num_bytes})
+
+
+# Checkpoints from each number of ranks to the next, and a disk that refuses one of two ranks --------------------------
+
+SAVED = ("--param_dtype float32", "--param_dtype bfloat16", "--lora_rank 3")
+STATE = {"prompts_drawn": 12}
+
+
+def writer(path: str, folder: Path, world: World, said: list[str]) -> checkpoint.Writer:
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    return checkpoint.Writer(folder, [tokenizer], Saving(keep_checkpoints=0), world, said.append)
+
+
+def reshard(whole: World, path: str, folder: str, step: str, words: str) -> None:
+    """The first step trains two updates and saves; each later one loads the checkpoint before and saves it again."""
+    number = int(step)
+    for place, case in enumerate(SAVED):
+        given = f"--model {path} --prompts_per_step 4 {case} {words}"
+        runs, args = Path(folder) / str(place), parsed(given, whole.num_trainers)
+        world = replace(whole, shard_ranks=args.shard_ranks)
+        policy, _, optimizer = build(args, world)
+        if number == 1:
+            train((policy, None, optimizer), args, world, 2)
+        else:
+            assert checkpoint.latest(runs, world, print) == (number - 1, runs / f"step_{number - 1}")
+            assert checkpoint.load(runs / f"step_{number - 1}", policy, optimizer) == STATE
+        writer(path, runs, world, said := []).save(number, policy, optimizer, STATE)
+        assert not said
+
+
+def refusing(way: str) -> AbstractContextManager:
+    """`dcp` tells other ranks of a failure in its own part; what comes after it, we do."""
+    broken = OSError(errno.EIO, "Input/output error")
+    return patch("runtime.files.checksums", side_effect=broken) if way == "checksums" else largest_file(100_000)
+
+
+def full_disk(world: World, path: str, place: str) -> None:
+    """Only the second rank cannot write: both give up the checkpoint, or end if it is required."""
+    folder, said = Path(place), []
+    args = parsed(f"--model {path} --prompts_per_step 4 {SAVED[0]}", world.num_trainers)
+    policy, _, optimizer = build(args, world)
+    train((policy, None, optimizer), args, world, 1)
+    for way, why in (("shards", "a file could not be written to its end"), ("checksums", "Input/output error")):
+        saving = writer(path, folder / way, world, said)
+        saving.save(10, policy, optimizer, STATE)
+        with nullcontext() if world.is_main else refusing(way):
+            saving.save(20, policy, optimizer, STATE)
+            with pytest.raises(DiskError, match=f"step 20 could not be written: {why} .*; make room"):
+                saving.save(20, policy, optimizer, STATE, is_required=True)
+        assert f"step 20 could not be written: {why} (" in said.pop()
+        gather_from_ranks(None)  # the main process has removed what was begun
+        found = sorted(path.name for path in (folder / way).iterdir())
+        assert found == ["step_10"], found
+        saving.save(21, policy, optimizer, STATE)
+        assert checkpoint.latest(folder / way, world, said.append) == (21, folder / way / "step_21")
+    shards = folder / way / "step_21" / "trainer" / "__1_0.distcp"
+    if world.is_main:
+        shards.write_bytes(shards.read_bytes()[:-1])
+    gather_from_ranks(None)
+    assert checkpoint.latest(folder / way, world, said.append) == (10, folder / way / "step_10")
+    assert len(said) == world.is_main
+
+
+# What the works with an engine share with tests that have no vLLM -----------------------------------------------------
+
+LORA_RANK = 3  # two ranks share the rows of A unequally
+
+
+def lora_flags(path: Path | str, **changes: object) -> Namespace:
+    limits = {
+        "max_grad_norm": 1e9, "max_prompt_tokens": 4, "max_completion_tokens": 12, "kl_coef": 0.1,
+        "micro_batch_tokens": 1000, "group_size": 4, "model": path, "lora_rank": LORA_RANK, "lora_alpha": 6,
+    }  # fmt: skip
+    return flags(**(limits | changes))
+
+
+WITH_IMAGES, WITHOUT = [[0], [2, 4]], [[1], [3]]  # micro-batches of two ranks: the second has no image at all
+
+
+def vision_gradient(policy: Policy, args: Namespace, world: World, micros: list[list[int]]) -> tuple[Metrics, Tensors]:
+    """(metrics, gradients) of an update on these micro-batches, after a pass of the reference."""
+    rollout = vision_rollout(vision_data(args))
+    batches = [with_advantages(rollout, pack_with_images(rollout, indices)) for indices in micros]
+    (update,) = add_logprobs([Update(batches, 29, len(rollout.rows))], policy, policy, algorithm_of(args))
+    return recorded(policy, update, args, world)
+
+
+def main(work: str, tp_size: str, output: str, *arguments: str) -> None:
+    world = init_world(int(tp_size), timeout_minutes=2)
+    found = pkgutil.resolve_name(f"helpers.{work}")(world, *arguments)
+    if world.is_main:
+        torch.save(found, output)
+    close_world()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -98,7 +98,8 @@ def helper(): pass
     (["--tools", "env.py:Missing"], "env.py has no function or class 'Missing'; it has Raises"),
     (["--max_turns", "3"], "--max_turns 3 has no effect without --environment or --tools; leave it out."),
 ])  # fmt: skip
-def test_an_environment_on_the_terminal_fails_in_the_words_of_training(given, words, tmp_path, monkeypatch):
+def test_an_environment_on_the_terminal_fails_as_in_training(given, words, tmp_path, monkeypatch):
+    """An environment on the terminal fails in the words of training."""
     (tmp_path / "env.py").write_text(ENVIRONMENTS)
     (tmp_path / "rows.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
     monkeypatch.chdir(tmp_path)
@@ -129,9 +130,8 @@ BEYOND = [  # what the chat template ends with; flags; who has the token: a name
 
 
 @pytest.mark.parametrize(("template", "changes", "who"), BEYOND)
-def test_a_token_without_a_row_in_the_embedding_is_told_before_the_model_is_loaded(
-    template, changes, who, policy, tmp_path, monkeypatch
-):
+def test_a_token_without_an_embedding_row_is_reported_early(template, changes, who, policy, tmp_path, monkeypatch):
+    """A token without a row in the embedding is reported before the model is loaded."""
     model = with_new_token(policy, tmp_path / "model", template)
     for column in ("problem", "answer", "hint"):
         rows = [{"problem": "1+1", "answer": "2", "hint": "1"}] * 8
@@ -149,7 +149,8 @@ def test_a_token_without_a_row_in_the_embedding_is_told_before_the_model_is_load
     "--train_data=", "--model=", "--out_dir=", "--eval_data=", "--image_column=", "--reward=", "--replay= ",
     "--out_dir=~/runs/x", "--out_dir=~", "--model=~someone/m", "--reward=math,~/r.py:f", "--tools=~/t.py:f",
 ])  # fmt: skip
-def test_an_empty_text_and_a_home_that_the_shell_did_not_fill_in_are_refused(given, capsys):
+def test_an_empty_value_or_an_unexpanded_home_is_refused(given, capsys):
+    """An empty text, and a home folder that the shell did not fill in, are refused."""
     with pytest.raises(SystemExit):
         parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", given])
     name, _, value = given.partition("=")
@@ -211,7 +212,8 @@ def test_a_template_with_the_date_keeps_that_of_the_first_start(policy, tmp_path
         inputs_of(model, tmp_path / "run", next_day, monkeypatch)
 
 
-def test_a_run_continues_under_other_paths_and_not_with_another_config(policy, tmp_path, monkeypatch):
+def test_a_run_continues_under_other_paths_but_no_other_config(policy, tmp_path, monkeypatch):
+    """A run continues under other paths, but not with another config or other code."""
     (tmp_path / "there").mkdir()
     for name in ("my_reward.py", "there/my_reward.py"):
         (tmp_path / name).write_text("import helping\ndef score(completion):\n    return helping.VALUE\n")

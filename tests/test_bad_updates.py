@@ -38,7 +38,8 @@ def test_what_is_wrong_with_an_update_is_said_with_its_bound(changes, max_kl, ex
     assert find_fault(GOOD | changes, Bounds(max_kl=max_kl)) == expected
 
 
-def test_updates_are_counted_by_reason_and_too_many_in_a_row_end_the_run_also_across_a_resume():
+def test_too_many_bad_updates_in_a_row_end_the_run():
+    """Bad updates are counted by reason, and too many in a row end the run, also across a resume."""
     guard = UpdateGuard(ALONE, Bounds(max_kl=0.1, max_skipped_updates=2))
     found = [list(guard.judge(metrics, at(2)).values()) for metrics in (NAN, FAR, GOOD, NAN, NAN)]
     assert found == [[1, 1, 0], [1, 0, 1], [0, 0, 0], [1, 1, 0], [1, 1, 0]]
@@ -49,7 +50,8 @@ def test_updates_are_counted_by_reason_and_too_many_in_a_row_end_the_run_also_ac
         resumed.judge(FAR, at(3, 2))
 
 
-def test_what_is_not_finite_from_the_first_update_on_does_not_blame_the_learning_rate():
+def test_a_first_update_that_is_not_finite_blames_the_model():
+    """What is not finite from the first update on is not blamed on the learning rate."""
     for first, blamed in ((1, "--model, --reference or a loss of your own is not finite"), (2, "--learning_rate")):
         guard = UpdateGuard(ALONE, Bounds(max_skipped_updates=1))
         guard.judge(NAN, at(first))

@@ -24,7 +24,8 @@ def make_rollout(prompts: list[list[int]], completions: list[list[int]]) -> Roll
     )
 
 
-def test_the_label_is_the_next_token_and_only_completion_tokens_are_trained():
+def test_labels_are_next_tokens_and_only_completions_are_trained():
+    """The label is the next token, and only the tokens of completions are trained."""
     eos = pad = 9  # a tokenizer whose padding token is its end-of-sequence token
     batch = pack(make_rollout([[1, 2, 3], [4]], [[5, eos], [6, 7, pad]]), [0, 1])
     assert batch.input_ids_N.tolist() == [1, 2, 3, 5, 4, 6, 7]
@@ -38,7 +39,8 @@ def test_the_label_is_the_next_token_and_only_completion_tokens_are_trained():
     assert batch.lengths_S == (4, 3)
 
 
-def test_values_per_completion_token_travel_to_their_positions_and_back():
+def test_values_travel_to_packed_positions_and_back():
+    """Values for each completion token travel to their positions and back."""
     rollout = make_rollout([[1, 2, 3], [4], [8, 8]], [[5, 9], [6, 7, 9], [1]])
     values = [np.array(each, dtype=np.float32) for each in ([10, 11], [20, 21, 22], [30])]
     batch, empty = pack(rollout, [2, 0]), pack(rollout, [])
@@ -56,7 +58,8 @@ def rollout_of_groups() -> Rollout:
     return make_rollout(GROUPS, [[11, 12], [13], [14, 15, 16], [17], [18, 19], [20]])
 
 
-def test_completions_that_are_together_share_all_of_their_prompt_but_its_last_token():
+def test_completions_in_a_batch_share_their_prompt():
+    """Completions that are together share all of their prompt but its last token."""
     rollout = replace(rollout_of_groups(), is_trained_B=np.arange(6) != 2)
     batch = pack(rollout, [4, 0, 2, 1], group_size=3)  # only one of the second prompt
     assert batch.segments_S == (Segment(4, 0, 3), Segment(0, 0, 4), Segment(2, 2, 5, 1), Segment(1, 2, 3, 1))
@@ -75,7 +78,8 @@ def test_completions_that_are_together_share_all_of_their_prompt_but_its_last_to
     assert pack(rollout, [4, 0, 2, 1]).lengths_S == (3, 4, 5, 3)
 
 
-def test_a_sequence_that_is_left_out_of_the_loss_is_packed_but_masked():
+def test_a_sequence_left_out_of_the_loss_is_packed_but_masked():
+    """A sequence that is left out of the loss is packed but masked."""
     rollout = replace(random_rollout(), is_trained_B=np.arange(8) != 2)
     batch = pack(rollout, list(range(8)))
     assert batch.input_ids_N.equal(pack(random_rollout(), list(range(8))).input_ids_N)
@@ -92,9 +96,8 @@ Plan = list[list[list[int]]]
 @pytest.mark.parametrize("max_tokens", [55, 70, 200, 100_000])
 @pytest.mark.parametrize("prompt_length", [1, 40])
 @pytest.mark.parametrize("group_size", [1, 8])
-def test_every_sequence_is_trained_once_and_no_micro_batch_exceeds_the_cap(
-    group_size, prompt_length, max_tokens, num_ranks
-):
+def test_micro_batches_hold_every_sequence_once_within_the_cap(group_size, prompt_length, max_tokens, num_ranks):
+    """Every sequence is trained once, and no micro-batch exceeds the cap."""
     completions = np.append(np.random.default_rng(0).integers(1, 16, size=47), 16)  # the last one fills the lowest cap
     lengths, shared = completions + prompt_length - 1, np.full(48, prompt_length - 1)
     plan = plan_micro_batches(lengths, num_ranks, max_tokens, 1000.0, group_size, shared)
@@ -171,7 +174,8 @@ def test_a_long_sequence_counts_for_more_than_its_tokens():
 # Rollouts -------------------------------------------------------------------------------------------------------------
 
 
-def test_rollouts_are_concatenated_in_order_and_chosen_sequences_keep_all_that_is_known_of_them():
+def test_rollouts_are_concatenated_and_selected_with_all_fields():
+    """Rollouts are concatenated in order, and chosen sequences keep all that is known of them."""
     both = Rollout.concatenate([make_rollout([[1], [2]], [[3], [4, 5]]), make_rollout([[6]], [[7]])])
     assert [row.ids.tolist() for row in both.rows] == [[1], [2], [6]]
     assert both.completion_lengths_B.tolist() == both.sequence_lengths_B.tolist() == [1, 2, 1]

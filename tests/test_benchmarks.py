@@ -41,7 +41,8 @@ def test_bench_step(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("hidden", "layers", "mean_tokens"), [(256, 4, 20), (512, 8, 40)])
-def test_random_models_end_a_completion_at_the_rate_asked_for_after_any_prompt(hidden, layers, mean_tokens, tmp_path):
+def test_random_models_end_a_completion_at_the_given_rate(hidden, layers, mean_tokens, tmp_path):
+    """Random models end a completion at the rate that was asked for, after any prompt."""
     save_random_model(tmp_path, hidden, layers, mean_tokens=mean_tokens)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     with torch.no_grad():

@@ -58,13 +58,15 @@ def steps(*gaps: float) -> list[dict[str, float]]:
         ((0.002, 0.002, 0.3), ["after sleep, wake and sync"]),  # the engine woke up with other weights
     ],
 )
-def test_an_engine_with_other_weights_than_the_trainer_stands_out(gaps, wrong):
+def test_an_engine_with_other_weights_stands_out(gaps, wrong):
+    """An engine with other weights than the trainer stands out."""
     place = Place(ROOT, None, 1, is_cuda=True)
     found = [line.what.rpartition("gap ")[2] for line in gap_lines(place, "x", steps(*gaps)) if not line.is_ok]
     assert [name.removeprefix("to the trainer ") for name in found] == wrong
 
 
-def test_memory_that_the_dry_run_did_not_foresee_stands_out_on_a_gpu(tmp_path, monkeypatch):
+def test_memory_beyond_the_dry_run_stands_out_on_a_gpu(tmp_path, monkeypatch):
+    """Memory that the dry run did not foresee stands out on a GPU."""
     (tmp_path / "starts.jsonl").write_text(json.dumps({"predicted_gib": {"update": 10.0, "sample": 10.0}}) + "\n")
     speeds = {
         "perf/update_mfu": 0.5,
@@ -120,7 +122,9 @@ def test_the_shape_fits_the_smallest_gpu(gib, shape, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("held", "is_same", "wrong"), [(2.5, True, 0), (5.0, True, 1), (2.5, False, 1)])
-def test_what_an_engine_keeps_in_its_sleep_is_told_with_and_without_its_graphs(held, is_same, wrong, monkeypatch):
+def test_the_memory_of_a_sleeping_engine_is_reported(held, is_same, wrong, monkeypatch):
+    """What an engine keeps in its sleep is reported with and without its graphs."""
+
     def found(find: partial) -> tuple[float, float, bool]:
         return (held - 1.75, 2.0, is_same) if find.keywords["is_offloaded"] else (held, 1.0, True)
 
@@ -133,7 +137,9 @@ def test_what_an_engine_keeps_in_its_sleep_is_told_with_and_without_its_graphs(h
 @pytest.mark.parametrize(
     ("speed", "norm", "said", "is_ok"), [(1400, 1.01, "turn it on: 1.40 x", True), (1000, 1.1, "do not", False)]
 )
-def test_compile_is_advised_where_it_gains_and_a_gradient_that_is_another_stands_out(speed, norm, said, is_ok):
+def test_compile_is_advised_where_it_gains(speed, norm, said, is_ok):
+    """The flag --compile is advised where it gains speed, and a gradient that differs stands out."""
+
     def steps(speed: float, norm: float) -> list[dict[str, float]]:
         return [{"perf/update_tokens_per_s_per_gpu": speed, "optim/grad_norm": norm, "perf/update_mfu": 0.3}]
 
@@ -166,7 +172,9 @@ def test_the_gpus_of_the_user_are_the_ones_that_are_used(tmp_path, monkeypatch):
     assert Place(tmp_path, None, 2, is_cuda=True).visible(2) == {"CUDA_VISIBLE_DEVICES": "4,5"}
 
 
-def test_a_check_that_fails_does_not_keep_the_others_from_running_and_is_in_the_report(tmp_path, monkeypatch, capsys):
+def test_a_failing_check_is_reported_and_the_others_run(tmp_path, monkeypatch, capsys):
+    """A check that fails does not keep the others from running, and is in the report."""
+
     def broken(place):
         raise RuntimeError("no such kernel")
         yield

@@ -66,7 +66,8 @@ def latest(out_dir, said: list[str] | None = None):
     return checkpoint.latest(out_dir, ALONE, print if said is None else said.append)
 
 
-def test_what_was_saved_comes_back_to_the_bit_with_the_state_of_the_loop(policy, pair, tokenizer, tmp_path):
+def test_saving_and_loading_keeps_every_bit(policy, pair, tokenizer, tmp_path):
+    """What was saved comes back to the bit, with the state of the loop."""
     model, optimizer = pair
     writer(tmp_path, tokenizer).save(7, model, optimizer, {"prompts_drawn": 56})
     other, other_optimizer = trained(policy, seed=2)
@@ -78,7 +79,8 @@ def test_what_was_saved_comes_back_to_the_bit_with_the_state_of_the_loop(policy,
 
 
 @pytest.mark.parametrize("name", ["policy", "qwen3_policy", "untied_qwen3_policy"])
-def test_the_exported_policy_is_the_trained_one_in_the_dtype_of_the_engine(name, request, tokenizer, tmp_path):
+def test_the_exported_policy_is_the_trained_one(name, request, tokenizer, tmp_path):
+    """The exported policy is the trained one, in the dtype of the engine."""
     model, optimizer = trained(request.getfixturevalue(name))
     writer(tmp_path, tokenizer).save(1, model, optimizer, {})
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "step_1")
@@ -119,7 +121,8 @@ def test_a_policy_of_which_nothing_is_finite_is_not_saved(tokenizer, tmp_path):
     assert not list((tmp_path / "run").iterdir())
 
 
-def test_only_the_newest_are_kept_and_the_one_that_final_points_to(pair, tokenizer, tmp_path):
+def test_only_the_newest_and_the_final_checkpoint_are_kept(pair, tokenizer, tmp_path):
+    """Only the newest checkpoints are kept, and the one that `final` points to."""
     (tmp_path / "unfinished_step_1").mkdir()  # of a killed run
     assert latest(tmp_path) == (0, None)
     saving = writer(tmp_path, tokenizer, keep_checkpoints=2)
@@ -166,7 +169,8 @@ def flip(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut, partial(cut, at=0), flip, Path.unlink])
-def test_damage_to_any_file_is_found_and_named_and_the_checkpoint_before_is_used(damage, run_folder, tmp_path):
+def test_damage_is_named_and_the_checkpoint_before_is_used(damage, run_folder, tmp_path):
+    """Damage to any file is found and named, and the checkpoint before is used."""
     names = [str(path.relative_to(run_folder / "step_2")) for path in (run_folder / "step_2").rglob("*")]
     files = [name for name in names if (run_folder / "step_2" / name).is_file()]
     expected = {"model.safetensors", "config.json", "tokenizer.json", "trainer/.metadata", "trainer/__0_0.distcp"}
@@ -183,7 +187,8 @@ def test_damage_to_any_file_is_found_and_named_and_the_checkpoint_before_is_used
         assert {path.name for path in folder.glob("[!m]*")} == {"damaged_step_2", "step_1"}, "no link to it is left"
 
 
-def test_without_a_whole_checkpoint_nothing_starts_again_from_scratch(run_folder, folder):
+def test_with_damaged_checkpoints_alone_nothing_starts_again(run_folder, folder):
+    """Where every checkpoint is damaged, nothing starts again from scratch."""
     for step in (1, 2):
         cut(folder / f"step_{step}" / "model.safetensors")
     for _ in range(2):  # also at the next start
@@ -212,7 +217,8 @@ class Evil:
         return os.system, (f"touch {self.mark}",)
 
 
-def test_a_list_of_shards_with_code_in_it_is_refused_even_if_the_checksums_agree(policy, folder, tmp_path):
+def test_a_list_of_shards_with_code_in_it_is_refused(policy, folder, tmp_path):
+    """A list of shards with code in it is refused, even if the checksums agree."""
     mark, checkpoint_2 = tmp_path / "executed", folder / "step_2"
     metadata = dcp.FileSystemReader(checkpoint_2 / "trainer").read_metadata()
     metadata.planner_data = Evil(mark)
@@ -235,7 +241,8 @@ def test_a_value_with_code_in_it_is_refused(policy, tmp_path):
     assert not mark.exists()
 
 
-def test_a_folder_with_code_of_its_own_is_refused_whatever_a_terminal_answers(policy, tmp_path, monkeypatch):
+def test_a_model_folder_with_code_is_refused(policy, tmp_path, monkeypatch):
+    """A folder with code of its own is refused, whatever a terminal answers."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     model = shutil.copytree(policy, tmp_path / "model")
     (model / "evil.py").write_text(f"import os\nos.system('touch {tmp_path}/executed')\nclass C: pass\n")
@@ -255,9 +262,10 @@ def test_a_folder_with_code_of_its_own_is_refused_whatever_a_terminal_answers(po
 
 
 @pytest.mark.parametrize(("fails_in", "limit"), [("the shards", 1_000_000), ("the policy", 100_000)])
-def test_a_full_disk_costs_a_checkpoint_but_not_the_one_that_must_be_there(
+def test_a_full_disk_costs_only_a_checkpoint_that_may_be_missed(
     fails_in, limit, pair, tokenizer, tmp_path, monkeypatch
 ):
+    """A full disk costs a checkpoint, but not the one that must be there."""
     folder = tmp_path / "run"
     saving = writer(folder, tokenizer, said := [], keep_checkpoints=1, save_every=10)
     saving.save(10, *pair, {})
@@ -280,7 +288,8 @@ def test_a_full_disk_costs_a_checkpoint_but_not_the_one_that_must_be_there(
 # The best -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_best_by_validation_is_kept_and_linked_also_after_a_resume(pair, tokenizer, tmp_path):
+def test_the_best_checkpoint_is_kept_and_linked_across_a_resume(pair, tokenizer, tmp_path):
+    """The best checkpoint by validation is kept and linked, also after a resume."""
     metric, accuracies = "eval/set/avg@4", {1: 0.5, 2: 0.8, 3: 0.8, 4: 0.6, 5: None, 6: 0.9, 7: 0.1}
     kept = {}
     for step, accuracy in accuracies.items():

@@ -59,8 +59,10 @@ def test_a_few_graphs_serve_all_layers_and_lengths(found):
     assert new["LoRA, recomputed"] >= 8 and new["images"] >= 4
 
 
-def test_the_head_is_a_kernel_forwards_and_one_backwards_in_place(monkeypatch):
-    """In bf16, with chunks of 9 and 4 tokens. Values of eager mode within 1e-5, gradients within a rounding."""
+def test_the_head_compiles_to_one_kernel_in_each_direction(monkeypatch):
+    """The head is one kernel forwards, and one backwards, in place. In bf16, with chunks of 9 and 4 tokens. Values
+    of eager mode within 1e-5, gradients within a rounding.
+    """
     monkeypatch.setattr(sizes, "HEAD_CHUNK_LOGITS", 9 * 1000)
     torch.manual_seed(0)
     hidden, head = torch.randn(13, 16).bfloat16(), nn.Linear(16, 1000, bias=False).bfloat16()
@@ -83,8 +85,10 @@ def test_the_head_is_a_kernel_forwards_and_one_backwards_in_place(monkeypatch):
     assert len(sources) <= 3 and not any(re.search(r"empty_strided_cpu\(\(\w+, 1000\)", x) for x in sources[1:])
 
 
-def test_a_run_follows_the_golden_curve_and_is_the_same_after_a_kill(tmp_path):
-    """Its first three steps. Step 1 within the tolerance of test_main_job.py; the last from a checkpoint of step 2."""
+def test_a_compiled_run_follows_the_golden_curve(tmp_path):
+    """A compiled run follows the golden curve, and is the same after a kill. Its first three steps. Step 1 within
+    the tolerance of test_main_job.py; the last from a checkpoint of step 2.
+    """
 
     def run(folder: Path) -> dict[int, dict[str, float]]:
         done = run_job(run_script, folder, "--compile", *FEW, OMP_NUM_THREADS=1)

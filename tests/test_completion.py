@@ -49,12 +49,14 @@ def test_tags_are_read_and_what_is_around_messages_is_not(sampled, shown):
     assert read(sampled) == shown
 
 
-def test_a_token_in_the_middle_is_no_end_and_a_cut_completion_has_none():
+def test_an_end_token_in_the_middle_is_no_end():
+    """A token in the middle is no end, and a completion that was cut off has none."""
     assert read("a<|eom|>b<eos>") == "a<|eom|>b"
     assert read("<answer>4<|python_tag|>", "length") == "<answer>4<|python_tag|>"
 
 
-def test_characters_of_several_tokens_come_together_around_a_token_that_is_left_out():
+def test_a_characters_tokens_join_around_a_token_left_out():
+    """Characters of several tokens come together around a token that is left out."""
     tokenizer = tokenizer_of()
     first, second = tokenizer("é", add_special_tokens=False)["input_ids"]
     ids = [first, tokenizer.pad_token_id, second, tokenizer.eos_token_id]
@@ -64,7 +66,8 @@ def test_characters_of_several_tokens_come_together_around_a_token_that_is_left_
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, None])
-def test_a_tokenizer_without_such_tokens_gives_the_text_without_special_tokens(template):
+def test_without_tags_the_text_has_no_special_tokens(template):
+    """A tokenizer without tags among its special tokens gives the text without special tokens."""
     tokenizer = byte_tokenizer(template and template.replace("<|im_start|>", "<pic>"))
     ids = tokenizer("<bos>a <eos>é<eos>", add_special_tokens=False)["input_ids"]
     assert Completion(ids, finish_reason="stop").read(tokenizer) == tokenizer.decode(ids, skip_special_tokens=True)

@@ -107,8 +107,11 @@ def test_vllm_makes_of_our_options_what_the_engine_relies_on(name, kind, resolve
     assert captured[-1] <= 512
 
 
-def test_the_first_rank_shows_the_warnings_of_vllm_and_engines_add_with_kernels_that_come_compiled(resolved):
-    """FlashInfer's all-reduce would look for nvcc at its first call, and end the engine where there is none."""
+def test_only_the_first_rank_shows_the_warnings_of_vllm(resolved):
+    """The first rank alone shows the warnings of vLLM, and engines sum over their ranks with kernels that come
+    compiled. FlashInfer's all-reduce would look for nvcc at its first call, and end the engine where there is
+    none.
+    """
     assert {kind: found["log level"] for kind, found in resolved.items()} == {"H100": "WARNING", "A100": "ERROR"}
     assert not any(found["adds with FlashInfer"] for found in resolved.values())
 
@@ -178,7 +181,8 @@ def change(engine: object) -> None:
     engine.sync([("name", torch.ones(1))])
 
 
-def test_weights_get_their_memory_back_before_the_transfer_and_the_cache_after_it(rollout, monkeypatch):
+def test_weights_wake_before_the_transfer_and_the_cache_after_it(rollout, monkeypatch):
+    """Weights get their memory back before the transfer, and the cache after it."""
     llm = RecordedLLM()
     engine = engine_on_cuda(rollout, llm, monkeypatch)
     engine.sync([("name", torch.zeros(1))])
@@ -214,8 +218,10 @@ def test_an_engine_whose_change_has_failed_never_samples_again(call, rollout, mo
     assert len(llm.calls) == CHANGES.index(call) + 1
 
 
-def test_segments_of_memory_may_expand_when_the_graphs_are_captured_and_not_before(rollout, monkeypatch):
-    """Custom all-reduce cannot register graphs over them (vLLM issue 42609); `init_world` switches them off."""
+def test_memory_segments_expand_only_after_graph_capture(rollout, monkeypatch):
+    """Memory segments may expand when the graphs are captured, and not before. Custom all-reduce cannot register
+    graphs over them (vLLM issue 42609); `init_world` switches them off.
+    """
     order = []
     monkeypatch.setattr(rollout, "LLM", lambda **options: order.append("captured") or RecordedLLM())
     monkeypatch.setattr(rollout, "set_allocator", lambda is_expandable: order.append(f"expandable {is_expandable}"))
@@ -224,7 +230,8 @@ def test_segments_of_memory_may_expand_when_the_graphs_are_captured_and_not_befo
     assert order == ["captured", "expandable True"]
 
 
-def test_an_engine_that_cannot_start_for_lack_of_memory_says_so_and_other_errors_are_left_alone(monkeypatch):
+def test_an_engine_that_lacks_memory_at_the_start_says_so(monkeypatch):
+    """An engine that cannot start for lack of memory says so, and other errors are left alone."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10 * 2**30, 80 * 2**30))
     free = "Free memory on device cuda:0 (10.0/80.0 GiB) on startup is less than desired GPU memory utilization"
@@ -330,8 +337,10 @@ class Copies(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_weights_cross_the_bus_in_the_dtype_that_they_have_and_are_converted_behind_it(num_ranks):
-    """In one blocking step torch converts on the host: slowly, and to twice the bytes. "meta" stands for the GPU."""
+def test_weights_cross_the_bus_in_the_dtype_that_they_have(num_ranks):
+    """Weights cross the bus in the dtype that they have, and are converted behind it. In one blocking step torch
+    converts on the host: slowly, and to twice the bytes. "meta" stands for the GPU.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     mesh = init_device_mesh("cpu", (num_ranks,))
     on_host, on_gpu = (

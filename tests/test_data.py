@@ -63,7 +63,8 @@ def prompts(loaded: PromptData) -> list[str]:
     return [prompt_of(row) for row in loaded.rows]
 
 
-def test_answers_become_text_and_those_that_cannot_are_excluded_and_listed(tmp_path):
+def test_answers_become_text_or_are_excluded_and_listed(tmp_path):
+    """Answers become text, and those that cannot are excluded and listed."""
     good = ["x", 3, 2.5, -0.0, 10**400, ["a", 1], {"f": "é"}, " y "]
     answers = ["x", "3", "2.5", "0", "1" + "0" * 400, '["a", "1"]', '{"f": "é"}', " y "]
     bad = {"null": None, "True": True, "blank": " \n", "inf": float("inf"), "nan": float("nan")}
@@ -97,7 +98,8 @@ BROKEN = [
 ]  # fmt: skip
 
 
-def test_messages_that_a_text_spells_are_read_or_refused_and_a_question_stays_a_text(tmp_path):
+def test_messages_spelled_as_text_are_read_or_refused(tmp_path):
+    """Messages that a text spells are read or refused, and a question stays a text."""
     spelled = [json.dumps(ASKED), json.dumps(ASKED, indent=1, ensure_ascii=False), repr(ASKED), f" {ASKED} \n"]
     loaded = problems(tmp_path, *spelled, *PLAIN, *BROKEN)
     assert texts(loaded)[:4] == texts(problems(tmp_path, ASKED)) * 4
@@ -106,7 +108,8 @@ def test_messages_that_a_text_spells_are_read_or_refused_and_a_question_stays_a_
     assert "neither as JSON nor as Python" in loaded.excluded[0][1]
 
 
-def test_a_column_is_looked_up_literally_first_and_then_as_a_path(tmp_path):
+def test_a_column_name_is_literal_first_and_then_a_path(tmp_path):
+    """A column is looked up literally first, and then as a path."""
     rows = [{"problem": "q", "a.b": "literal", "a": {"b": "nested", "c": {"d": 7}}}]
     assert load_rows(tmp_path, rows, answer_column="a.b").rows[0].answer == "literal"
     assert load_rows(tmp_path, rows, answer_column="a.c.d").rows[0].answer == "7"
@@ -141,7 +144,8 @@ def test_images_come_from_paths_beside_the_data_or_from_bytes(tmp_path):
         assert [row.encoded_images for row in load(parquet, **WITH_IMAGES).rows] == [encoded] * 2
 
 
-def test_images_are_read_from_base64_and_data_uris_and_a_url_is_told(tmp_path):
+def test_images_are_read_from_base64_and_data_uris(tmp_path):
+    """Images are read from base64 and data URIs, and a URL is refused with the reason."""
     packed = base64.b64encode(png(1)).decode()
     (tmp_path / ("f" * 64)).write_bytes(png(2))  # a file, although its name could be base64
     good = [packed, "data:image/png;base64," + packed, packed.rstrip("="), base64.encodebytes(png(1)).decode()]
@@ -197,7 +201,8 @@ def test_a_template_without_a_place_for_images_is_refused(message, reason, tmp_p
 # Rendering
 
 
-def test_prompts_are_rendered_by_the_chat_template_and_dropped_by_token_count(policy, tmp_path):
+def test_prompts_are_rendered_and_dropped_by_token_count(policy, tmp_path):
+    """Prompts are rendered by the chat template, and dropped by their number of tokens."""
     tokenizer = AutoTokenizer.from_pretrained(policy)
     given = "1+1", "100+100", "1+2"
     loaded = problems(tmp_path, *given, tokenizer=tokenizer, max_prompt_tokens=5)
@@ -223,7 +228,8 @@ def test_system_prompt_and_suffix_are_part_of_the_conversation(tmp_path):
 WITH_TOKENS = "<bos>{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<eos>{% endfor %}[assistant]<think>"
 
 
-def test_a_prompt_that_holds_the_chat_template_is_not_put_into_it_again(tmp_path):
+def test_a_prompt_that_is_already_rendered_is_not_rendered_again(tmp_path):
+    """A prompt that holds the chat template is not put into it again."""
     tokenizer = byte_tokenizer(WITH_TOKENS)
     tokenizer.add_tokens(["<think>"])  # not a special one
     rendered = ["<bos>[user]a<eos>", "[user]a<eos>\n[assistant]", [*user("a<eos>"), *user("b")]]
@@ -239,7 +245,8 @@ def test_a_prompt_that_holds_the_chat_template_is_not_put_into_it_again(tmp_path
     assert texts(problems(tmp_path, *rendered[:2], tokenizer=tokenizer, prompt_format="raw")) == rendered[:2]
 
 
-def test_raw_prompts_are_the_text_with_the_tokenizers_special_tokens(tmp_path):
+def test_raw_prompts_are_the_text_with_special_tokens(tmp_path):
+    """Raw prompts are the text with the tokenizer's special tokens."""
     talk = [*user("a"), {"role": "assistant", "content": "b"}, *user("c")]
     loaded = problems(tmp_path, "q", user("r"), talk, prompt_format="raw", prompt_suffix="!")
     assert texts(loaded) == ["q!", "r!"] and TOKENIZER.decode(loaded.rows[0].ids.tolist()) == "<bos>q!"
@@ -248,7 +255,8 @@ def test_raw_prompts_are_the_text_with_the_tokenizers_special_tokens(tmp_path):
     assert [TOKENIZER.decode(row.ids.tolist()) for row in mixed.rows] == ["<bos>q", "<bos>q"], "one BOS each"
 
 
-def test_a_missing_chat_template_and_flags_that_need_one_are_refused(tmp_path):
+def test_a_missing_chat_template_is_refused_where_needed(tmp_path):
+    """A missing chat template, and flags that need one, are refused."""
     bare = byte_tokenizer(chat_template=None)
     assert_refused("has no chat template; .*--prompt_format raw", tmp_path, "1+1", tokenizer=bare)
     loaded = problems(tmp_path, "1+1", tokenizer=bare, prompt_format="raw")
@@ -258,7 +266,8 @@ def test_a_missing_chat_template_and_flags_that_need_one_are_refused(tmp_path):
         assert_refused(words, tmp_path, "q", prompt_format="raw", **{flag: value})
 
 
-def test_a_row_that_the_template_refuses_is_excluded_and_others_are_rendered(tmp_path):
+def test_a_row_that_the_template_refuses_is_excluded(tmp_path):
+    """A row that the template refuses is excluded, and the others are rendered."""
     lone = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system') }}{% endif %}"
     talk = [{"role": "system", "content": "s"}, *user("q")]
     loaded = problems(tmp_path, talk, "q", tokenizer=byte_tokenizer(lone + WITH_TOKENS))
@@ -273,7 +282,8 @@ def permutations(seed: int, size: int, count: int) -> list[list[int]]:
     return [np.random.default_rng([seed, epoch]).permutation(size).tolist() for epoch in range(count)]
 
 
-def test_each_epoch_is_a_new_permutation_and_a_step_is_a_function_of_the_seed(tmp_path):
+def test_each_epoch_is_a_new_permutation_of_the_seed(tmp_path):
+    """Each epoch is a new permutation, and a step is a function of the seed."""
     loaded = numbered(tmp_path, 10)
     steps = [loaded.indices_of_step(step, 3, seed=5).tolist() for step in range(1, 10)]
     epochs = [sum(steps[i : i + 3], []) for i in (0, 3, 6)]
@@ -296,8 +306,10 @@ def test_a_mixture_draws_every_row_of_every_source_once(tmp_path):
     assert PromptData.mix(parts[:1]) is parts[0]
 
 
-def test_rows_that_are_not_shuffled_keep_their_order_in_each_epoch(tmp_path):
-    """By steps, by steps over the end of an epoch, and one by one, as dynamic sampling draws."""
+def test_unshuffled_rows_keep_their_order_in_each_epoch(tmp_path):
+    """Rows that are not shuffled keep their order in each epoch. By steps, by steps over the end of an epoch, and
+    one by one, as dynamic sampling draws.
+    """
     loaded = replace(numbered(tmp_path, 10), is_shuffled=False)
     epoch = list(range(10))
     assert sum([loaded.indices_of_step(step, 3, 5).tolist() for step in range(1, 7)], []) == epoch[:9] * 2
@@ -312,7 +324,8 @@ def test_rows_that_are_not_shuffled_keep_their_order_in_each_epoch(tmp_path):
     assert mixture.indices_of_step(1, 15, 3).tolist() == list(range(15))
 
 
-def test_excluded_rows_join_the_list_and_the_others_keep_what_is_theirs(tmp_path):
+def test_excluded_rows_join_the_list_and_leave_the_others_whole(tmp_path):
+    """Excluded rows join the list, and the others keep what is theirs."""
     loaded = numbered(tmp_path, 6)
     where = [f"{tmp_path}/rows.jsonl, line {i}" for i in range(1, 7)]
     rest = loaded.exclude({4: "answer cannot be parsed", 1: "no"})
@@ -325,7 +338,8 @@ def test_excluded_rows_join_the_list_and_the_others_keep_what_is_theirs(tmp_path
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_prompt_and_answer_stay_together_through_draw_filter_exclude_mix_shuffle_and_resume(seed, tmp_path):
+def test_prompt_and_answer_stay_together_from_draw_to_resume(seed, tmp_path):
+    """Prompt and answer stay together through draw, filter, exclusion, mixing, shuffling and resume."""
     rng = np.random.default_rng(seed)
     parts = []
     for name in ("a", "long_name", "c"):
@@ -361,7 +375,8 @@ def test_the_description_counts_and_names(tmp_path):
     assert loaded.describe()[1:] == listed, "without a file that has them, all are told"
 
 
-def test_the_command_shows_the_data_without_the_library_of_data_sets(tmp_path):
+def test_the_command_shows_the_data_without_importing_datasets(tmp_path):
+    """The command shows the data without importing the datasets library."""
     byte_tokenizer(VISION_TEMPLATE).save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "a.png").write_bytes(png())
     rows = [{"problem": f"What is {i}?", "answer": i, "image": "a.png"} for i in range(3)]
@@ -377,7 +392,8 @@ def test_the_command_shows_the_data_without_the_library_of_data_sets(tmp_path):
     assert "What is 1?" not in shown
 
 
-def test_variables_reach_the_chat_template_and_others_are_refused(tmp_path):
+def test_known_variables_reach_the_chat_template(tmp_path):
+    """Variables reach the chat template, and those that it does not use are refused."""
     template = TOKENIZER.chat_template + "{% if enable_thinking is defined and not enable_thinking %}none{% endif %}"
     tokenizer = byte_tokenizer(template + "{{ style | default('') }}")
     found = [
@@ -412,7 +428,8 @@ def test_another_variable_is_a_text(text):
 
 
 @pytest.mark.parametrize("condition", ["not enable_thinking", "enable_thinking is false"])  # the second: Qwen3
-def test_thinking_is_off_in_every_spelling_and_the_log_shows_the_type(condition):
+def test_thinking_is_off_in_every_spelling_of_false(condition):
+    """Thinking is off in every spelling of false, and the log shows the type of the value."""
     template = TOKENIZER.chat_template + "{% if enable_thinking is defined and " + condition + " %}none{% endif %}"
     tokenizer, row = byte_tokenizer(template + "{{ style }}"), [{"role": "user", "content": "q"}]
     for text in ("false", "False", "no", "off", "0", "true", "True", "yes", "1"):
@@ -426,7 +443,8 @@ def test_thinking_is_off_in_every_spelling_and_the_log_shows_the_type(condition)
         ]  # fmt: skip
 
 
-def test_the_date_of_a_template_is_told_and_can_be_another_than_that_of_the_clock():
+def test_the_date_in_a_template_is_logged_and_can_be_chosen():
+    """The date of a template is logged, and can be another than that of the clock."""
     tokenizer = byte_tokenizer("{{ strftime_now('%d %b %Y %H:%M') }}" + TOKENIZER.chat_template)
     row, form = [{"role": "user", "content": "q"}], PromptFormat(today="2024-07-26")
     assert render(row, form, tokenizer) == "26 Jul 2024 00:00[user]q[assistant]"

@@ -41,7 +41,8 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one():
         assert pass_at_k(num_correct, 5, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
 
 
-def test_the_majority_is_the_most_frequent_answer_and_ties_count_in_part():
+def test_the_majority_is_the_most_frequent_answer():
+    """The majority is the most frequent answer, and ties count in part."""
     right, other, third, none = grade(1.0, "1/2"), grade(0.0, "2"), grade(0.0, "3"), grade(0.0, None)
     for grades, score in (
         ([right, right, other], 1.0),
@@ -71,7 +72,8 @@ def test_every_figure_has_its_standard_error_over_problems():
     assert found == (*figures["avg@4"], figures["pass@2"][1])
 
 
-def test_one_problem_tells_no_standard_error_and_one_sample_no_pass_at_k():
+def test_one_problem_gives_no_standard_error():
+    """One problem gives no standard error, and one sample no pass@k."""
     figures = figures_of(replace(make_rollout([3]), grades=[grade(1.0, "1")]), 1)
     assert figures["avg@1"][0] == 1.0 and math.isnan(figures["avg@1"][1])
     assert not [name for name in figures if "pass" in name or "maj" in name]
@@ -90,7 +92,8 @@ def held_out(name: str, *answers: str) -> PromptData:
     return PromptData(name, [Row([message], answer, {}, f"{name}, line {i}") for i, answer in enumerate(answers)])
 
 
-def test_evaluation_is_due_every_so_many_steps_after_the_last_and_before_the_first_if_asked(tmp_path):
+def test_evaluation_is_due_every_few_steps_and_after_the_last(tmp_path):
+    """Evaluation is due every so many steps and after the last one, and before the first one if asked for."""
     for every, is_first, due in ((3, False, [3, 6, 7]), (3, True, [0, 3, 6, 7]), (0, True, [0]), (0, False, [])):
         evaluator = Evaluator([], [], None, tmp_path, every, is_first, seed=1)
         assert [step for step in range(8) if evaluator.is_due(step, is_last=step == 7)] == due
@@ -143,7 +146,8 @@ def test_the_command_tells_mistakes_in_one_line(given, words, policy, tmp_path, 
     assert line.startswith("error: ") and re.search(words, line)
 
 
-def test_like_a_run_is_evaluated_as_it_trains_and_the_results_are_not_in_the_checkpoint(tmp_path, monkeypatch):
+def test_like_a_run_is_evaluated_as_it_trains(tmp_path, monkeypatch):
+    """With --like, a checkpoint is evaluated as its run trains, and the results are not in the checkpoint."""
     run = vars(flags(reward="math:2,length", prompt_suffix=" Go.", max_completion_tokens=7, eval_samples=2))
     (tmp_path / "config.json").write_text(json.dumps(run))
     (tmp_path / "step_3").mkdir()
@@ -166,7 +170,8 @@ def run(run_it: Callable, name: str, *flags: object, **environment: object) -> s
     return done.stdout
 
 
-def test_the_script_of_six_sets_runs_as_it_is_and_its_results_are_those_of_the_completions(policy, tmp_path):
+def test_the_script_of_six_sets_reports_its_completions(policy, tmp_path):
+    """The script of six sets runs as it is, and its results are those of the completions."""
     for name in ("math500", "gsm8k", "minerva", "olympiadbench", "aime24", "amc23"):
         (tmp_path / f"{name}.jsonl").write_text((policy / "heldout.jsonl").read_text())
     out = tmp_path / "out"

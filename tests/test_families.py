@@ -74,7 +74,8 @@ def found(folder):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_trainer_sampler_and_plain_transformers_agree_before_and_after_an_update(name, folder, found):
+def test_trainer_sampler_and_plain_transformers_agree(name, folder, found):
+    """Trainer, sampler and plain transformers agree before and after an update."""
     of_model = found[name]
     assert of_model["gap"] < LARGEST_GAP and of_model["gap after"] < LARGEST_GAP
     assert of_model["gap of a stale engine"] > 0.1, "a nearly uniform distribution would agree with anything"
@@ -114,7 +115,8 @@ REFUSED = {  # type of a model -> what the sentence says that it has
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
-def test_a_family_that_is_not_computed_alike_is_refused_before_weights_are_read(model_type):
+def test_a_family_that_is_computed_otherwise_is_refused_early(model_type):
+    """A family that is not computed alike is refused before weights are read."""
     config = AutoConfig.for_model(model_type)
     with pytest.raises(ValueError) as error:
         check_config("m", config, (32, 32), 1)

@@ -7,7 +7,8 @@ from helpers.made_up import flags
 from inputs.command_line import parse_flags
 
 
-def test_the_length_of_a_run_is_given_in_epochs_or_in_episodes_rounded_down_to_whole_steps():
+def test_the_length_of_a_run_is_in_epochs_or_episodes():
+    """The length of a run is given in epochs or in episodes, rounded down to whole steps."""
     args = flags(prompts_per_step=1024, epochs=12, total_steps=None, keep_last=True)
     plan = make_plan(args, num_rows=8_532)
     assert plan.steps_per_epoch == 8532 / 1024
@@ -25,7 +26,8 @@ def test_the_length_of_a_run_is_given_in_epochs_or_in_episodes_rounded_down_to_w
     ({"learning_rate": 2.0, "lr_schedule": "cosine"}, [2.0, 1.7071068, 1.0, 0.2928932]),
     ({"learning_rate": 3.0, "lr_schedule": "constant"}, [3.0] * 4),
 ])  # fmt: skip
-def test_the_schedule_warms_up_to_the_peak_and_falls_without_a_wasted_update(changes, expected):
+def test_the_schedule_warms_up_and_falls_without_a_wasted_update(changes, expected):
+    """The schedule warms up to the peak and falls, without a wasted update."""
     plan = make_plan(flags(total_steps=len(expected), **changes), num_rows=32)
     assert [plan.rate(u) for u in range(len(expected))] == pytest.approx(expected)
 
@@ -59,7 +61,8 @@ def test_what_may_change_when_a_run_continues():
     assert free_on_resume(flags(lr_schedule="cosine")) == free_on_resume(flags(warmup_ratio=0.1)) == free
 
 
-def test_each_flag_is_declared_once_and_its_default_is_within_its_range():
+def test_each_flag_is_declared_once_with_a_default_in_its_range():
+    """Each flag is declared once, and its default is within its range."""
     declared = [each.name for group in GROUPS.values() for each in group]
     assert len(declared) == len(set(declared)) == len(FLAGS)
     for each in FLAGS.values():
@@ -98,7 +101,8 @@ def test_the_arithmetic_is_bfloat16_on_gpus_and_float32_on_cpus(settings, given,
     assert parse_flags(f"--model m --train_data a --out_dir o {given}".split()).dtype == expected
 
 
-def test_the_frozen_objects_have_the_defaults_of_the_flags_and_take_their_values():
+def test_frozen_objects_take_defaults_and_values_of_the_flags():
+    """The frozen objects have the defaults of the flags, and take their values."""
     assert Memory() == Memory.from_flags(flags(dtype="bfloat16"))
     assert AdamW() == AdamW.from_flags(flags()) and Lora() == Lora.from_flags(flags())
     assert AdamW.from_flags(flags(learning_rate=0.5, adam_beta2=0.95)) == AdamW(learning_rate=0.5, adam_beta2=0.95)

@@ -38,8 +38,10 @@ def whole_cases(results: dict, algorithm: str) -> list[tuple[dict, dict]]:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_loss_and_gradient_are_those_of_one_process_and_one_batch(algorithm, results, policy):
-    """The weights of the sequences are written out here; the equations are those of `grpo.py`, see test_grpo.py."""
+def test_loss_and_gradient_equal_one_process_with_one_batch(algorithm, results, policy):
+    """Loss and gradient are those of one process and one batch. The weights of the sequences are written out here;
+    the equations are those of `grpo.py`, see test_grpo.py.
+    """
     model, rollout = load_policy(policy), rollout_of("any")
     settings = algorithm_of(parsed(f"{COMMON} {ALGORITHMS[algorithm]}"))
     batch = with_advantages(rollout, pack(rollout, list(range(8))))

@@ -22,8 +22,9 @@ def one_visible_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("group_size", [1, 16])
-def test_varlen_attention_gives_the_logprobs_and_gradients_of_the_cpu_path(group_size, policy):
-    """Also where completions share their prompts, which needs a causal mask that ends with the last key.
+def test_varlen_attention_agrees_with_the_cpu_path(group_size, policy):
+    """Varlen attention gives the log-probs and gradients of the CPU path. Also where completions share their
+    prompts, which needs a causal mask that ends with the last key.
 
     bf16 on the GPU against fp32 on the CPU: log-probs within 0.05, the gradients' cosine above 0.999.
     """
@@ -40,7 +41,8 @@ def test_varlen_attention_gives_the_logprobs_and_gradients_of_the_cpu_path(group
     assert torch.cosine_similarity(gradients[0], gradients[1], dim=0) > 0.999
 
 
-def test_fp32_logits_are_those_of_an_fp64_head_on_the_same_bf16_numbers():
+def test_fp32_logits_on_a_gpu_are_those_of_an_fp64_head():
+    """Logits in fp32 are those of an fp64 head on the same bf16 numbers."""
     torch.manual_seed(0)
     hidden, head = torch.randn(40, 512), nn.Linear(512, 3000, bias=False)
     labels, exact = torch.randint(3000, (40,)), (hidden.bfloat16().double() @ head.weight.bfloat16().double().T)
@@ -63,8 +65,10 @@ def trained(policy, out_dir, **changes) -> dict:
     return metrics_of(out_dir)
 
 
-def test_an_update_that_communicates_once_and_shares_prompts_trains_the_same(policy, tmp_path):
-    """Losses within 0.02 of the plain run's: bf16 arithmetic, in other kernels. The engine sleeps and wakes twice."""
+def test_communicate_once_and_share_prompts_train_the_same(policy, tmp_path):
+    """An update that communicates once and shares prompts trains the same. Losses within 0.02 of the plain run's:
+    bf16 arithmetic, in other kernels. The engine sleeps and wakes twice.
+    """
     common = {"gradient_checkpointing": True, "eval_data": None, "eval_every": 0, "eval_before_training": None}
     plain = trained(policy, tmp_path / "plain", **common, total_steps=3)
     found = trained(policy, tmp_path / "fast", **common, total_steps=3, communicate_once=True, share_prompts=True)

@@ -74,7 +74,8 @@ def test_nothing_of_another_grading_is_left_in_a_row(tmp_path):
     assert graded(tmp_path) == [other | {"answer": "5"} | of_now]
 
 
-def test_the_command_compares_the_rows_of_a_group_and_truncated_ones_count_as_0(tmp_path):
+def test_the_command_compares_groups_and_grades_truncated_rows_0(tmp_path):
+    """The command compares the rows of a group, and truncated ones count as 0."""
     code = "def score(completions):\n    return [{'reward': len(c), 'of': len(completions)} for c in completions]\n"
     (tmp_path / "my_reward.py").write_text(code)
     rows = [{"completion": "x" * i, "answer": "4", "is_truncated": i == 3} for i in range(4)]
@@ -84,7 +85,8 @@ def test_the_command_compares_the_rows_of_a_group_and_truncated_ones_count_as_0(
     assert found == [(0, 2), (1, 2), (2, 1), (0, None)]
 
 
-def test_prompts_that_are_messages_are_a_column_and_empty_fields_are_missing(tmp_path):
+def test_messages_as_a_prompt_are_a_column_of_the_row(tmp_path):
+    """Prompts that are messages are a column, and empty fields count as missing."""
     code = (
         "def score(completion, columns, max_tokens):\n    return len(columns['prompt'][-1]['content']) + max_tokens\n"
     )
@@ -100,7 +102,8 @@ def test_prompts_that_are_messages_are_a_column_and_empty_fields_are_missing(tmp
     ("completions", 3, "does not divide the 2 rows"),
     ("completions, completion_ids", 2, "takes token ids, which only a training run has"),
 ])  # fmt: skip
-def test_a_reward_that_the_file_cannot_serve_is_refused_before_anything_is_graded(parameters, size, words, tmp_path):
+def test_a_reward_that_the_file_cannot_serve_is_refused_at_once(parameters, size, words, tmp_path):
+    """A reward that the file cannot serve is refused before anything is graded."""
     (tmp_path / "my_reward.py").write_text(f"def score({parameters}):\n    return [1.0 for _ in completions]\n")
     assert words in refused(tmp_path, [ROW, ROW], "my_reward.py:score", "--group_size", size)
     assert not (tmp_path / "out.jsonl").exists()
@@ -125,7 +128,8 @@ def test_rows_of_different_prompts_are_not_compared(column, tmp_path):
     ('{"completion": "1", "answer": []}', ["line 1: the answer is a list without an answer"]),
     ("\n", ["holds no rows"]),
 ])  # fmt: skip
-def test_the_command_names_the_line_it_cannot_read_and_writes_nothing(content, words, tmp_path):
+def test_the_command_names_the_line_that_it_cannot_read(content, words, tmp_path):
+    """The command names the line that it cannot read, and writes nothing."""
     (tmp_path / "out.jsonl").write_text("precious")
     sentence = refused(tmp_path, content, "math")
     assert sentence.startswith("error: ") and all(word in sentence for word in words)

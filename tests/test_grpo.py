@@ -326,7 +326,7 @@ EQUATIONS = [
 ]  # fmt: skip
 
 
-def stacked(weights: grpo.Weights) -> Tensor:
+def stacked(weights: grpo.Correction) -> Tensor:
     return torch.stack([weights[0], weights[1].to(weights[0].dtype)])
 
 
@@ -364,7 +364,8 @@ def test_gradients_are_those_of_the_papers_equations(function, equation, setting
 @each_seed
 @pytest.mark.parametrize("kind", AGGREGATIONS)
 @pytest.mark.parametrize("constant", [12.0, 4.0])
-def test_the_weighted_sum_of_token_losses_equals_the_papers_aggregation(constant, kind, seed):
+def test_weighted_token_losses_add_up_to_the_papers_aggregation(constant, kind, seed):
+    """The weighted sum of token losses equals the paper's aggregation."""
     case = make_case(seed)
     weights_B = aggregation(case.lengths_B, kind, constant)
     total = masked_sum(weights_B[case.sequence_ids_N] * case.advantages_N, case.mask_N)
@@ -378,7 +379,8 @@ def test_the_weighted_sum_of_token_losses_equals_the_papers_aggregation(constant
 @pytest.mark.parametrize("kind", ADVANTAGES)
 @pytest.mark.parametrize("eps", [1e-6, 0.0])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1])  # 0.1 * 7 / 7 is not 0.1 in float32
-def test_a_group_of_equal_rewards_has_exactly_zero_advantage_alone_and_beside_a_group_with_signal(kind, eps, reward):
+def test_a_group_of_equal_rewards_has_exactly_zero_advantage(kind, eps, reward):
+    """A group of equal rewards has exactly zero advantage, alone and beside a group with signal."""
     for ddof in (0, 1):
         assert advantages(torch.full((3, 7), reward), kind, ddof, eps).eq(0).all()
         first, second = advantages(torch.tensor([[reward] * 7, [reward] * 6 + [5.0]]), kind, ddof, eps)
@@ -386,7 +388,8 @@ def test_a_group_of_equal_rewards_has_exactly_zero_advantage_alone_and_beside_a_
 
 
 @pytest.mark.parametrize("outside", [5.0, 1e6, -math.inf, math.nan])
-def test_whitening_does_not_look_outside_the_mask_and_equal_values_are_exactly_zero(outside):
+def test_whitening_does_not_look_outside_the_mask(outside):
+    """Whitening does not look outside the mask, and equal values become exactly zero."""
     values, mask = torch.tensor([1.0, 2.0, 3.0, outside]), torch.tensor([True, True, True, False])
     found = whitened(values, mask, 1, 1e-6)
     assert_near(found, [-1.0, 0.0, 1.0, 0.0], tolerance=1e-5)
@@ -397,15 +400,18 @@ def test_whitening_does_not_look_outside_the_mask_and_equal_values_are_exactly_z
             assert whitened(torch.where(mask, 0.1, outside), mask, ddof, 1e-6).eq(0).all()
 
 
-def test_whitening_keeps_its_digits_where_float32_sums_would_lose_them():
+def test_whitening_keeps_digits_that_float32_sums_would_lose():
+    """Whitening keeps its digits where float32 sums would lose them."""
     values = 1000.0 + 0.01 * torch.randn(2000, generator=torch.Generator().manual_seed(0))
     mean, std = math.fsum(values.tolist()) / 2000, naive_std(values.tolist(), ddof=1)
     found = whitened(values, torch.ones(2000, dtype=torch.bool), 1, 1e-6)
     assert_near(found, [(value - mean) / (std + 1e-6) for value in values.tolist()], tolerance=1e-5)
 
 
-def test_unless_flags_say_otherwise_the_choices_are_grpos_with_the_papers_numbers():
-    """Advantages with ddof 1 and eps 1e-6, k3 clamped at 10, clips of 0.2, SAPO's taus 1 and 1.05."""
+def test_the_default_choices_are_grpos_with_the_papers_numbers():
+    """Unless flags say otherwise, the choices are GRPO's, with the papers' numbers. Advantages with ddof 1 and eps
+    1e-6, k3 clamped at 10, clips of 0.2, SAPO's taus 1 and 1.05.
+    """
     default, zeros = algorithm_of(flags()), torch.zeros(4)
     rewards_PG = torch.tensor([[0.0, 2e-6], [0.0, 2.0]])
     # std with ddof 1 is sqrt(2) times half the distance: 1e-6 / (1.41421e-6 + 1e-6) and 1 / (1.41421 + 1e-6)
@@ -424,7 +430,8 @@ def test_unless_flags_say_otherwise_the_choices_are_grpos_with_the_papers_number
 # Ratios ---------------------------------------------------------------------------------------------------------------
 
 
-def test_the_log_of_a_ratio_is_clamped_at_20_that_of_a_sequence_after_the_mean_over_its_tokens():
+def test_the_log_of_a_ratio_is_clamped_at_20():
+    """The log of a ratio is clamped at 20; that of a sequence is clamped after the mean over its tokens."""
     mask, sequence_ids = torch.tensor([True, True]), torch.tensor([0, 1])
     log_ratio, zeros = torch.tensor([30.0, -30.0], dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
     for ratio in (
@@ -442,8 +449,10 @@ def test_the_log_of_a_ratio_is_clamped_at_20_that_of_a_sequence_after_the_mean_o
 @pytest.mark.parametrize("poison", [0.0, math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize("function", [grpo.sequence_ratio, gspo_token_ratio])
-def test_a_sequence_ratio_is_1_and_has_exactly_no_gradient_at_masked_positions(function, is_old, poison):
-    """Elsewhere it is the geometric mean over the trained tokens of the sequence."""
+def test_a_sequence_ratio_has_no_gradient_at_masked_positions(function, is_old, poison):
+    """A sequence ratio is 1, and has exactly no gradient, at masked positions. Elsewhere it is the geometric mean
+    over the trained tokens of the sequence.
+    """
     logprobs, old_logprobs = torch.tensor([2.0, 7.0, 8.0, 5.0]).log(), torch.zeros(4)
     (old_logprobs if is_old else logprobs)[1] = poison
     logprobs.requires_grad_()
@@ -460,7 +469,8 @@ def test_a_sequence_ratio_is_1_and_has_exactly_no_gradient_at_masked_positions(f
 
 @each_seed
 @pytest.mark.parametrize("kind", LOSSES)
-def test_on_policy_the_ratio_is_exactly_1_and_the_gradient_minus_the_advantage(kind, seed):
+def test_on_policy_the_ratio_is_exactly_1(kind, seed):
+    """On policy the ratio is exactly 1, and the gradient is minus the advantage."""
     single, case = make_case(seed, torch.float32), make_case(seed)
     assert loss_of(single, single.old_logprobs_N, kind).ratio.eq(1).all()
     case.advantages_N = case.advantages_N[case.sequence_ids_N]  # one for each sequence
@@ -471,7 +481,8 @@ def test_on_policy_the_ratio_is_exactly_1_and_the_gradient_minus_the_advantage(k
 
 @each_seed
 @pytest.mark.parametrize("dual_clip", [0.0, 1.7])
-def test_the_tokens_marked_as_clipped_have_no_gradient_and_for_cispo_a_clipped_weight(dual_clip, seed):
+def test_clipped_tokens_have_no_gradient(dual_clip, seed):
+    """The tokens marked as clipped have no gradient, and, for CISPO, a clipped weight."""
     case = make_case(seed)
     for kind, bounds in (("clip", (0.2, 0.3)), ("dppo", (0.01, 0.03)), ("dppo_kl", (0.002, 0.01))):
         logprobs_N = case.logprobs_N.clone().requires_grad_()
@@ -486,7 +497,8 @@ def test_the_tokens_marked_as_clipped_have_no_gradient_and_for_cispo_a_clipped_w
     assert cispo.is_low.equal(ratio_N < 0.8) and cispo.is_high.equal(ratio_N > 1.3)
 
 
-def test_a_ratio_at_a_bound_and_an_advantage_of_0_are_not_clipped():
+def test_a_ratio_at_a_bound_or_a_zero_advantage_is_not_clipped():
+    """A ratio at a bound, and an advantage of 0, are not clipped."""
     ratio = torch.tensor([0.75, 1.25, 2.0, 0.1, 1.0, 10.0], requires_grad=True)
     advantages = torch.tensor([-1.0, 1.0, -1.0, 0.0, 0.0, 0.0])
     loss, _, is_low, is_high, _ = grpo.clipped(ratio, advantages, 0.25, 0.25, 2.0)
@@ -500,7 +512,8 @@ def test_a_ratio_at_a_bound_and_an_advantage_of_0_are_not_clipped():
 
 
 @pytest.mark.parametrize("kind", grpo.KL)
-def test_the_clamp_of_k3_is_on_x_at_20_and_on_the_value_and_far_from_the_reference_all_is_finite(kind):
+def test_kl_estimates_are_finite_far_from_the_reference(kind):
+    """The clamp of k3 is on x at 20 and on the value, and far from the reference everything is finite."""
     x = torch.tensor([25.0, -25.0, -13.0], dtype=torch.float64)
     if kind.startswith("k3"):
         expected = [485165174.40979, 19.0, 12.00000226]  # exp(20) - 20 - 1, exp(-20) + 20 - 1
@@ -517,7 +530,8 @@ def test_the_clamp_of_k3_is_on_x_at_20_and_on_the_value_and_far_from_the_referen
 
 
 @pytest.mark.parametrize("kind", CORRECTIONS)
-def test_a_ratio_at_a_bound_is_within_it_and_a_weight_has_no_gradient(kind):
+def test_a_correction_ratio_at_its_bound_is_within_it(kind):
+    """A ratio at a bound is within it, and a correction weight has no gradient."""
     old = torch.zeros(5, requires_grad=True)
     packing = torch.ones(5).bool(), torch.tensor([0, 0, 1, 2, 3])
     weights, is_outside = correction(old, torch.zeros(5), *packing, kind, 1.0, 1.0)
@@ -526,7 +540,8 @@ def test_a_ratio_at_a_bound_is_within_it_and_a_weight_has_no_gradient(kind):
 
 @pytest.mark.parametrize("kind", CORRECTIONS)
 @pytest.mark.parametrize("poison", [3.0, math.inf, math.nan])
-def test_a_token_that_is_not_trained_does_not_change_the_weights_of_its_sequence(kind, poison):
+def test_an_untrained_token_leaves_its_sequences_weights_alone(kind, poison):
+    """A token that is not trained does not change the weights of its sequence."""
     old_logprobs, mask = torch.tensor([1.5, poison, 1.0]).log(), torch.tensor([True, False, True])
     weights, _ = correction(old_logprobs, torch.zeros(3), mask, torch.tensor([0, 0, 1]), kind, 0.5, 2.0)
     assert_near(weights[mask], [1.5, 1.0], tolerance=1e-6)
@@ -537,13 +552,15 @@ def test_a_token_that_is_not_trained_does_not_change_the_weights_of_its_sequence
 
 
 @pytest.mark.parametrize("kind", AGGREGATIONS)
-def test_an_update_without_trained_tokens_has_a_finite_weight_for_each_sequence(kind):
+def test_an_update_without_trained_tokens_has_finite_weights(kind):
+    """An update without trained tokens has a finite weight for each sequence."""
     weights_B = aggregation(torch.tensor([0, 0, 0]), kind)
     assert weights_B.shape == (3,) and weights_B.isfinite().all()
 
 
 @pytest.mark.parametrize("poison", [0.0, math.inf, -math.inf, math.nan])
-def test_a_masked_sum_has_exactly_no_gradient_at_masked_positions(poison):
+def test_a_masked_sum_has_no_gradient_at_masked_positions(poison):
+    """A masked sum has exactly no gradient at masked positions."""
     values, mask = torch.tensor([1.0, poison, 2.0], requires_grad=True), torch.tensor([True, False, True])
     total = masked_sum(values, mask)
     total.backward()
@@ -557,8 +574,10 @@ def test_a_masked_sum_has_exactly_no_gradient_at_masked_positions(poison):
 # What is measured -----------------------------------------------------------------------------------------------------
 
 
-def test_kls_are_measured_without_the_clamp_of_the_loss_and_the_tokens_that_it_cuts_are_counted():
-    """Of one sequence of two tokens, with the default k3 in the loss: a clamp would cut rare tokens with a large k3."""
+def test_kls_are_measured_without_the_clamp_of_the_loss():
+    """KLs are measured without the clamp of the loss, and the tokens that it cuts are counted. Of one sequence of
+    two tokens, with the default k3 in the loss: a clamp would cut rare tokens with a large k3.
+    """
     old, new, sampler = torch.tensor([-1.0, -2.0]), torch.tensor([-41.0, -1.0]), torch.tensor([-2.0, -32.0])
     index, ones = torch.zeros(2, dtype=torch.int64), torch.ones(2)
     batch = Batch(

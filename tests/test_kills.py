@@ -79,8 +79,10 @@ def test_on_one_node_nothing_listens_beyond_the_loopback(undisturbed):
     assert undisturbed[1] == {"127.0.0.1"}, "gloo listens: the test looks at the right processes"
 
 
-def test_a_run_that_is_killed_in_eight_phases_ends_like_the_undisturbed_one(flags, undisturbed, tmp_path):
-    """Targets and signals are drawn. A phase may be over when the signal comes: they last some milliseconds."""
+def test_eight_kills_change_no_result_of_a_run(flags, undisturbed, tmp_path):
+    """A run that is killed in eight phases ends like the undisturbed one. Targets and signals are drawn. A phase
+    may be over when the signal comes: they last some milliseconds.
+    """
     rng, phases = random.Random(19), ["start", "sample", "checkpoint", "reward", "update", "evaluate", "sync"]
     moments = [lambda: rng.uniform(0, 0.5), *(lambda phase=phase: phase for phase in phases)]
     run = partial(soak.bring_to_its_end, flags=flags, rng=rng, moments=moments)
@@ -88,8 +90,10 @@ def test_a_run_that_is_killed_in_eight_phases_ends_like_the_undisturbed_one(flag
     assert (len(kills), wrong) == (8, [])
 
 
-def test_a_signal_in_any_phase_saves_the_run_and_it_continues_bit_for_bit(flags, undisturbed, tmp_path):
-    """It is given up before its update, or finished; an evaluation that was given up is made at the next start."""
+def test_a_signal_in_any_phase_saves_the_run(flags, undisturbed, tmp_path):
+    """A signal in any phase saves the run, and it continues bit for bit. It is given up before its update, or
+    finished; an evaluation that was given up is made at the next start.
+    """
     flags = [*flags, "--save_every", "0"]  # whatever is saved is saved because of the signal
     for number, phase in ((SIGINT, "sample"), (SIGTERM, "update"), (SIGTERM, "reward"), (SIGUSR1, "evaluate")):
         end_by_signal(number, phase, tmp_path / "run", flags)
@@ -97,8 +101,10 @@ def test_a_signal_in_any_phase_saves_the_run_and_it_continues_bit_for_bit(flags,
     assert soak.differences(tmp_path / "run", undisturbed[0]) == []
 
 
-def test_an_engine_over_two_ranks_gives_its_requests_up_when_one_of_them_gets_a_signal(flags, tmp_path):
-    """Both ranks must leave the engine at the same of its steps."""
+def test_a_signal_to_one_of_an_engines_ranks_aborts_its_requests(flags, tmp_path):
+    """An engine over two ranks gives its requests up when one of them gets a signal. Both ranks must leave the
+    engine at the same of its steps.
+    """
     flags = [*flags, "--tensor_parallel_size", "2", "--max_completion_tokens", "100", "--temperature", "2"]
     last = end_by_signal(SIGTERM, "sample", tmp_path / "run", flags, rank=1)
     soak.run_to_the_end(tmp_path / "run", [*flags, "--stop_after", str(last + 1)])

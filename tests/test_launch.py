@@ -59,7 +59,8 @@ def pids(folder: Path, num_ranks: int = 2) -> list[int]:
     return [int(file.read_text()) for file in files]
 
 
-def test_ranks_know_their_place_read_utf8_and_their_end_is_the_launchers(tmp_path, monkeypatch):
+def test_ranks_know_their_place_and_end_with_the_launcher(tmp_path, monkeypatch):
+    """Ranks know their place and read UTF-8, and their end is the launcher's."""
     monkeypatch.setenv("LC_ALL", "C")
     monkeypatch.setenv("PYTHONUTF8", "0")
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -98,8 +99,10 @@ def test_no_rank_outlives_its_launcher(tmp_path):
     (EXITS, "rank 1 ended with exit status 3."),  # the files of runtime/stall.py are of an earlier start
     (IN_UPDATE + STALLED + EXITS, "STALL: it hangs; then rank 1 (step 7, update) ended with exit status 3."),
 ])  # fmt: skip
-def test_the_last_line_is_the_reason_of_the_first_rank_that_failed_and_all_are_ended(body, last_line, tmp_path):
-    """With its place and the stall before. Also of a rank that does not end; a killed one, not what others say then."""
+def test_the_last_line_is_the_reason_of_the_first_failed_rank(body, last_line, tmp_path):
+    """The last line is the reason of the first rank that failed, and all ranks are ended. With its place and the
+    stall before. Also of a rank that does not end; a killed one, not what others say then.
+    """
     (tmp_path / "ranks").mkdir()
     for name, text in (("rank_1.json", '{"step": 7, "phase": "update", "d'), ("stall.txt", "STALL: it hangs\n  table")):
         (tmp_path / "ranks" / name).write_text(text)

@@ -91,7 +91,8 @@ def test_nobody_imports_a_higher_floor_also_not_for_a_type():
 
 
 @pytest.mark.parametrize("room", NEVER)
-def test_what_must_start_fast_or_in_many_processes_imports_no_heavy_package(room):
+def test_what_must_start_fast_imports_no_heavy_package(room):
+    """What must start fast, or in many processes, imports no heavy package."""
     for name in (name for name in TREES if room in (name, top(name))):
         assert not PACKAGES[name] & NEVER[room], name
 
@@ -102,7 +103,8 @@ def visitors(room: str) -> dict[str, set[str]]:
     return {name: modules for name, modules in found.items() if modules}
 
 
-def test_nothing_imports_what_stands_beside_and_rooms_are_entered_by_their_doors():
+def test_rooms_are_entered_by_their_doors():
+    """Nothing imports what stands beside the program, and rooms are entered by their doors."""
     beside = {"benchmarks", "scripts", "tests"}
     assert [name for name, packages in PACKAGES.items() if packages & beside] == []
     plan = {"dry_run", "memory_watch", "plan_advice", "plan_memory", "plan_report", "plan_setup", "plan_time"}
@@ -153,7 +155,8 @@ def test_functions_take_at_most_7_parameters_and_no_namespace(name):
             assert sees_all or function.name == "main" or "Namespace" not in annotations, where
 
 
-def test_main_is_at_most_100_lines_and_its_loop_has_numbered_phases_and_no_rank():
+def test_main_is_short_and_its_loop_has_numbered_phases():
+    """The function main() has at most 100 lines, and its loop has numbered phases and no rank."""
     (main,) = [node for node in TREES["train_grpo"].body if getattr(node, "name", "") == "main"]
     assert main.end_lineno - main.lineno + 1 <= 100
     loops = [node for node in ast.walk(main) if isinstance(node, ast.For)]
@@ -171,8 +174,10 @@ def test_the_readme_is_short():
     assert max(map(len, text.splitlines())) <= 120
 
 
-def test_broad_excepts_are_around_code_of_the_user_or_of_a_tracker_and_any_is_nowhere():
-    """The linter asks for a `noqa` at each; code of others may raise anything, and must be told in a sentence."""
+def test_broad_excepts_are_only_around_code_of_others():
+    """Broad excepts are only around code of the user or of a tracker, and `Any` is nowhere. The linter asks for a
+    `noqa` at each; code of others may raise anything, and must be told in a sentence.
+    """
     broad = r"except(?:\b[^:\n]*\b(?:Base)?Exception\b|:)"
     found = Counter(name for name, source in SOURCES.items() for _ in re.findall(broad, source))
     assert found == {"data": 1, "inputs.choices": 2, "grading.pool": 1, "grading.tools": 2, "instruments.console": 1}

@@ -74,7 +74,8 @@ def assert_trained(found: Tensor, expected: dict[int, float]) -> None:
     assert len(expected) == 13
 
 
-def test_vespo_weighs_a_token_by_a_gamma_kernel_of_its_sequences_ratio():
+def test_vespo_weighs_a_token_by_its_sequences_gamma_kernel():
+    """VESPO weighs a token by a gamma kernel of its sequence's ratio."""
     case, expected = make_case(), {}
     loss, gradient = loss_of(case, "vespo")
     for own in case.trained:
@@ -85,7 +86,8 @@ def test_vespo_weighs_a_token_by_a_gamma_kernel_of_its_sequences_ratio():
     assert_trained(loss.per_token, {t: slope * case.new[t].item() for t, slope in expected.items()})
 
 
-def test_gmpo_is_the_geometric_mean_of_token_ratios_that_are_clipped_before():
+def test_gmpo_is_the_geometric_mean_of_clipped_token_ratios():
+    """GMPO is the geometric mean of token ratios, which are clipped before."""
     case, expected, slopes = make_case(), {}, {}
     loss, gradient = loss_of(case, "gmpo", clip_low=0.4, clip_high=0.4)
     for own in case.trained:
@@ -101,7 +103,8 @@ def test_gmpo_is_the_geometric_mean_of_token_ratios_that_are_clipped_before():
     assert clipped == {t for t, slope in slopes.items() if slope == 0.0} != set()
 
 
-def test_off_policy_sequences_of_negative_advantage_are_left_out_and_counted():
+def test_off_policy_sequences_of_negative_advantage_are_left_out():
+    """Off-policy sequences of negative advantage are left out and counted."""
     case = make_case(advantages=[1.0, -1.0, -1.0, -1.0])
     case.sampler = case.new + torch.repeat_interleave(torch.tensor([2.0, 0.4, 0.6, -2.0]), torch.tensor(LENGTHS))
     loss, _ = loss_of(case, "off_policy_mask", **CLIP)
@@ -110,7 +113,8 @@ def test_off_policy_sequences_of_negative_advantage_are_left_out_and_counted():
     assert set(loss.metrics["off_policy_frac"].nonzero()[:, 0].tolist()) == left_out
 
 
-def test_of_the_80_20_rule_the_fifth_of_tokens_with_the_highest_entropy_is_trained():
+def test_the_80_20_rule_trains_the_tokens_of_highest_entropy():
+    """The 80/20 rule trains the fifth of tokens that has the highest entropy."""
     case = make_case()
     case.entropies[4] = 9.0  # not trained: does not count
     loss, _ = loss_of(case, "high_entropy", **CLIP)
@@ -119,7 +123,8 @@ def test_of_the_80_20_rule_the_fifth_of_tokens_with_the_highest_entropy_is_train
     assert_trained(loss.per_token, {t: naive_clip(case, t) if t in chosen else 0.0 for t in tokens})
 
 
-def test_clip_cov_leaves_out_a_share_of_the_tokens_whose_covariance_lies_in_the_window():
+def test_clip_cov_leaves_out_some_tokens_of_high_covariance():
+    """Clip-Cov leaves out a share of the tokens whose covariance lies in the window."""
     case = make_case(scale=0.05)
     loss, _ = loss_of(case, "clip_cov", {"ratio": 0.16, "low": 0.1, "high": 1.0}, **CLIP)
     tokens = sum(case.trained, [])
@@ -154,7 +159,8 @@ def assert_near(found: list[list[float]], expected: list[list[float]]) -> None:
     assert sum(found, []) == pytest.approx(sum(expected, []), abs=1e-6)
 
 
-def test_gdpo_compares_each_part_of_the_reward_within_its_group_by_itself():
+def test_gdpo_compares_each_part_of_the_reward_by_itself():
+    """GDPO compares each part of the reward within its group by itself."""
     right, form = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]], [[10.0, 20.0, 10.0, 30.0], [0.0, 5.0, 5.0, 5.0]]
     sums = []
     for groups in zip(right, form, strict=True):
@@ -165,7 +171,8 @@ def test_gdpo_compares_each_part_of_the_reward_within_its_group_by_itself():
     assert_near(found, [expected[:4], expected[4:]])
 
 
-def test_pass_at_k_is_the_mean_advantage_of_the_subsets_with_a_completion():
+def test_pass_at_k_is_the_mean_advantage_over_subsets():
+    """The pass@k advantage of a completion is the mean over the subsets that contain it."""
     rewards, expected = [[1.0, 0.0, 0.0, 0.0, 1.0, 0.0], [0.0] * 6, [1.0] * 6, [1.0] + [0.0] * 5], []
     for group in rewards:
         values = {subset: max(group[i] for i in subset) for subset in combinations(range(6), 4)}

@@ -35,7 +35,8 @@ def job(tmp_path_factory):
     return folder
 
 
-def test_the_policy_learns_to_think_on_the_main_job_and_sampler_and_trainer_agree(job):
+def test_the_policy_learns_to_think_on_the_main_job(job):
+    """The policy learns to think on the main job, and sampler and trainer agree."""
     metrics = metrics_of(job / "run")
     before, after = metrics[0], metrics[max(metrics)]
     assert before["eval/heldout/avg@4"] <= 0.45 and after["eval/heldout/avg@4"] >= 0.90
@@ -62,8 +63,10 @@ def test_the_first_twelve_steps_are_those_of_the_golden_curve(job):
         assert ours == pytest.approx(theirs, abs=drift), name
 
 
-def test_the_policy_in_the_repository_is_that_of_its_program_with_held_out_problems_that_are_never_trained_on(tmp_path):
-    """Two updates of 650, which take minutes: the weights are others, and all else is the same."""
+def test_the_stored_policy_is_that_of_its_program(tmp_path):
+    """The policy in the repository is that of its program, and its held-out problems are never trained on. Two
+    updates of 650, which take minutes: the weights are others, and all else is the same.
+    """
     done = run_command(
         [sys.executable, "scripts/warm_start.py", "--out_dir", f"{tmp_path}/policy", "--num_updates", "2"]
     )

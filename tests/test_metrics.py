@@ -45,8 +45,10 @@ def test_rollout_metrics_count_groups_lengths_and_truncation():
     assert alone["reward/frac_groups_all_right"] == 0.5 and "reward/frac_groups_with_signal" not in alone
 
 
-def test_the_standard_error_knows_that_completions_of_a_prompt_are_alike():
-    """Against the spread of 2,000 means of 20 prompts x 4 completions, of which a third is chosen; within 10 %."""
+def test_the_standard_error_is_clustered_by_prompt():
+    """The standard error takes into account that completions of a prompt are alike. Against the spread of 2,000
+    means of 20 prompts x 4 completions, of which a third is chosen; within 10 %.
+    """
     random, means, errors = np.random.default_rng(0), [], []
     for _ in range(2000):
         values = np.repeat(random.normal(0, 1, 20), 4) + random.normal(0, 0.5, 80)
@@ -58,7 +60,9 @@ def test_the_standard_error_knows_that_completions_of_a_prompt_are_alike():
     assert math.isnan(stderr_of_mean(np.ones(4), np.zeros(4, int))), "one group"
 
 
-def test_what_could_not_be_graded_is_counted_and_each_part_of_a_sum_has_its_mean():
+def test_ungraded_completions_are_counted_and_parts_averaged():
+    """What could not be graded is counted, and each part of a sum has its mean."""
+
     def found(grades: list[Grade]) -> dict[str, float]:
         return rollout_metrics(replace(make_rollout([1] * 4), grades=grades), group_size=2)
 
@@ -73,7 +77,8 @@ def test_what_could_not_be_graded_is_counted_and_each_part_of_a_sum_has_its_mean
     assert expected.items() <= found([Grade(1.0, "ok", parts)] * 4).items()
 
 
-def test_a_step_of_several_updates_is_merged_by_what_the_number_means():
+def test_updates_of_a_step_are_merged_by_what_a_number_means():
+    """The updates of a step are merged by what each number means: mean, maximum, minimum, last or sum."""
     names = ("policy/loss", "policy/ratio_max", "policy/ratio_min", "optim/lr", "optim/skipped_updates")
     first = dict(zip(names, (1.0, 2.0, 0.5, 0.1, 1.0), strict=True))
     second = dict(zip(names, (3.0, 1.5, 0.7, 0.2, 1.0), strict=True))
@@ -81,7 +86,8 @@ def test_a_step_of_several_updates_is_merged_by_what_the_number_means():
     assert merge_updates([]) == {}, "step 0 has none"
 
 
-def test_the_work_of_a_step_counts_prompts_for_the_trainer_and_what_was_thrown_away_for_the_sampler():
+def test_the_work_of_a_step_counts_prompts_and_discarded_samples():
+    """The work of a step counts prompts for the trainer, and what was thrown away for the sampler."""
     updates = [Update([pack(ROLLOUT, [0, 1])], 8, 2, 1), Update([pack(ROLLOUT, [2]), pack(ROLLOUT, [3])], 12, 2, 2)]
     sampled, costs = make_rollout([6, 2, 8, 4, 10], group_size=1), 32 + (81 + 25 + 121 + 49) / 10
     work = work_of_step(sampled, ROLLOUT, updates, POLICY, 2, share_prompts=False)
@@ -100,7 +106,8 @@ def test_the_work_of_a_step_counts_prompts_for_the_trainer_and_what_was_thrown_a
     assert work.update_flops == pytest.approx(3 * 100 * (26 + (81 + 25 + 121 + 49 - 2 * 3**2) / 10))
 
 
-def test_rates_and_waiting_are_those_of_the_step_and_what_it_did_not_do_has_no_rate():
+def test_rates_and_waiting_are_those_of_the_step():
+    """Rates and waiting times are those of the step, and what it did not do has no rate."""
     seconds = [np.array([3.0, 2.0]), np.array([0.5, 1.0])]  # two rounds of two engines
     times = {"time/sample_s": 4.0, "time/update_s": 5.0, "time/step_s": 20.0, "perf/update_idle_frac": 0.1}
     always = {

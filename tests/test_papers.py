@@ -28,7 +28,8 @@ PAPERS = json.loads((ROOT / "docs" / "papers.json").read_text())
 TINY = "--prompts_per_step 2 --prompts_per_update 1 --group_size 8 --learning_rate 1e-3 --max_rollout_gap 0"
 
 
-def test_the_page_names_every_method_in_order_and_every_loss_has_one():
+def test_the_page_names_every_method_and_every_loss_has_one():
+    """The page names every method in order, and every loss has one."""
     rows = re.findall(
         r"^\| `(\S+)` \| (?:\[(.+)\]\((.+)\)|(.+?)) \| (.+) \|$", (ROOT / "docs" / "papers.md").read_text(), re.M
     )

@@ -75,7 +75,8 @@ def test_every_link_leads_somewhere(page):
         assert not part or part in anchors(page.parent / file if file else page), f"{page.name}: {target}"
 
 
-def test_the_readme_names_every_page_and_the_program_only_pages_that_exist():
+def test_every_page_is_named_in_the_readme():
+    """The README names every page, and the program names only pages that exist."""
     names = {page.relative_to(ROOT).as_posix() for page in PAGES[1:]}
     assert {name for name in names if f"]({name}" not in README} == set()
     sources = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), *ROOT.glob("scripts/*.sh")]
@@ -85,7 +86,8 @@ def test_the_readme_names_every_page_and_the_program_only_pages_that_exist():
             assert named <= names, path
 
 
-def test_the_example_of_ones_own_fits_as_the_readme_says_and_pays_the_correct_answer(tmp_path, monkeypatch, capsys):
+def test_the_users_own_example_fits_and_pays_correct_answers(tmp_path, monkeypatch, capsys):
+    """The example of the user's own data and reward fits as the README says, and pays the correct answer."""
     problems, rewards = blocks("json")[0], blocks("python")[0]
     (tmp_path / "problems.jsonl").write_text(problems)
     (tmp_path / "my_reward.py").write_text(rewards)
@@ -106,7 +108,8 @@ def test_the_example_of_ones_own_fits_as_the_readme_says_and_pays_the_correct_an
         assert not grade(("grade", Case("I do not know. Answer: 5", row["answer"]))).is_correct
 
 
-def test_the_functions_that_the_page_on_rewards_shows_do_what_it_says(tmp_path):
+def test_the_functions_of_the_rewards_page_do_what_it_says(tmp_path):
+    """The functions that the page on rewards shows do what it says."""
     for i, code in enumerate(blocks("python", (ROOT / "docs" / "rewards.md").read_text())):
         (tmp_path / f"my_reward_{i}.py").write_text(code)
     cases = [Case(text, "4") for text in ("4 of them", "sorry, 4", "5")]

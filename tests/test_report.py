@@ -75,7 +75,8 @@ def test_the_command_prints_what_it_has_found(tmp_path, monkeypatch, capsys):
     ("metrics.jsonl", '{"step": 9, "reward/mean": [1]}', "metrics.jsonl is damaged: reward/mean is no number"),
     ("config.json", "[1]", "config.json is damaged"),
 ])  # fmt: skip
-def test_a_folder_that_is_no_run_or_damaged_is_named_in_a_sentence(tmp_path, monkeypatch, capsys, file, line, said):
+def test_a_folder_that_is_no_run_is_named_in_a_sentence(tmp_path, monkeypatch, capsys, file, line, said):
+    """A folder that is no run, or is damaged, is named in a sentence."""
     run = str(write_run(tmp_path / "run", {"seed": 1}, RECORDS))
     (tmp_path / "run" / file).unlink()
     if line:

@@ -35,7 +35,8 @@ def everything_in(folder) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("case", SAVED)
-def test_from_1_rank_to_2_and_4_and_back_parameters_and_optimizer_stay_the_same_to_the_bit(case, runs):
+def test_checkpoints_keep_every_bit_between_1_2_and_4_ranks(case, runs):
+    """From 1 rank to 2 and 4 and back, parameters and optimizer stay the same to the bit."""
     folder = runs / str(SAVED.index(case))
     first = everything_in(folder / "step_1")
     kinds = {name.rpartition(".")[2] for name, value in first.items() if isinstance(value, torch.Tensor)}
@@ -53,5 +54,6 @@ def test_from_1_rank_to_2_and_4_and_back_parameters_and_optimizer_stay_the_same_
     assert len(list((folder / "step_3" / "trainer").glob("*.distcp"))) > 1
 
 
-def test_a_disk_that_refuses_one_rank_costs_all_ranks_this_checkpoint_alone(policy, tmp_path):
+def test_a_disk_that_refuses_one_rank_costs_only_this_checkpoint(policy, tmp_path):
+    """A disk that refuses one rank costs all ranks this checkpoint alone."""
     on_ranks(2, "distributed:full_disk", policy, tmp_path)

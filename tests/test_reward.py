@@ -26,7 +26,8 @@ def row(answer: str, opened: str = "", **columns: object) -> SimpleNamespace:
     return SimpleNamespace(answer=answer, columns=columns, where=f"the row of {answer}", text=f"{answer}? {opened}")
 
 
-def test_finished_completions_are_graded_against_their_rows_with_the_prompt_as_the_model_saw_it():
+def test_completions_are_graded_with_their_row_and_prompt():
+    """Finished completions are graded against their rows, with the prompt as the model saw it."""
     grader = Grader(Grading("exact,length,format", overlong_cache_tokens=4), num_workers=1)
     rows = [row(answer, "<think>") for answer in "45"]
     on_finished = grader.callback_for(rows, Sampling(2, 1.0, max_completion_tokens=8))
@@ -40,7 +41,8 @@ def test_finished_completions_are_graded_against_their_rows_with_the_prompt_as_t
 
 
 @pytest.mark.parametrize("truncated", ["score", "mask", "zero"])
-def test_truncated_completions_are_graded_or_get_zero_as_the_flag_says(truncated):
+def test_truncated_completions_are_graded_as_the_flag_says(truncated):
+    """Truncated completions are graded or get zero, as the flag says."""
     grader = Grader(Grading("exact", truncated=truncated), num_workers=1)
     cut, whole = grader.grade([Case("\\boxed{4}", "4", is_truncated=is_truncated) for is_truncated in (True, False)])
     grader.close()
@@ -83,7 +85,8 @@ def test_a_failed_comparison_costs_its_group(tmp_path):
     assert [grade.status for grade in grades] == ["ok", "ok", said, said]
 
 
-def test_a_reward_that_fails_on_all_of_the_first_completions_ends_the_run_with_the_first_failure():
+def test_a_reward_that_fails_from_the_start_ends_the_run():
+    """A reward that fails on all of the first completions ends the run with the first failure."""
     grader = Grader(Grading(FAILING, truncated="zero"), num_workers=1)
     on_finished = grader.callback_for([row("4")], Sampling(3, 1.0, 8))
     for _ in range(2):  # nothing is known yet of completions that are cut
@@ -117,7 +120,8 @@ def test_a_reward_that_fails_on_all_of_the_first_completions_ends_the_run_with_t
     ("def score(completion):\n    while completion or True: pass\n", "fails for each text of a trial with .*: timeout"),
     ("def score(completion):\n    return {'acc': 1} if completion else 0.0\n", "score returned {'acc': 1}"),
 ])  # fmt: skip
-def test_a_function_that_returns_no_reward_is_named_before_training(code, words, tmp_path):
+def test_functions_without_a_reward_are_named_early(code, words, tmp_path):
+    """A function that returns no reward is named before training."""
     (tmp_path / "my_reward.py").write_text(code)
     grader = Grader(Grading(f"exact,{tmp_path}/my_reward.py:score", reward_timeout=1.0), num_workers=1)
     with pytest.raises(ValueError, match=f"--reward .*: .*{words}.*docs/rewards.md") if words else nullcontext():
@@ -130,7 +134,8 @@ def test_the_trial_is_of_a_row_that_can_be_used(tmp_path):
     assert found == {0: "score takes 'level', but the row's columns are none"}
 
 
-def test_rows_whose_key_cannot_be_used_are_excluded_with_a_reason_and_engines_share_them():
+def test_rows_with_unusable_keys_are_excluded_with_a_reason():
+    """Rows whose key cannot be used are excluded with a reason, and the engines share the check."""
     rows = [("#### 4", "gsm8k"), ("many", "gsm8k"), ("4", "poems"), ("\\frac{1}{", "MATH")]
     rows = [row(answer, kind=kind) for answer, kind in rows]
     reasons = bad_rows(Grader(Grading("@kind"), num_workers=2), rows)

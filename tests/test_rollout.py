@@ -35,7 +35,8 @@ def test_sampler_and_trainer_agree_before_and_after_a_sync(found):
     assert found["mean_probability"] > 0.025, "a nearly uniform distribution (1 / 64) would agree with anything"
 
 
-def test_a_sync_changes_what_is_sampled_and_a_stale_engine_would_show(found):
+def test_a_sync_changes_what_is_sampled(found):
+    """A sync changes what is sampled, and a stale engine would show."""
     assert found["gap_of_stale_engine"] > 4 * max(found["gap_before"], found["gap_after"])
     assert found["gap_of_stale_engine"] > 0.01
     assert found["sync_changes_greedy_output"]
@@ -66,12 +67,14 @@ def test_the_cache_holds_what_runs_at_once_and_little_more(found):
     assert 0 <= found["sequences_its_cache_holds"] - found["sequences_of_an_engine_at_once"] <= 16
 
 
-def test_completions_are_handed_over_while_others_are_still_sampled(found):
+def test_completions_are_handed_over_before_all_are_sampled(found):
+    """Completions are handed over while others are still sampled."""
     assert found["heard_what_is_returned"]
     assert found["heard_on_all_leaders"] == 16 * 4
     assert found["heard_while_others_are_sampled"]
 
 
-def test_an_engine_loses_nothing_in_its_sleep_that_it_does_not_get_again(found):
+def test_an_engine_loses_nothing_in_its_sleep_for_good(found):
+    """An engine loses nothing in its sleep that it does not get again."""
     assert found["hidden"] == []
     assert len(found["planted"]) == 1, "the scan finds what there is"

@@ -66,7 +66,9 @@ def refused(folder: Path, words: str, **changes: object) -> None:
         opened(folder, **changes)
 
 
-def test_a_disk_that_is_full_at_a_new_start_is_told_with_the_file(tmp_path, monkeypatch):
+def test_a_full_disk_at_a_new_start_is_reported_with_the_file(tmp_path, monkeypatch):
+    """A disk that is full at a new start is reported with the file."""
+
     def refuse(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -80,7 +82,8 @@ def test_a_disk_that_is_full_at_a_new_start_is_told_with_the_file(tmp_path, monk
     ({}, {"group_size": 4}, "--group_size 8 there, 4 now"),
     ({"lr_schedule": "cosine"}, {"total_steps": 8}, "--total_steps 10 there, 8 now"),  # the rate depends on it
 ])  # fmt: skip
-def test_the_folder_of_other_flags_is_left_alone_unless_it_trained_nothing(trace, given, change, said, tmp_path):
+def test_a_folder_of_other_flags_is_left_alone_once_it_trained(trace, given, change, said, tmp_path):
+    """The folder of a run with other flags is left alone, unless it has trained nothing."""
     opened(tmp_path, group_size=16).close()
     (tmp_path / "starts.jsonl").write_text("{}\n")
     opened(tmp_path, **given).close()  # a first start may be corrected
@@ -93,7 +96,8 @@ def test_the_folder_of_other_flags_is_left_alone_unless_it_trained_nothing(trace
     assert json.loads((tmp_path / "config.json").read_text())["save_every"] == 1, "of the last start"
 
 
-def test_a_run_does_not_continue_on_other_data_or_another_reward_unless_that_is_meant(tmp_path):
+def test_a_run_continues_on_other_data_only_if_that_is_meant(tmp_path):
+    """A run does not continue on other data or with another reward, unless that is meant."""
     then, now = {"math.jsonl": "1f", "my.py": "2f"}, {"math.jsonl": "1f", "my.py": "3f"}
     folder, config = tmp_path / "run", {"out_dir": "run"}
     open_run_folder(folder, config, set(), now).close()  # nothing was trained on them yet
@@ -171,7 +175,8 @@ def test_a_run_continues_that_is_older_than_some_flags(tmp_path):
     refused(tmp_path, r"--stop_tokens \[\] there, \['x'\] now", stop_tokens="x")
 
 
-def test_a_folder_of_something_else_or_that_cannot_be_written_is_refused(tmp_path):
+def test_folders_of_something_else_are_refused(tmp_path):
+    """A folder of something else, or one that cannot be written, is refused."""
     for name, content in {"thesis.tex": "precious", "config.json": '{"model_type": "qwen2"}'}.items():
         file = tmp_path / name.partition(".")[0] / name
         file.parent.mkdir()
@@ -193,7 +198,8 @@ def test_two_runs_cannot_share_a_folder_and_the_holder_is_named(tmp_path, monkey
     opened(tmp_path).close()
 
 
-def test_a_start_waits_for_a_run_that_is_ending_and_children_do_not_keep_the_lock(tmp_path):
+def test_a_start_waits_for_a_run_that_is_ending(tmp_path):
+    """A start waits for a run that is ending, and child processes do not keep the lock."""
     lock = opened(tmp_path)
     with subprocess.Popen(["sleep", "60"], close_fds=False) as child:
         threading.Timer(0.5, lock.close).start()
@@ -218,7 +224,8 @@ def test_a_start_is_described_with_its_code_and_hardware(tmp_path, monkeypatch):
     assert [patch.read_text() for patch in tmp_path.glob("changes_*.patch")] == ["+changed\n"]
 
 
-def test_the_file_of_a_reward_that_git_does_not_know_is_in_the_patch(tmp_path, monkeypatch):
+def test_a_reward_file_unknown_to_git_is_in_the_patch(tmp_path, monkeypatch):
+    """The file of a reward that git does not know is in the patch."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "my_reward.py").write_text("def score(completion):\n    return 0.5\n")
     monkeypatch.chdir(tmp_path)
@@ -232,7 +239,8 @@ def test_the_file_of_a_reward_that_git_does_not_know_is_in_the_patch(tmp_path, m
     assert run_module._own_files(inputs) == "", "git knows it"
 
 
-def test_without_git_or_a_repository_there_is_no_commit_and_no_error(tmp_path, monkeypatch):
+def test_without_git_there_is_no_commit_and_no_error(tmp_path, monkeypatch):
+    """Without git, or without a repository, there is no commit and no error."""
     monkeypatch.setattr(run_module, "__file__", str(tmp_path / "run.py"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert run_module._git("rev-parse", "HEAD") == ""
@@ -240,7 +248,8 @@ def test_without_git_or_a_repository_there_is_no_commit_and_no_error(tmp_path, m
     assert run_module._git("rev-parse", "HEAD") == ""
 
 
-def test_the_log_is_only_appended_to_and_the_last_line_of_a_step_counts(tmp_path):
+def test_the_log_is_append_only_and_a_steps_last_line_counts(tmp_path):
+    """The log is only appended to, and the last line of a step counts."""
     before = '{"step": 1, "reward/mean": 0.1}\n{"step": 2, "rewa'  # of a run that was killed in mid-line
     (tmp_path / "metrics.jsonl").write_text(before)
     run = make_run(tmp_path)
@@ -265,7 +274,8 @@ def test_rows_that_cannot_be_used_are_listed_once(tmp_path, capsys):
     assert "warning: 1 of the 2 prompts of test are training prompts, too" in capsys.readouterr().out
 
 
-def test_five_steps_without_an_advantage_or_a_gradient_are_told_once(tmp_path, capsys):
+def test_five_steps_without_signal_are_warned_of_once(tmp_path, capsys):
+    """Five steps without an advantage or a gradient are warned of once."""
     run = make_run(tmp_path)
     nothing, signal, lone = (0, None), (0.5, 0.1), (None, 0)  # the last: with --group_size 1 no group has a signal
     for step, (share, norm) in enumerate([nothing, signal, *[nothing] * 6, signal, *[lone] * 6], start=1):
@@ -283,7 +293,8 @@ def graded(grades: list[Grade]) -> Rollout:
     return replace(rollout, texts=[chr(ord("a") + b) for b in numbers], rows=rows, grades=grades)
 
 
-def test_a_log_that_cannot_be_written_ends_the_run_and_what_it_can_miss_costs_a_warning(tmp_path, capsys):
+def test_a_log_that_cannot_be_written_ends_the_run(tmp_path, capsys):
+    """A log that cannot be written ends the run, and a file that it can miss costs a warning."""
     run = make_run(tmp_path)
     for name in ("metrics.jsonl", "samples.jsonl", "status.json"):
         (tmp_path / name).mkdir()  # a file that nobody can write
@@ -303,13 +314,15 @@ def test_a_log_that_cannot_be_written_ends_the_run_and_what_it_can_miss_costs_a_
     assert "curves.png could not be written: " in said and "reward/mean is no number" in said
 
 
-def test_a_log_that_the_main_process_cannot_write_ends_every_rank(tmp_path, monkeypatch):
+def test_a_log_that_the_main_process_cannot_write_ends_all_ranks(tmp_path, monkeypatch):
+    """A log that the main process cannot write ends every rank."""
     monkeypatch.setattr(run_module, "broadcast_from_main", lambda own: own or "metrics.jsonl could not be written")
     with pytest.raises(DiskError, match="metrics.jsonl could not be written"):
         make_run(tmp_path, rank=1).log(1, {})
 
 
-def test_what_could_not_be_graded_is_kept_and_the_first_three_are_named(tmp_path, capsys):
+def test_failed_gradings_are_kept_and_the_first_three_named(tmp_path, capsys):
+    """What could not be graded is kept, and the first three completions are named."""
     statuses = ["timeout", "error: no", "truncated", "ok", *["timeout"] * 2]
     make_run(tmp_path).reward_failures(3, graded([Grade(0.0, status) for status in statuses]))
     said = capsys.readouterr().out.splitlines()
@@ -360,7 +373,8 @@ def test_phases_and_updates_add_up_and_start_afresh_each_step(tmp_path):
     assert run.metrics().keys() == {"time/step_s"}
 
 
-def test_weights_that_changed_anywhere_are_noticed_and_a_replay_wants_those_of_its_run(tmp_path):
+def test_a_replay_wants_the_weights_of_its_run(tmp_path):
+    """Weights that changed anywhere are noticed, and a replay wants those of its run."""
     file, content = tmp_path / "model.safetensors", bytearray(os.urandom(300_000))
     file.write_bytes(content)
     before = digest(samples_of(file))

@@ -66,7 +66,8 @@ def test_groups_without_signal_are_replaced_by_later_ones():
     assert prompts_to_sample([groups(*[WRONG] * 8)], draws(8)) == 8
 
 
-def test_surplus_groups_are_counted_and_at_the_bound_those_without_signal_fill_the_step(monkeypatch):
+def test_groups_without_signal_fill_the_step_at_the_bound(monkeypatch):
+    """Surplus groups are counted, and at the bound those without signal fill the step."""
     sampled = Rollout.concatenate([groups(MIXED, WRONG), groups(MIXED, MIXED, first_row=2)])
     indices_B, metrics = choose_groups(sampled, 2, draws(2))
     assert (rows_of(sampled.select(indices_B)), metrics["sampling/groups_unused"]) == ([0, 2], 1)
@@ -138,7 +139,8 @@ def sampler_over(data: PromptData, args: argparse.Namespace, divisor: int = 2) -
 
 @pytest.mark.parametrize("dynamic_sampling", ["off", "correct"])
 @pytest.mark.parametrize(("truncated", "left_out"), [("mask", {3, 4, 5}), ("score", set()), ("zero", set())])
-def test_exactly_the_truncated_completions_are_left_out_of_the_loss_by_mask(truncated, left_out, dynamic_sampling):
+def test_only_truncated_completions_are_masked_from_the_loss(truncated, left_out, dynamic_sampling):
+    """Exactly the truncated completions are left out of the loss, by the mask."""
     changes = {"truncated": truncated, "dynamic_sampling": dynamic_sampling, "advantage": "dr_grpo"}
     args = flags(prompts_per_step=3, group_size=2, **changes)
     rollout, metrics = sampler_over(data_of(3), args).collect(step=1)
@@ -160,8 +162,10 @@ def test_exactly_the_truncated_completions_are_left_out_of_the_loss_by_mask(trun
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 @pytest.mark.parametrize("stops", [(3,), (1, 2, 5)])
-def test_a_run_that_is_continued_uses_every_prompt_once_also_those_that_were_begun_ahead(ahead, stops):
-    """The steps draw prompts in a row, and every second group has no signal. Each stop comes amid the step after it."""
+def test_a_continued_run_uses_every_prompt_once(ahead, stops):
+    """A run that is continued uses every prompt once, also those that were begun ahead. The steps draw prompts in
+    a row, and every second group has no signal. Each stop comes amid the step after it.
+    """
     args = flags(prompts_per_step=4, group_size=2, dynamic_sampling="correct", engine="server", steps_ahead=ahead)
 
     def prompts_of_steps(*lasts: int) -> list[list[int]]:
@@ -184,7 +188,8 @@ def test_a_run_that_is_continued_uses_every_prompt_once_also_those_that_were_beg
     assert sorted(sum(whole, [])) == list(range(sum(map(len, whole)))), "no prompt twice, and none left out"
 
 
-def test_the_seed_of_a_round_is_that_of_the_run_with_its_step_and_number():
+def test_the_seed_of_a_round_has_the_step_and_its_number():
+    """The seed of a round is that of the run, with its step and number."""
     args = flags(prompts_per_step=4, group_size=2, dynamic_sampling="correct", engine="server", steps_ahead=1, seed=7)
     sampler = sampler_over(data_of(100), args, divisor=4)
     sampler.collect(3)

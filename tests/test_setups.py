@@ -153,7 +153,8 @@ def smaller(name: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
-def test_a_documented_set_up_trains_evaluates_saves_and_resumes_with_its_values(name, tmp_path):
+def test_a_documented_set_up_runs_with_its_values(name, tmp_path):
+    """A documented set-up trains, evaluates, saves and resumes with its values."""
     changes = smaller(name)
     flags = [part for flag, number in changes.items() for part in (f"--{flag}", str(number))]
     run_it = run_command if name == "qwen2.5_3b_gsm8k_lora_1gpu" else run_script  # one of them for real
@@ -181,7 +182,8 @@ def test_the_dry_run_of_a_set_up_fits_with_5_percent_to_spare(name):
     assert {key: found[key] for key in PLANNED[name]} == PLANNED[name]
 
 
-def test_the_models_of_the_one_gpu_set_up_fit_where_its_script_says():
+def test_the_models_of_the_one_gpu_set_up_fit_as_documented():
+    """The models of the one-GPU set-up fit where its script says."""
     name = "qwen2.5_3b_gsm8k_lora_1gpu"
     header = (ROOT / "scripts" / f"{name}.sh").read_text().partition("set -euo")[0]
     (more,) = re.findall(r"7B fits 24 GB, .*\n.*with\n# +(--.*)\n", header)
@@ -192,7 +194,8 @@ def test_the_models_of_the_one_gpu_set_up_fit_where_its_script_says():
         assert json.loads(run(run_script, *given, MODEL=f"Qwen/Qwen2.5-{size}-Instruct"))["fits"], (size, gpu)
 
 
-def test_aime_2025_is_written_with_the_prompt_and_the_columns_of_the_dapo_data(tmp_path):
+def test_aime_2025_has_the_prompt_and_columns_of_the_dapo_data(tmp_path):
+    """AIME 2025 is written with the prompt and the columns of the DAPO data."""
     (tmp_path / "in.jsonl").write_text('{"question": "What is {1}+1?", "answer": 2}\n')
     written = tmp_path / "new" / "aime2025.jsonl"
     with patch.object(sys, "argv", ["aime2025.py", "--sources", str(tmp_path / "in.jsonl"), "--output", str(written)]):
@@ -204,7 +207,8 @@ def test_aime_2025_is_written_with_the_prompt_and_the_columns_of_the_dapo_data(t
     assert '\n\nWhat is {1}+1?\n\nRemember to put your answer on its own line after "Answer:"' in message["content"]
 
 
-def test_the_data_of_the_speedrun_have_the_prompt_and_say_how_they_are_read(tmp_path):
+def test_the_speedrun_data_have_the_prompt_and_how_to_read_them(tmp_path):
+    """The data of the speedrun have the prompt, and say how they are read."""
     (tmp_path / "in.jsonl").write_text('{"problem": "What is {1}+1?", "answer": "2"}\n')
     sources = [str(tmp_path / "in.jsonl")] * 2
     with patch.object(sys, "argv", ["math_speedrun.py", "--sources", *sources, "--out_dir", str(tmp_path / "new")]):
@@ -222,7 +226,8 @@ def test_a_task_of_sciknoweval_has_its_data_and_its_reward():
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
-def test_every_value_of_a_script_has_its_source_or_is_called_our_choice(name):
+def test_every_value_of_a_script_has_its_source(name):
+    """Every value of a script has its source, or is called our choice."""
     text = (ROOT / "scripts" / f"{name}.sh").read_text()
     (block,) = re.findall(r"\nARGS=\((.*?)\n\)", text, flags=re.DOTALL)
     for line in block.strip().splitlines():
@@ -238,8 +243,10 @@ TELLS = '() { printf "%s\\0" "$@"; printf "\\1"; }'  # in place of python
 
 
 @pytest.mark.parametrize("name", [*DOCUMENTED, *EVALUATIONS, *OF_JOBS])
-def test_a_script_leaves_the_user_where_he_stands_and_finds_its_own_files(name, tmp_path):
-    """From another folder: what he types is his; programs and files that the script names are in the repository."""
+def test_a_script_runs_from_the_users_folder_and_finds_its_files(name, tmp_path):
+    """A script leaves the user's folder as the current one, and finds its own files. From another folder: what he
+    types is his; programs and files that the script names are in the repository.
+    """
     (tmp_path / "runs" / "tiny_cpu").mkdir(parents=True)
     (tmp_path / "runs" / "tiny_cpu" / "final").symlink_to(ROOT / "scripts" / "tiny_policy")
     environment = {name: os.environ[name] for name in ("PATH", "HOME")} | {"DEVICE": "cpu", "NNODES": "1"}
@@ -259,8 +266,10 @@ def test_a_script_leaves_the_user_where_he_stands_and_finds_its_own_files(name, 
     assert name == "smoke" or commands[-1][-len(given) :] == given
 
 
-def test_from_another_folder_a_run_reads_and_writes_where_the_user_stands(tmp_path):
-    """A module of his has the name of one of ours. It ends by what his reward returns, before a model is loaded."""
+def test_a_run_reads_and_writes_in_the_users_folder(tmp_path):
+    """From another folder, a run reads and writes where the user stands. A module of his has the name of one of
+    ours. It ends by what his reward returns, before a model is loaded.
+    """
     (tmp_path / "my_reward.py").write_text("from data import PAID\ndef score(completion):\n    return PAID\n")
     (tmp_path / "data.py").write_text("PAID = {'acc': 0.25}\n")
     command = ["bash", str(ROOT / "scripts" / "tiny_cpu.sh"), "--reward", "my_reward.py:score", "--out_dir", "runs/x"]

@@ -74,7 +74,8 @@ def test_a_run_that_has_ended_ends_the_job_with_its_status(status, job, tmp_path
     assert "requeue" not in (tmp_path / "out").read_text()
 
 
-def test_the_last_nodes_sample_on_a_server_for_each_gpu_with_a_secret_of_the_job(job, tmp_path):
+def test_the_last_nodes_of_a_job_serve_one_server_for_each_gpu(job, tmp_path):
+    """The last nodes sample on a server for each GPU, with a secret of the job."""
     process = job(SECONDS_OF_RUN="2", SERVER_NODES="1", SLURM_GPUS_PER_NODE="2", SERVE="--model m --max_model_len 64")
     assert process.wait(30) == 0
     assert (tmp_path / "out").read_text().splitlines() == ["1 1 node7 23456"]

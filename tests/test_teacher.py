@@ -72,7 +72,8 @@ FORMS = {"whole": {}, "small": {"micro_batch_tokens": 24}, "shared": {"share_pro
 
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
 @pytest.mark.parametrize("form", FORMS)
-def test_log_probs_and_kl_are_those_of_full_logits_of_each_model_after_its_own_prompt(form, direction, policy, teacher):
+def test_log_probs_and_kl_are_those_of_full_logits(form, direction, policy, teacher):
+    """Log-probs and KL are those of full logits, of each model after its own prompt."""
     rollout = with_hints(make_rollout(group_size=2))
     changes = {"kl_over": "vocabulary", "kl_direction": direction, "prompts_per_step": 4} | FORMS[form]
     args = flags(group_size=2, temperature=0.8, kl_coef=1, **changes)
@@ -100,8 +101,10 @@ def test_log_probs_and_kl_are_those_of_full_logits_of_each_model_after_its_own_p
     {}, {"kl_over": "vocabulary", "kl_direction": "forward"}, {"kl_estimator": "k2"}, {"lora_rank": 4},
     {"lora_rank": 4, "kl_over": "vocabulary", "communicate_once": True}, {"lora_rank": 4, "kl_over": "vocabulary"},
 ])  # fmt: skip
-def test_without_an_advantage_the_policy_learns_from_the_reference_alone(changes, policy, teacher):
-    """Rewards differ, so any other advantage would have a gradient. Without --reference LoRA's is the adapter off."""
+def test_without_advantages_only_the_reference_teaches(changes, policy, teacher):
+    """Without an advantage, the policy learns from the reference alone. Rewards differ, so any other advantage
+    would have a gradient. Without --reference LoRA's is the adapter off.
+    """
     path = None if "lora_rank" in changes else teacher
     args = flags(model=policy, reference=path, advantage="zero", kl_coef=0.5, group_size=2, **changes)
     model = policy_of(args)
@@ -117,8 +120,10 @@ def test_without_an_advantage_the_policy_learns_from_the_reference_alone(changes
         assert metrics["policy/loss"] == pytest.approx(0.5 * metrics["distill/kl"], rel=1e-4)
 
 
-def test_neither_packing_nor_ranks_nor_offload_change_what_is_learnt_from_a_reference(policy, teacher):
-    """One and two ranks; fp32. With LoRA the reference is the adapter off, between two passes of the policy."""
+def test_packing_ranks_and_offload_do_not_change_distillation(policy, teacher):
+    """Neither packing nor ranks nor offloading changes what is learnt from a reference. One and two ranks; fp32.
+    With LoRA the reference is the adapter off, between two passes of the policy.
+    """
     results = [on_ranks(num_ranks, "distributed:taught", policy, teacher) for num_ranks in (1, 2)]
     whole = ["whole", "small, on the host", "shared, communicates once"]
     lora = ["LoRA", "LoRA, small", "LoRA, small, communicates once", "LoRA, shared, recomputed"]
@@ -137,7 +142,8 @@ def test_neither_packing_nor_ranks_nor_offload_change_what_is_learnt_from_a_refe
 @pytest.mark.parametrize(("changes", "is_own"), [
     ({}, True), ({"lora_rank": 4}, False), ({"lora_rank": 4, "reference": "teacher"}, True),
 ])  # fmt: skip
-def test_a_reference_of_another_path_is_its_own_model_also_with_lora(changes, is_own, policy, teacher, monkeypatch):
+def test_a_reference_of_another_path_is_its_own_model(changes, is_own, policy, teacher, monkeypatch):
+    """A reference of another path is its own model, also with LoRA."""
     monkeypatch.setattr("policy.shard_and_fill", lambda policy, *rest: policy)
     changes = changes | ({"reference": teacher} if "reference" in changes else {})
     found, reference, _ = build(flags(model=policy, kl_coef=1, **changes), ALONE)
@@ -158,8 +164,10 @@ def test_another_vocabulary_is_told_by_its_first_different_token(policy, tmp_pat
     ({"vocab_size": 60}, "--reference .* knows 60 token ids, --model 64; use one that knows as many"),
     ({"max_position_embeddings": 19}, "= 20 is beyond the context of --reference .*, 19 tokens"),
 ])  # fmt: skip
-def test_a_reference_that_cannot_score_all_that_the_policy_samples_is_refused(changes, words, policy, tmp_path):
-    """Before any weight is read. A vocabulary that is padded to more rows is no fault."""
+def test_a_reference_that_cannot_score_every_sample_is_refused(changes, words, policy, tmp_path):
+    """A reference that cannot score all that the policy samples is refused. Before any weight is read. A
+    vocabulary that is padded to more rows is no fault.
+    """
     folder = shutil.copytree(policy, tmp_path / "teacher")
     config = json.loads((folder / "config.json").read_text())
     args = parse_flags(training_flags(policy, tmp_path / "run", reference=folder))
@@ -170,7 +178,8 @@ def test_a_reference_that_cannot_score_all_that_the_policy_samples_is_refused(ch
         load_inputs(args)
 
 
-def test_a_prompt_with_a_hint_has_it_before_the_suffix_and_counts_for_the_limit(policy, tmp_path):
+def test_a_hint_is_before_the_suffix_and_counts_for_the_limit(policy, tmp_path):
+    """A prompt with a hint has it before the suffix, and the hint counts for the limit."""
     rows = [{"problem": "1+2", "answer": "3", "why": "so"}, {"problem": "1+3", "answer": "4", "why": "so" * 60}]
     unusable = [{"problem": "1+4", "answer": "5", "why": why} for why in (None, "<user>so")]
     data = write_lines(tmp_path / "d.jsonl", [*rows, *unusable])
@@ -189,7 +198,8 @@ def test_a_prompt_with_a_hint_has_it_before_the_suffix_and_counts_for_the_limit(
     assert re.fullmatch(r"<user>1\+2.*areferencesolution:so.*yourownwords. ?=<assistant>", told)
 
 
-def test_without_a_reward_nothing_is_graded_and_no_answer_is_needed(policy, tmp_path):
+def test_without_a_reward_nothing_is_graded(policy, tmp_path):
+    """Without a reward nothing is graded, and no answer is needed."""
     data = write_lines(tmp_path / "d.jsonl", [{"problem": f"1+{i}"} for i in range(9)])
     changes = {"train_data": data, "eval_data": None, "eval_every": 0, "eval_before_training": None}
     args = parse_flags(training_flags(policy, tmp_path / "run", reward="none", advantage="zero", **changes))

@@ -35,7 +35,8 @@ def finished_run(policy, reward, tmp_path_factory) -> Path:
     return out_dir
 
 
-def test_every_step_logs_every_metric_of_a_policy_that_moves_and_whose_sampler_agrees(finished_run):
+def test_every_step_logs_every_metric(finished_run):
+    """Every step logs every metric, of a policy that moves and whose sampler agrees."""
     metrics = metrics_of(finished_run)
     assert list(metrics) == [0, 1, 2, 3, 4]
     for step in (1, 2, 3, 4):
@@ -86,7 +87,8 @@ def score(completion, answer, columns):
 """
 
 
-def test_a_reward_that_fails_on_some_completions_costs_those_and_is_told(policy, tmp_path):
+def test_a_reward_that_sometimes_fails_costs_those_completions(policy, tmp_path):
+    """A reward that fails on some completions costs those, and the failures are reported."""
     (tmp_path / "my_reward.py").write_text(FAILING_REWARD)
     # A busy machine may leave a process waiting for a second.
     changes = {"reward": f"{tmp_path}/my_reward.py:score", "reward_timeout": 2.0, "total_steps": 2}
@@ -103,7 +105,8 @@ def test_a_reward_that_fails_on_some_completions_costs_those_and_is_told(policy,
         assert text in done.stdout
 
 
-def test_the_final_policy_loads_in_transformers_and_in_vllm_and_both_say_the_same(finished_run):
+def test_the_final_policy_agrees_in_transformers_and_vllm(finished_run):
+    """The final policy loads in transformers and in vLLM, and both give the same log-probs."""
     final = finished_run / "final"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
     assert model.dtype == torch.float32, "that of the run"
@@ -116,7 +119,8 @@ def test_the_final_policy_loads_in_transformers_and_in_vllm_and_both_say_the_sam
         assert logprob == pytest.approx(logprobs[token].item(), abs=0.03)  # vLLM in bf16
 
 
-def test_what_a_step_depends_on_survives_a_resume_with_every_option_on(policy, reward, tmp_path):
+def test_a_resume_with_every_option_changes_no_step(policy, reward, tmp_path):
+    """What a step depends on survives a resume, with every option on."""
     options = {
         "dynamic_sampling": "reward", "prompts_per_step": 12, "num_iterations": 2, "policy_loss": "gspo_token",
         "advantage": "reinforce++", "kl_in": "reward", "kl_estimator": "k1", "entropy_coef": 0.01, "dual_clip": 3,
@@ -142,7 +146,8 @@ def test_what_a_step_depends_on_survives_a_resume_with_every_option_on(policy, r
     assert (progress["prompts_drawn"], progress["skipped_in_a_row"]) == (drawn, 0)
 
 
-def test_groups_without_signal_neither_crash_nor_move_the_policy_nor_make_ranks_differ(policy, tmp_path):
+def test_groups_without_signal_do_not_move_the_policy(policy, tmp_path):
+    """Groups without signal neither crash, nor move the policy, nor make ranks differ."""
     (tmp_path / "equal.py").write_text("def score(completion, answer, columns):\n    return 0.1\n")
     changes = {"reward": f"{tmp_path}/equal.py:score", "kl_coef": 0, "total_steps": 2, "dynamic_sampling": "reward"}
     torchrun(2, "train_grpo.py", *training_flags(policy, tmp_path / "run", **changes, **NO_EVAL))
@@ -166,7 +171,8 @@ def left_by_a_killed_run():
     file.unlink(missing_ok=True)
 
 
-def test_one_engine_over_both_ranks_trains_and_old_checkpoints_are_removed(policy, tmp_path, left_by_a_killed_run):
+def test_one_engine_over_both_ranks_trains(policy, tmp_path, left_by_a_killed_run):
+    """One engine over both ranks trains, and old checkpoints are removed."""
     changes = {"tensor_parallel_size": 2, "save_every": 1, "keep_checkpoints": 2, "total_steps": 3}
     flags = training_flags(policy, tmp_path / "run", **changes, prompts_per_update=8)
     done = torchrun(2, "train_grpo.py", *flags)
@@ -177,7 +183,8 @@ def test_one_engine_over_both_ranks_trains_and_old_checkpoints_are_removed(polic
     assert sorted(path.name for path in (tmp_path / "run").glob("step_*")) == ["step_2", "step_3"]
 
 
-def test_a_complete_run_says_so_and_may_be_prolonged_on_another_number_of_ranks(policy, finished_run, reward):
+def test_a_complete_run_may_be_prolonged_on_other_ranks(policy, finished_run, reward):
+    """A complete run says so, and may be prolonged on another number of ranks."""
     before = (finished_run / "metrics.jsonl").read_bytes()
     (finished_run / "final").unlink()  # as after a kill between the last checkpoint and the end
     done = torchrun(2, "train_grpo.py", *training_flags(policy, finished_run, reward=reward))
@@ -193,7 +200,8 @@ def test_a_complete_run_says_so_and_may_be_prolonged_on_another_number_of_ranks(
     assert abs(metrics[5]["policy/kl_ref"]) > 0.5 * abs(metrics[4]["policy/kl_ref"])
 
 
-def test_a_run_that_diverges_skips_updates_and_stops_with_the_step_number(policy, tmp_path):
+def test_a_run_that_diverges_stops_with_the_step_number(policy, tmp_path):
+    """A run that diverges skips updates, and stops with the step number."""
     # The first update makes every weight larger than bf16 can hold: what is computed from them is nan.
     flags = training_flags(policy, tmp_path / "run", learning_rate=3.4e38, max_skipped_updates=2, **NO_EVAL)
     done = run_ranks(2, "train_grpo.py", flags, timeout=300)
@@ -203,7 +211,8 @@ def test_a_run_that_diverges_skips_updates_and_stops_with_the_step_number(policy
     assert "Traceback" not in done.stderr
 
 
-def test_a_single_process_needs_no_launcher_and_shows_its_progress_on_a_terminal(policy, tmp_path):
+def test_a_single_process_needs_no_launcher(policy, tmp_path):
+    """A single process needs no launcher, and shows its progress on a terminal."""
     flags = training_flags(policy, tmp_path / "run", total_steps=1, eval_before_training=None, kl_coef=0)
     terminal, stderr = pty.openpty()  # on a terminal, there is a progress bar of each rollout
     termios.tcsetwinsize(stderr, (24, 120))

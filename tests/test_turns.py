@@ -80,7 +80,8 @@ STRIPS = QWEN.replace("m.content }}[end]", "m.content | trim }} <eos>").replace(
         ' <eos>\n[user]up <eos>\n[user]<tool>"a\\"b"</tool>[end]\n[assistant]',
     ),
 ])  # fmt: skip
-def test_a_reply_is_what_the_template_writes_between_two_turns_and_the_end_of_a_turn_once(template, messages, said):
+def test_a_reply_is_what_the_template_writes_between_two_turns(template, messages, said):
+    """A reply is what the template writes between two turns, with the end of a turn once."""
     tokenizer = build_tokenizer()
     tokenizer.chat_template = template
     messages = [{"role": role, "content": content} for role, content in messages]
@@ -102,7 +103,8 @@ def test_what_looks_like_a_special_token_in_a_reply_is_text():
     (QWEN.replace("m.content }}[end]", "m.content | upper }}[end]"), "cannot continue"),
     ("{% for m in messages %}{{ raise_exception('no') if loop.index > 2 else m.content }}{% endfor %}", "refuses it"),
 ])  # fmt: skip
-def test_a_template_that_cannot_be_continued_is_refused_with_the_way_out(template, said):
+def test_a_template_that_cannot_be_continued_is_refused(template, said):
+    """A template that cannot be continued is refused, with the way out."""
     tokenizer = build_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(ValueError, match=f"{said}.*give --template_args, or another template"):
@@ -157,7 +159,8 @@ def played(turns: Turns, rows: list, sampling: Sampling = LONG, engine: StubEngi
     return [episode for _, episode in sorted(found, key=lambda pair: pair[0])]
 
 
-def test_an_episode_has_the_tokens_as_they_were_sampled_and_the_replies_between_them():
+def test_an_episode_keeps_sampled_tokens_and_replies_in_turn():
+    """An episode has the tokens as they were sampled, and the replies between them."""
     engine = StubEngine()
     (episode,) = played(turns_of("Counts"), [make_row([3, 20, 4])], engine=engine)
     eos, reply = TOKENIZER.eos_token_id, TOKENIZER("turn 1", add_special_tokens=False)["input_ids"]
@@ -226,7 +229,8 @@ def test_a_thousand_episodes_with_hostile_ones_lose_none():
         assert special.count(TOKENIZER.convert_tokens_to_ids("<user>")) == 2 - is_cut
 
 
-def test_an_environment_that_waits_holds_nobody_up_and_several_wait_in_one_worker():
+def test_an_environment_that_waits_holds_nobody_up():
+    """An environment that waits holds nobody up, and several wait in one worker."""
     turns = turns_of("Waits", num_workers=1, reward_timeout=5.0, reward_in_flight=50)
     begin = time.monotonic()
     episodes = played(turns, [make_row([3, i % 60, 4]) for i in range(50)])
@@ -234,7 +238,8 @@ def test_an_environment_that_waits_holds_nobody_up_and_several_wait_in_one_worke
     assert time.monotonic() - begin < 50 * 3 * 0.3 / 3, "45 s one after the other"
 
 
-def test_replies_enter_the_engine_at_the_same_step_whatever_they_take():
+def test_replies_enter_the_engine_at_the_same_step():
+    """Replies enter the engine at the same step, however long they take."""
     asked = []
     for seconds in (0.0, 0.05):
         turns, engine = turns_of("Counts"), StubEngine()
@@ -265,7 +270,8 @@ class Says(StubEngine):
         return [(n, Completion(x, [-1.0] * len(x), [], "stop")) for (n, _), x in zip(super().step(), ids, strict=True)]
 
 
-def test_a_tool_is_called_in_a_format_of_ones_own_and_its_result_is_the_next_turn():
+def test_a_tools_result_is_the_next_turn():
+    """A tool is called in a format of the user's own, and its result is the next turn."""
     engine = Says("add(2,3) add(1,1) sub(1,1)", "so 5 and 2")
     (episode,) = played(turns_of(None, f"{FILE}:add"), [make_row([3, 20, 4])], engine=engine)
     assert episode.turns == ["add(2,3) add(1,1) sub(1,1)", "so 5 and 2"] and episode.grade is None
@@ -279,7 +285,8 @@ def called(completion: str, functions: dict) -> list[str] | None:
     return replies and [each["content"] for each in replies]
 
 
-def test_calls_in_the_format_of_hermes_are_run_and_malformed_ones_are_answered_with_what_is_wrong():
+def test_calls_in_the_format_of_hermes_are_run():
+    """Calls in the format of Hermes are run, and malformed ones are answered with what is wrong."""
     functions = {"add": lambda a, b: a + b, "fail": lambda: 1 / 0, "join": lambda words: {"text": " ".join(words)}}
     call = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
     assert called(call % ("add", '{"a": 1, "b": 2}') + call % ("join", '{"words": ["a", "b"]}'), functions) == [
@@ -298,7 +305,8 @@ def test_calls_in_the_format_of_hermes_are_run_and_malformed_ones_are_answered_w
         assert reply.startswith("error: ") and said in reply
 
 
-def test_the_chat_template_is_told_of_tools_and_one_that_shows_none_is_refused():
+def test_the_chat_template_is_given_the_tools():
+    """The chat template is given the tools, and a template that shows none is refused."""
     tokenizer, tools = build_tokenizer(), f"{FILE}:add"
     with pytest.raises(ValueError, match="--tools .*: the chat template of --model shows no tools"):
         check_template(PromptFormat(tools=tools), tokenizer)
@@ -345,8 +353,10 @@ def three_turns(lengths: list[int], seed: int = 0) -> Rollout:
 
 
 @pytest.mark.parametrize("share_prompts", [None, True])
-def test_loss_and_gradient_of_three_turns_are_those_of_a_plain_implementation_in_float64(policy, share_prompts):
-    """The first update of a step, whose ratios are 1; tolerance 1e-6."""
+def test_three_turns_train_like_a_plain_implementation(policy, share_prompts):
+    """Loss and gradient of three turns are those of a plain implementation in float64. The first update of a step,
+    whose ratios are 1; tolerance 1e-6.
+    """
     rollout = three_turns([12, 18, 15, 12])
     args = flags(model=policy, prompts_per_step=2, group_size=2, micro_batch_tokens=64, max_prompt_tokens=4,
                  max_completion_tokens=20, share_prompts=share_prompts)  # fmt: skip
@@ -378,8 +388,10 @@ def test_lengths_count_what_was_sampled_and_turns_are_counted():
     assert batch.labels_N[batch.loss_mask_N].tolist() == sampled.tolist()
 
 
-def test_rewards_of_turns_become_returns_to_go_and_mt_grpo_compares_each_turn():
-    """A group of two episodes: of two turns and of one."""
+def test_rewards_of_turns_become_returns_to_go():
+    """Rewards of turns become returns to go, and mt_grpo compares each turn. A group of two episodes: of two turns
+    and of one.
+    """
     rollout = Rollout(
         rows=[make_row([1, 2])] * 2, completions=[np.arange(5), np.arange(2)],
         rollout_logprobs=[np.zeros(5), np.zeros(2)], texts=["", ""], is_truncated_B=np.zeros(2, bool),
@@ -448,7 +460,8 @@ def game(policy, tmp_path_factory):
     return run, out_dir
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_is_the_undisturbed_one_bit_for_bit(game, tmp_path):
+def test_a_run_from_a_checkpoint_equals_the_undisturbed_one(game, tmp_path):
+    """A run that goes on from a checkpoint is the undisturbed one, bit for bit."""
     run, out_dir = game
     copy = copy_at(2, out_dir, tmp_path / "copy")
     torchrun(2, "train_grpo.py", *[str(copy) if each == str(out_dir) else each for each in run])
@@ -456,7 +469,8 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_undisturbed_one_bit_for_bit
     assert all(without_times(found[step]) == without_times(expected[step]) for step in (3, 4))
 
 
-def test_evaluation_plays_the_same_episodes_and_what_is_kept_shows_the_turns(game):
+def test_evaluation_plays_the_same_episodes(game):
+    """Evaluation plays the same episodes, and the kept completions show the turns."""
     _, out_dir = game
     rows = lines(out_dir / "eval" / "step_4" / "heldout.jsonl")
     assert all(row["completion"].count("<user>turn") == 2 and "turn_3" in row["reward_parts"] for row in rows)
@@ -479,7 +493,8 @@ def test_a_replay_trains_on_the_same_turns(game, tmp_path):
     assert [[found[s][n] for n in names] for s in (1, 2)] == [[expected[s][n] for n in names] for s in (1, 2)]
 
 
-def test_servers_play_turns_and_episodes_of_one_that_is_lost_amid_them_go_on_elsewhere():
+def test_episodes_of_a_lost_server_go_on_elsewhere():
+    """Servers play turns, and the episodes of a server that is lost amid them go on elsewhere."""
     turns, rows = turns_of("Counts", max_turn_tokens=4), [make_row([3, 20 + i, 4], where=f"row {i}") for i in range(4)]
     servers, heard = (FakeServer(0.01), FakeServer(0.05)), []
     quick, slow = servers
@@ -499,7 +514,8 @@ def test_servers_play_turns_and_episodes_of_one_that_is_lost_amid_them_go_on_els
 
 
 @pytest.mark.parametrize("name", ["end_turn", "end_reply"])
-def test_an_exception_amid_turns_ends_the_run_at_once_with_its_sentence(name, monkeypatch, capsys):
+def test_an_exception_amid_turns_ends_the_run_at_once(name, monkeypatch, capsys):
+    """An exception amid turns ends the run at once, with its sentence."""
     turns = turns_of("Counts", max_turn_tokens=4)
     monkeypatch.setattr(turns, name, lambda *_: {}["no such token"])
     with engine_of(FakeServer(), turns=turns) as engine:

@@ -61,7 +61,8 @@ def whitened(values: list[float]) -> list[float]:
     return ((np.array(values) - np.mean(values)) / (np.std(values, ddof=1) + 1e-6)).tolist()
 
 
-def test_reinforce_plus_plus_standardises_returns_over_all_tokens():
+def test_reinforce_plus_plus_standardises_over_all_tokens():
+    """REINFORCE++ standardises returns over all tokens."""
     found = advantages_of("reinforce++")
     assert sum(found, []) == pytest.approx(whitened([1.0] * 2 + [0.0] + [0.0] * 3 + [1.0] * 2), abs=1e-5)
     found = advantages_of("reinforce++", PENALTIES)
@@ -69,7 +70,8 @@ def test_reinforce_plus_plus_standardises_returns_over_all_tokens():
     assert sum(found, []) == pytest.approx(whitened(returns), abs=1e-5)
 
 
-def test_what_is_left_out_of_the_loss_does_not_enter_the_statistics_of_tokens():
+def test_what_the_loss_leaves_out_stays_out_of_the_statistics():
+    """What is left out of the loss does not enter the statistics of tokens."""
     is_trained_B = np.array([True, True, False, True])
     found = advantages_of("reinforce++", grades=graded([1.0, 0.0, 100.0, 0.0]).grades, is_trained_B=is_trained_B)
     assert found[2] == [0, 0, 0]
@@ -107,14 +109,17 @@ def test_every_update_has_the_weights_of_its_own_sequences(kind, expected):
     (lambda g: g.rewards_PG.mean(), r"the shape \[\]; needed .*\[2, 2\] or \[8\]"),
     (algorithm_of(flags(advantage="maxrl")).advantage, "--advantage maxrl: a reward is -1; it needs rewards"),
 ])  # fmt: skip
-def test_what_an_advantage_refuses_or_returns_wrongly_ends_the_run_with_its_sentence(advantage, words):
+def test_a_wrong_advantage_ends_the_run_with_its_sentence(advantage, words):
+    """What an advantage refuses or returns wrongly ends the run with its sentence."""
     algorithm = replace(algorithm_of(flags(group_size=2)), advantage=advantage)
     with pytest.raises(RunError, match=words):
         compute_advantages(graded([1.0, 0.0, -1.0, 1.0]), None, algorithm)
 
 
-def test_advantages_reach_their_positions_and_the_whole_penalty_is_taken_off_the_reward_before_the_baseline():
-    """Rewards 1, 0 and 0, 1; penalties of 0.3, 0.3 and 0.2, 0.6 in all; completions of 2, 1, 3 and 2 tokens."""
+def test_the_whole_penalty_is_taken_off_before_the_baseline():
+    """Advantages reach their positions, and the whole penalty is taken off the reward before the baseline. Rewards
+    1, 0 and 0, 1; penalties of 0.3, 0.3 and 0.2, 0.6 in all; completions of 2, 1, 3 and 2 tokens.
+    """
     rollout, order = graded(), [1, 0, 2, 3]
     batch = pack(rollout, order)
     kl_N = to_positions(rollout, batch.segments_S, [penalty / 0.5 for penalty in PENALTIES])
@@ -168,8 +173,10 @@ def test_the_rollout_correction_weighs_the_policy_loss_alone():
 # On a real policy -----------------------------------------------------------------------------------------------------
 
 
-def test_with_the_samplers_log_probs_as_old_ones_no_pass_is_made_and_the_ratio_is_to_them(policy):
-    """While the gap between the engines is still measured with the trainer's."""
+def test_sampler_log_probs_as_old_ones_need_no_pass(policy):
+    """With the sampler's log-probs as old ones no pass is made, and the ratio is to them. While the gap between
+    the engines is still measured with the trainer's.
+    """
     rollout, model = graded_rollout(), load_policy(policy)
     args = flags(old_logprobs="rollout", policy_loss="dppo", advantage="dr_grpo", learning_rate=0, **TWO_UPDATES)
     for each, metrics in train_step(model, args, rollout):
@@ -189,13 +196,15 @@ def test_with_the_samplers_log_probs_as_old_ones_no_pass_is_made_and_the_ratio_i
     ({"kl_coef": 0.1, "kl_in": "reward"}, [2, 2]), ({"kl_coef": 0.1, "num_iterations": 2}, [2, 2]),
     ({"old_logprobs": "rollout"}, [0, 0]),
 ])  # fmt: skip
-def test_passes_before_an_update_are_counted_and_what_it_computes_itself_is_none(changes, expected, policy):
+def test_only_passes_before_an_update_are_counted(changes, expected, policy):
+    """Passes before an update are counted, and what the update computes itself is none."""
     args, rollout = flags(learning_rate=0, **TWO_UPDATES, **changes), graded_rollout()
     updates = [each for each, _ in train_step(load_policy(policy), args, rollout)]
     assert [each.num_passes for each in updates] == expected * args.num_iterations
 
 
-def test_an_update_after_the_first_has_no_bound_on_a_gap_that_it_cannot_know():
+def test_a_later_update_has_no_bound_on_an_unknown_gap():
+    """An update after the first has no bound on a gap that it cannot know."""
     for whose, expected in (("trainer", [0.05, 0.05]), ("rollout", [0.05, 0.0])):
         plan = make_plan(flags(old_logprobs=whose, max_rollout_gap=0.05, **TWO_UPDATES), num_rows=2)
         assert [plan.update(1, i).max_rollout_gap for i in range(2)] == expected
@@ -215,7 +224,8 @@ def advantage(g):
 """
 
 
-def test_functions_of_ones_own_see_entropies_reference_parts_of_the_reward_and_return_metrics(policy, tmp_path):
+def test_user_functions_see_entropies_and_parts_of_the_reward(policy, tmp_path):
+    """A user's own functions see entropies, the reference and parts of the reward, and return metrics."""
     (tmp_path / "own_of_update.py").write_text(OWN)
     parts = [{"math": b % 2} | ({"short": b / 8} if b else {}) for b in range(8)]
     grades = [make_grade(b, is_correct=b % 2 > 0, **parts[b]) for b in range(8)]
@@ -274,8 +284,10 @@ def test_the_logged_learning_rate_is_the_one_that_is_used(policy):
 
 @pytest.mark.parametrize("share", [1, 2])
 @pytest.mark.parametrize("micros", [[[0, 1, 2, 3, 4, 5, 6, 7]], [[5, 0, 1], [4], [7, 2, 3, 6], []]])
-def test_standard_errors_are_made_from_the_sums_of_prompts_however_they_are_packed(policy, micros, share):
-    """Of the gap to the sampler, by its definition; two completions for each prompt, one of which is not trained."""
+def test_standard_errors_come_from_sums_of_prompts(policy, micros, share):
+    """Standard errors are made from the sums of prompts, however they are packed. Of the gap to the sampler, by
+    its definition; two completions for each prompt, one of which is not trained.
+    """
     rollout = replace(make_rollout(group_size=2), is_trained_B=np.array([1, 1, 1, 0, 1, 1, 1, 1], dtype=bool))
     model = load_policy(policy)
     batches = [with_advantages(rollout, pack(rollout, micro, share)) for micro in micros]
@@ -302,8 +314,10 @@ def graded_rollout() -> Rollout:
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_iterations": 2}, {"kl_in": "reward"}])
-def test_each_pass_of_the_trainer_is_at_the_temperature_of_the_sampler(changes, policy):
-    """The update's, that of old log-probs, that of the reference. fp32; the rate is 0, so no weight changes."""
+def test_each_pass_of_the_trainer_is_at_the_samplers_temperature(changes, policy):
+    """Each pass of the trainer is at the temperature of the sampler. The update's, that of old log-probs, that of
+    the reference. fp32; the rate is 0, so no weight changes.
+    """
     plain, rollout = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32), graded_rollout()
     with torch.no_grad():
         sampled, others = (unpacked_logprobs(plain, rollout, temperature) for temperature in (0.7, 1.0))
@@ -319,7 +333,8 @@ def test_each_pass_of_the_trainer_is_at_the_temperature_of_the_sampler(changes, 
         assert [metrics["policy/ratio_max"], metrics["policy/ratio_min"]] == pytest.approx([1, 1], abs=1e-5)
 
 
-def test_a_second_pass_takes_its_ratio_against_the_log_probs_from_before_the_first(policy):
+def test_a_second_pass_takes_its_ratio_to_the_first_log_probs(policy):
+    """A second pass takes its ratio against the log-probs from before the first one."""
     model, rollout = load_policy(policy), graded_rollout()
     args = flags(num_iterations=2, learning_rate=1e-2, clip_low=0.01, clip_high=0.01, **TWO_UPDATES)
     start = copy.deepcopy(model).requires_grad_(False)
@@ -349,8 +364,10 @@ def test_the_passes_never_wait_for_the_device(changes, policy):
     assert run_passes(policy_of(args), args, make_rollout(group_size=4)) > 1
 
 
-def test_the_step_by_hand_of_the_documentation_is_what_is_computed():
-    """docs/algorithm.md: two prompts of two completions, with their advantages, mask, weights and loss."""
+def test_the_documented_step_by_hand_is_what_is_computed():
+    """The step by hand of the documentation is what is computed. docs/algorithm.md: two prompts of two
+    completions, with their advantages, mask, weights and loss.
+    """
     page = (ROOT / "docs" / "algorithm.md").read_text().partition("## One step by hand")[2].partition("\n## ")[0]
     table = re.findall(r"^\| b = \d \| ([\d ]+) \| ([\d ]+) \| (\d) \| (\S+) \| (\d) \|$", page, re.M)
     prompts, completions = ([np.array(row[i].split(), dtype=np.int32) for row in table] for i in (0, 1))

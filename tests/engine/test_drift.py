@@ -36,7 +36,8 @@ CLEAN = [(0.0035, 1.053, 0.14), (0.0069, 0.939, 0.51), (0.0126, 1.088, 0.3)]
 
 
 @pytest.mark.parametrize(("lora_rank", "tp_size"), [(0, 1), (4, 1), (0, 2)], ids=["all weights", "LoRA", "two ranks"])
-def test_a_fault_is_found_within_a_step_and_named_and_clean_steps_raise_no_alarm(lora_rank, tp_size, policy, tmp_path):
+def test_a_fault_is_named_within_a_step_and_clean_steps_pass(lora_rank, tp_size, policy, tmp_path):
+    """A fault is found within a step and named, and clean steps raise no alarm."""
     if tp_size == 2:  # both ranks hold the same keys
         policy = make_model(tmp_path / "policy", num_attention_heads=4, num_key_value_heads=1, head_dim=32)
     found = on_ranks(tp_size, "engines:faults", policy, lora_rank, tp_size=tp_size)
@@ -100,7 +101,8 @@ def different(named: dict[str, Tensor], engine: dict[str, Tensor], size: int) ->
 
 @pytest.mark.parametrize(("size", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (4, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("change", CHANGES)
-def test_every_change_of_a_tensor_is_found_however_an_engine_divides_it(size, dtype, change):
+def test_every_change_is_found_however_an_engine_divides_tensors(size, dtype, change):
+    """Every change of a tensor is found, however an engine divides the tensor."""
     generator = torch.Generator().manual_seed(0)
     named = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
     changed = CHANGES[change](named)
@@ -108,7 +110,8 @@ def test_every_change_of_a_tensor_is_found_however_an_engine_divides_it(size, dt
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (500, 1000)])
-def test_roundings_of_a_merged_tensor_are_no_difference_and_a_small_step_is_one(shape):
+def test_roundings_of_a_merge_pass_and_a_small_step_does_not(shape):
+    """Roundings of a merged tensor count as no difference, and a small optimizer step counts as one."""
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(shape, generator=generator).bfloat16()
 
@@ -137,7 +140,8 @@ def test_the_temperature_is_read_from_log_probs():
 
 
 @pytest.mark.parametrize("gap", [*CLEAN, (0.02, 0.93, 0.8), (0.06, 1.0, 0.0), (nan, 1.0, 0.0), (0.01, nan, nan)])
-def test_an_update_is_not_made_if_its_log_probs_are_beyond_the_bound(gap):
+def test_no_update_is_made_if_log_probs_are_beyond_the_bound(gap):
+    """An update is not made if the gap of its log-probs is beyond --max_rollout_gap."""
     names = ("gap_mean", "temperature", "temperature_r2")
     metrics = {f"policy/rollout_{name}": x for name, x in zip(names, gap, strict=True)} | {"policy/loss": 1.0}
     free, bounded = (UpdateStep(0, 1e-3, True, 1.0, 1, 3, 2, max_rollout_gap=bound) for bound in (0.0, 0.05))
@@ -147,8 +151,10 @@ def test_an_update_is_not_made_if_its_log_probs_are_beyond_the_bound(gap):
     check_gap(metrics | {"policy/loss": nan}, bounded)  # then the log-probs say nothing of the sampler
 
 
-def test_a_run_whose_sampler_has_another_temperature_ends_before_it_learns_from_it(policy, tmp_path):
-    """Through the program itself: the sentence is the last thing said, and its file has the tokens of the step."""
+def test_a_sampler_at_another_temperature_ends_the_run(policy, tmp_path):
+    """A run whose sampler has another temperature ends before it learns from the samples. Through the program
+    itself: the sentence is the last thing said, and its file has the tokens of the step.
+    """
     done = run_ranks(2, PROGRAMS, ["cooler", *training_flags(policy, tmp_path / "run")], timeout=300)
     file = tmp_path / "run" / "rollouts" / "step_1.parquet"
     said = done.stderr.strip().splitlines()[-1]

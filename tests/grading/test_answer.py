@@ -32,7 +32,8 @@ LONG += ["Final answer x" * 70_000]
 
 
 @pytest.mark.parametrize("text", LONG, ids=lambda text: text[:20].strip() or "blank")
-def test_a_text_of_a_megabyte_is_read_in_time_linear_in_its_length(text):
+def test_a_megabyte_of_text_is_read_in_linear_time(text):
+    """A text of a megabyte is read in time that is linear in its length."""
     for verifier in ("math", "gsm8k", "exact", "format", "think_format"):
         start = time.process_time()
         assert BUILT_IN[verifier](Case(text, "4"))[0] == 0.0 or verifier == "think_format"

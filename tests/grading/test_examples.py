@@ -26,7 +26,8 @@ def test_an_example_has_at_most_forty_lines(path):
     assert len(path.read_text().splitlines()) <= 40
 
 
-def test_a_verifier_for_roman_numerals_is_one_function_of_under_ten_lines(monkeypatch):
+def test_a_roman_numeral_verifier_takes_under_ten_lines(monkeypatch):
+    """A verifier for Roman numerals is one function of fewer than ten lines."""
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", (DOCS / "rewards.md").read_text(), re.DOTALL)
                if "verify_roman" in block]  # fmt: skip
     assert len(code.splitlines()) < 10
@@ -86,7 +87,8 @@ class Judge(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_judge_is_asked_several_times_at_once_and_may_be_late_or_talk_nonsense(tmp_path):
+def test_a_judge_gets_parallel_requests_and_may_fail(tmp_path):
+    """A judge is asked several times at once, and may answer late or talk nonsense."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     (tmp_path / "judge.py").write_text(  # the workers' environment is that of an earlier test
@@ -151,7 +153,8 @@ def test_a_text_without_code_gets_nothing():
     assert RewardWorker(name, None)(("grade", Case("no code", "assert True"))).parts == {name: 0.0, "has_code": 0.0}
 
 
-def test_the_example_of_reasoning_gym_makes_data_as_its_docstring_says(tmp_path):
+def test_the_reasoning_gym_example_makes_data_as_documented(tmp_path):
+    """The example of reasoning_gym makes data as its docstring says."""
     code = "create_dataset = lambda task, size, seed: [dict(question=task, answer=str(i)) for i in range(size)]"
     (tmp_path / "reasoning_gym.py").write_text(code)
     command = [sys.executable, "docs/rewards/reasoning_gym_task.py", "leg_counting", "2"]

@@ -157,8 +157,9 @@ HOSTILE += ["[" * 50_000 + "]" * 50_000, "9" * 10_000, "a@" * 100_000, "http://a
 
 
 @pytest.mark.parametrize("completion", HOSTILE, ids=lambda text: repr(text[:9]))
-def test_no_completion_makes_a_check_raise_or_answer_anything_but_yes_or_no(completion):
-    """A quarter of a megabyte each, which a regular expression with a nested or unanchored repeat reads too often.
+def test_every_check_answers_yes_or_no_to_any_completion(completion):
+    """No completion makes a check raise an error or answer anything but yes or no. A quarter of a megabyte each,
+    which a regular expression with a nested or unanchored repeat reads too often.
 
     A check that takes more than linear time makes this test run for many minutes instead of half a second.
     """

@@ -91,7 +91,8 @@ COMPLETIONS = st.lists(PIECES, max_size=40).map("".join) | st.lists(PIECES | st.
 
 @settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(completions=st.lists(st.tuples(COMPLETIONS, st.booleans()), min_size=4, max_size=4))
-def test_no_generated_completion_hangs_crashes_or_escapes_the_time_out(completions, grader):
+def test_generated_completions_cannot_hang_or_crash_the_grader(completions, grader):
+    """No generated completion hangs the grader, crashes it or escapes the time-out."""
     texts = [f"\\boxed{{{text}}}" if is_boxed else text for text, is_boxed in completions]
     begin = time.monotonic()
     grades = grader.grade([Case(text, "\\frac{7}{2}") for text in texts])

@@ -29,7 +29,8 @@ def own(tmp_path, code: str, name: str = "score") -> OwnReward:
     ("data_source, solution_str, ground_truth, extra_info=None", "len(solution_str) + len(ground_truth)", 2 + 1),
     ("solution_str, extra_info", "len(extra_info)", 0),
 ])  # fmt: skip
-def test_a_function_of_one_completion_gets_what_its_signature_names(signature, result, value, tmp_path):
+def test_the_signature_names_what_a_completions_function_gets(signature, result, value, tmp_path):
+    """A function of one completion gets the values that its signature names."""
     reward = own(tmp_path, f"def score({signature}):\n    return {result}\n")
     assert reward(CASES[:1]) == [(value, {})]
     assert not reward.takes_group and reward.takes_token_ids == ("token_ids" in signature)
@@ -43,7 +44,8 @@ def test_a_function_of_one_completion_gets_what_its_signature_names(signature, r
     ("completions, **columns", "map(int, columns['level'])"),
     ("data_sources, solution_strs, ground_truths, extra_infos", "[len(s) for s in solution_strs]"),
 ])  # fmt: skip
-def test_a_function_of_a_group_gets_lists_and_columns_of_the_data(signature, result, tmp_path):
+def test_group_functions_get_lists_and_data_columns(signature, result, tmp_path):
+    """A function of a group gets lists, and the columns of the data."""
     reward = own(tmp_path, f"def score({signature}):\n    return {result}\n")
     assert reward.takes_group and [value for value, _ in reward(CASES)] == [2.0, 3.0]
 
@@ -54,7 +56,8 @@ def test_verls_key_is_the_one_of_its_data(tmp_path):
     assert own(tmp_path, code)([Case("", "no", columns)]) == [(7.0, {})]
 
 
-def test_what_a_file_imports_from_its_folder_belongs_to_it_but_not_the_program(tmp_path, monkeypatch):
+def test_imports_from_a_reward_files_folder_belong_to_it(tmp_path, monkeypatch):
+    """What a file imports from its folder belongs to it, but the program's own modules do not."""
     folder = tmp_path / "with space"
     (folder / "parts").mkdir(parents=True)
     texts = {
@@ -70,8 +73,10 @@ def test_what_a_file_imports_from_its_folder_belongs_to_it_but_not_the_program(t
 
 
 @pytest.mark.parametrize("name", ["shared_state", "math", "with-dash", "data"])
-def test_a_file_is_loaded_once_whoever_names_or_imports_it_and_however(name, tmp_path, monkeypatch):
-    """One process: an advantage writes a global that a loss reads. Also a file whose name another module has."""
+def test_one_load_serves_every_spelling_of_a_files_path(name, tmp_path, monkeypatch):
+    """A file is loaded once, whoever names or imports it, and however its path is spelt. One process: an advantage
+    writes a global that a loss reads. Also a file whose name another module has.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # put back at the end, as the modules are
     code = "COUNT = []\ndef f(_):\n    COUNT.append(1)\n    return len(COUNT)\ng = lambda _: len(COUNT)\n"
@@ -90,7 +95,8 @@ def test_a_file_is_loaded_once_whoever_names_or_imports_it_and_however(name, tmp
     assert load_function(f"other/{name}.py", "f")("") == 1, "another file of this name"
 
 
-def test_a_file_that_another_of_ones_own_has_imported_is_not_loaded_again(tmp_path):
+def test_files_imported_by_another_are_not_loaded_again(tmp_path):
+    """A user's file that another of the user's files has imported is not loaded again."""
     (tmp_path / "first_own.py").write_text("import second_own\nf = second_own.f\n")
     (tmp_path / "second_own.py").write_text("def f():\n    return 1\n")
     first = load_function(f"{tmp_path}/first_own.py", "f")
@@ -101,8 +107,10 @@ def test_a_file_that_another_of_ones_own_has_imported_is_not_loaded_again(tmp_pa
     ("near_own.py", "import near_own"), ("near_kit/__init__.py", "from near_kit import VALUE"),
     ("near_late.py", "def late():\n    import near_late"),
 ])  # fmt: skip
-def test_a_file_that_gets_the_neighbour_of_another_file_is_refused(neighbour, statement, tmp_path, monkeypatch):
-    """Two versions of a reward, each with its helper: the second one would be graded by the first one's."""
+def test_a_file_that_gets_another_files_neighbour_is_refused(neighbour, statement, tmp_path, monkeypatch):
+    """A file that gets the neighbour of another file is refused. Two versions of a reward, each with its helper:
+    the second one would be graded by the first one's.
+    """
     monkeypatch.setattr(sys, "path", [*sys.path])
     for i, version in enumerate(("v1", "v2")):
         (place := tmp_path / version / neighbour).parent.mkdir(parents=True)
@@ -115,7 +123,8 @@ def test_a_file_that_gets_the_neighbour_of_another_file_is_refused(neighbour, st
         load_function(f"{tmp_path}/v2/my.py", "f")
 
 
-def test_a_neighbour_with_the_name_of_an_installed_module_is_left_alone(tmp_path, monkeypatch):
+def test_installed_modules_win_over_neighbours_of_their_name(tmp_path, monkeypatch):
+    """A neighbour with the name of an installed module is left alone."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     for name in ("json", "math", "datasets"):
         (tmp_path / f"{name}.py").write_text("")
@@ -165,7 +174,8 @@ def test_a_wrong_result_says_what_was_returned(parameter, result, words, tmp_pat
     ("def score(completion, /):\n    return 1\n", "score cannot be called by the names of its parameters; leave the /"),
     ("def other():\n    return 1\n", "no function or class 'score'; it has other"),
 ])  # fmt: skip
-def test_a_function_that_nobody_knows_how_to_call_is_refused_when_it_is_loaded(code, words, tmp_path):
+def test_a_function_that_cannot_be_called_is_refused_at_loading(code, words, tmp_path):
+    """A function whose parameters do not say how to call it is refused when it is loaded."""
     with pytest.raises(ValueError, match=words):
         own(tmp_path, code)
 
@@ -195,7 +205,8 @@ def test_what_the_user_has_bound_stays_bound(signature, bound, tmp_path):
     assert own(tmp_path, code)(CASES[:1]) == [(7, {})]
 
 
-def test_what_a_function_does_to_the_row_is_seen_by_no_other_function_and_no_other_completion(tmp_path):
+def test_row_changes_are_hidden_from_other_functions(tmp_path):
+    """What a function does to the row is seen by no other function and no other completion."""
     code = "def takes(completion, columns):\n    columns['tests'].pop()\n    del columns['answer']\n    return 1.0\n"
     code += "def left(completion, columns):\n    return len(columns['tests']) + ('answer' in columns)\n"
     (tmp_path / "my.py").write_text(code)
@@ -205,7 +216,8 @@ def test_what_a_function_does_to_the_row_is_seen_by_no_other_function_and_no_oth
         assert handler(("grade", case)).reward == 1.0 + 3.0
 
 
-def test_a_row_that_an_environment_changes_is_seen_whole_by_the_next_one(tmp_path):
+def test_the_next_environment_sees_a_changed_row_whole(tmp_path):
+    """A row that an environment changes is seen whole by the next environment."""
     code = "class Game:\n    def __init__(self, row):\n        self.words = row['words']\n"
     code += "    def reply(self, completion):\n        return self.words.pop()\n"
     (tmp_path / "my.py").write_text(code)
@@ -220,8 +232,10 @@ def test_a_file_that_is_no_utf8_says_so(tmp_path):
         OwnReward(f"{tmp_path}/my.py:score")
 
 
-def test_a_neighbour_that_cannot_be_read_stops_nothing_but_its_own_import(tmp_path):
-    """Python 2 or UTF-16, imported in a `try`."""
+def test_an_unreadable_neighbour_stops_only_its_own_import(tmp_path):
+    """A neighbour that cannot be read stops nothing but its own import. Python 2 or UTF-16, imported in a
+    `try`.
+    """
     (tmp_path / "my.py").write_text("try:\n    import old, wide\nexcept (SyntaxError, ValueError):\n    pass\n")
     (tmp_path / "old.py").write_text('print "text"\n')
     (tmp_path / "wide.py").write_text("x = 1\n", "utf-16")

@@ -37,7 +37,8 @@ def is_alive(pid: str) -> bool:
         return False
 
 
-def test_a_reward_that_misbehaves_costs_one_completion_and_the_others_are_graded():
+def test_a_reward_that_misbehaves_costs_one_completion():
+    """A reward that misbehaves costs one completion, and the other completions are graded."""
     late = {"loop": "timeout", "stop": "timeout"}
     failing = {
         "allocate": "error: MemoryError",
@@ -63,7 +64,8 @@ def test_a_reward_that_misbehaves_costs_one_completion_and_the_others_are_graded
     wait_for(lambda: not is_alive(child), 10)  # killed, but on a busy machine not yet gone
 
 
-def test_what_a_completion_leaves_behind_does_not_touch_the_next_one(tmp_path):
+def test_leftovers_of_a_completion_do_not_touch_the_next_one(tmp_path):
+    """What a completion leaves behind (a timer, a child process) does not touch the next completion."""
     (tmp_path / "my_reward.py").write_text(
         "import os, signal, time\n"
         "def ring(*_): raise TimeoutError('late')\n"
@@ -81,7 +83,8 @@ def test_what_a_completion_leaves_behind_does_not_touch_the_next_one(tmp_path):
 
 
 @pytest.mark.parametrize("in_flight", [1, 4])
-def test_five_thousand_gradings_with_one_in_fifty_killing_lose_none(in_flight, tmp_path):
+def test_thousands_of_gradings_with_killed_workers_lose_none(in_flight, tmp_path):
+    """Up to 5,000 gradings lose none, although one in fifty kills its worker."""
     (tmp_path / "my_reward.py").write_text(
         "import os, signal, time\n"
         "def score(completion):\n"
@@ -102,7 +105,8 @@ def test_five_thousand_gradings_with_one_in_fifty_killing_lose_none(in_flight, t
     pool.close()
 
 
-def test_items_that_wait_share_a_worker_and_a_late_one_costs_no_other_one():
+def test_items_that_wait_share_a_worker():
+    """Items that wait share a worker, and a late item costs no other one."""
     pool = start(num_workers=1, in_flight=20, timeout=2.0)
     begin = time.monotonic()
     assert [outcome.status for outcome in run(pool, ["sleep"] * 40)] == ["ok"] * 40
@@ -114,7 +118,8 @@ def test_items_that_wait_share_a_worker_and_a_late_one_costs_no_other_one():
     pool.close()
 
 
-def test_a_pool_may_break_any_number_of_times_as_long_as_items_are_done_in_between():
+def test_a_pool_may_break_often_if_items_are_done_in_between():
+    """A pool may break any number of times, as long as items are done in between."""
     pool = start()
     for _ in range(6):
         assert run(pool, ["fine x"], "x")[0].status == "ok"
@@ -123,7 +128,8 @@ def test_a_pool_may_break_any_number_of_times_as_long_as_items_are_done_in_betwe
     pool.close()
 
 
-def test_a_death_that_is_seen_before_the_item_of_that_worker_is_not_forgotten(monkeypatch):
+def test_a_workers_death_seen_before_its_item_is_remembered(monkeypatch):
+    """A worker's death that is seen before the item of that worker is not forgotten."""
     read = PoolManager.process_next_message
     monkeypatch.setattr(PoolManager, "process_next_message", lambda self, _: time.sleep(0.2) or read(self, 0.0))
     pool = start(num_workers=2, timeout=600.0)
@@ -174,7 +180,8 @@ MAIN = """
 """
 
 
-def test_workers_import_neither_the_main_script_nor_torch_and_end_when_the_caller_is_killed(tmp_path):
+def test_workers_import_no_main_script_and_die_with_the_caller(tmp_path):
+    """Workers import neither the main script nor torch, and end when the caller is killed."""
     (tmp_path / "main.py").write_text(textwrap.dedent(MAIN))
     (tmp_path / "torch.py").write_text("# takes no seconds\n")
     (tmp_path / "my_reward.py").write_text(

@@ -44,7 +44,8 @@ def two_functions(tmp_path: Path) -> tuple[str, str]:
     return f"{tmp_path}/own.py:one", f"{tmp_path}/own.py:all"
 
 
-def test_a_sub_score_hides_neither_a_verifiers_score_nor_another_functions_sub_score(tmp_path):
+def test_sub_scores_of_different_functions_stay_apart(tmp_path):
+    """A sub-score hides neither a verifier's score nor another function's sub-score."""
     one, all_ = two_functions(tmp_path)
     (grade,) = graded(f"{one},exact", Case("4", "4"))
     assert grade.parts == {one: 0.5, "brevity": 1.0, f"{one}/exact": 9.0, "exact": 1.0}
@@ -57,7 +58,8 @@ def test_a_sub_score_hides_neither_a_verifiers_score_nor_another_functions_sub_s
 
 
 @pytest.mark.parametrize("first", range(3))
-def test_the_first_verifier_of_the_reward_says_whether_a_completion_is_correct(first, tmp_path):
+def test_the_first_verifier_says_whether_a_completion_is_correct(first, tmp_path):
+    """The first verifier of the reward says whether a completion is correct."""
     one, all_ = two_functions(tmp_path)
     names = [one, all_, "exact"]
     names.insert(0, names.pop(first))
@@ -77,7 +79,8 @@ def test_the_first_verifier_of_the_reward_says_whether_a_completion_is_correct(f
     ("math,math:2", "twice"),
     ("missing.py:score", "does not exist"),
 ])  # fmt: skip
-def test_a_reward_text_that_is_wrong_says_why_before_anything_is_loaded(spec, words):
+def test_a_wrong_reward_text_is_explained_before_loading(spec, words):
+    """A wrong --reward is refused with the reason before anything is loaded."""
     with pytest.raises((ValueError, FileNotFoundError), match=words):
         parse_reward(spec)
 

@@ -92,13 +92,15 @@ def check(given: str, num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("num_ranks", "given", "words"), MISTAKES)
-def test_flags_that_contradict_each_other_are_named_with_a_way_out(num_ranks, given, words):
+def test_contradictory_flags_are_named_with_a_way_out(num_ranks, given, words):
+    """Flags that contradict each other are named, with a way out."""
     with pytest.raises(ValueError, match=words) as error:
         check(given, num_ranks)
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
 
 
-def test_the_best_checkpoint_is_chosen_by_what_is_evaluated_for_each():
+def test_keep_best_takes_a_metric_that_each_checkpoint_has():
+    """The best checkpoint is chosen by a metric that is evaluated for each checkpoint."""
     evaluated = {"eval_data": "owner/sums@test[:9]", "eval_samples": 4, "eval_every": 5, "save_every": 10}
     check_flags(flags(**evaluated, keep_best="eval/sums_test[:9]/maj@4"))
 

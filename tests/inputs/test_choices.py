@@ -78,7 +78,10 @@ def own(tmp_path: Path, monkeypatch) -> str:
     ("--policy_loss my_loss.py:no_gradient", "without a gradient"),
     ("--kl_coef 1 --kl_estimator my_loss.py:detached", "--kl_estimator.*without a gradient"),
 ])  # fmt: skip
-def test_a_choice_that_is_not_there_without_effect_or_a_function_that_fails_is_told(given, said, own, monkeypatch):
+def test_a_missing_useless_or_failing_choice_is_refused(given, said, own, monkeypatch):
+    """A choice that does not exist, a flag without effect, and a function that fails are each refused with the
+    reason.
+    """
     monkeypatch.chdir(Path(own).parent)
     with pytest.raises(ValueError, match=said) as error:
         algorithm_with(given)
@@ -101,7 +104,8 @@ def test_what_goes_together_is_accepted(own):
         algorithm_with(given)
 
 
-def test_the_log_states_every_choice_in_words_and_nothing_without_effect():
+def test_the_log_states_every_choice_in_words():
+    """The log states every choice in words, and nothing that has no effect."""
     said = algorithm_with(
         "--advantage reinforce++ --policy_loss cispo --clip_low 1 --clip_high 4 --kl_coef 0.01 --kl_in reward "
         "--loss_aggregation seq_mean_token_sum_norm --max_completion_tokens 77 --rollout_correction token_mask"
@@ -133,7 +137,8 @@ def tokens(number: int = 3) -> Tokens:
     )  # fmt: skip
 
 
-def test_a_loss_of_ones_own_takes_flags_and_its_defaults_and_may_return_its_values_alone(own):
+def test_a_users_loss_takes_flags_and_may_return_values_alone(own):
+    """A user's own loss takes flags and its own defaults, and may return its values alone."""
     algorithm = algorithm_with(f"--policy_loss {own}:good --clip_low 0.25")
     assert f"--policy_loss {own}:good --clip_low 0.25: -A x logprob^power;" in algorithm.description
     expected = [-2 * a * x**2 - 0.25 for a, x in zip([1, -1, 0.5], [-1, -2, -3], strict=True)]
@@ -143,7 +148,10 @@ def test_a_loss_of_ones_own_takes_flags_and_its_defaults_and_may_return_its_valu
         assert loss.ratio.tolist() == pytest.approx([20.085537] * 3), "the token ratio, for the metrics"
 
 
-def test_an_advantage_of_ones_own_is_of_completions_or_of_tokens_and_a_kl_estimate_may_be_too(own):
+def test_a_users_advantage_is_of_completions_or_of_tokens(own):
+    """A user's own advantage has a value for each completion or for each token; a KL estimate may be the user's
+    own, too.
+    """
     returns, is_trained = torch.tensor([1.0, 1.0, 0.0]), torch.ones(3).bool()
     graded = Graded(
         rewards_PG=torch.tensor([[1.0, 0.0]]), returns_T=returns, lengths_B=torch.tensor([2, 1]), mask_T=is_trained

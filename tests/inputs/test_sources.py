@@ -84,7 +84,8 @@ def test_what_is_unusual_but_clear_is_loaded(end, content, rows, tmp_path):
     assert {row.where.removeprefix(f"{path}, "): prompt_of(row) for row in load(path).rows} == rows
 
 
-def test_rows_keep_all_their_columns_numbers_are_answers_and_a_line_may_have_10_mb(tmp_path):
+def test_rows_keep_all_columns_and_long_lines_are_read(tmp_path):
+    """Rows keep all their columns, numbers are valid answers, and a line may have 10 MB."""
     long = {"problem": "2+2", "answer": 4, "notes": "x" * 10_000_000}
     rows = [{"problem": "é", "answer": 4, "level": 3}, long | {"problem": "1+1 " * 50_000}, long]
     loaded = load(write(tmp_path, GOOD + "\n" + "".join(f"{json.dumps(row)}\n" for row in rows)), max_prompt_tokens=100)
@@ -119,7 +120,8 @@ def test_what_only_one_process_could_read_is_refused(tmp_path):
     ("rows.jsonl", BOM + b"\n <!DOCTYPE html>\n<html>", "is a page of HTML or XML"),
     ("rows.jsonl", b"PAR1", r"is a Parquet file; give it a name that ends in \.parquet"),
 ])  # fmt: skip
-def test_a_file_that_is_not_what_its_name_says_is_told_by_its_content(name, content, words, tmp_path):
+def test_a_file_that_belies_its_name_is_refused_by_its_content(name, content, words, tmp_path):
+    """A file that is not what its name says is refused with what its content is."""
     path = write(tmp_path, content, name)
     for source in (path, tmp_path):
         refused(source, f"{name} {words}")
@@ -136,7 +138,8 @@ def test_a_file_that_is_not_what_its_name_says_is_told_by_its_content(name, cont
     ("runs/a@b/rows.jsonl", ("runs/a@b/rows.jsonl", None, None), "rows"),
     ("folder/", ("folder/", None, None), "folder"),
 ])  # fmt: skip
-def test_a_source_is_what_split_and_number_of_rows_unless_it_exists_as_a_path(source, parts, name, tmp_path):
+def test_a_source_is_split_into_path_split_and_number_of_rows(source, parts, name, tmp_path):
+    """A source consists of a path, a split and a number of rows, unless the whole text exists as a path."""
     assert (parse_source(source), name_of_source(source)) == (parts, name)
     assert parse_source(path := write(tmp_path, GOOD, "a@test#2")) == (path, None, None)
 
@@ -178,7 +181,8 @@ def test_a_hub_that_cannot_be_reached_is_told_within_seconds(monkeypatch):
     assert time.monotonic() - started < 10
 
 
-def test_floats_of_16_and_32_bits_are_the_shortest_decimals_of_their_own_type(tmp_path):
+def test_short_floats_are_read_as_their_shortest_decimals(tmp_path):
+    """Floats of 16 and 32 bits are read as the shortest decimals of their own type."""
     numbers = [0.1, 2.5, 12.0, 1e-7, -0.3]
     rows = [{"f32": n, "f16": n, "f64": n, "list": [n, None], "object": {"a": [{"b": n}]}} for n in numbers]
     f32, f64 = datasets.Value("float32"), datasets.Value("float64")
@@ -213,7 +217,8 @@ def test_rows_are_drawn_at_random_before_the_length_filter(tmp_path):
 # Parquet files and folders, by the datasets library -------------------------------------------------------------------
 
 
-def test_parquet_files_have_splits_by_slicing_and_nested_columns_and_are_read_anew(tmp_path):
+def test_parquet_files_have_slices_and_nested_columns(tmp_path):
+    """Parquet files have splits by slicing and nested columns, and are read anew after a change."""
     file = tmp_path / "odd[1] name.parquet"
     write_parquet(file, [ROW])  # an older file
     assert load(file).rows[0].answer == "1"

@@ -20,7 +20,8 @@ def test_quantiles_are_those_of_the_tables():
         assert t_quantile(confidence, freedom) == pytest.approx(t, rel=1e-5)
 
 
-def test_welchs_interval_is_that_of_a_worked_example_and_one_run_takes_the_variance_of_the_others():
+def test_welchs_interval_is_that_of_a_worked_example():
+    """Welch's interval is that of a worked example, and a side of one run takes the variance of the other side."""
     # By hand: variances 1 and 16, 3 values each: se = sqrt(17 / 3) = 2.3805, freedom = 17^2 / (1 + 256) x 2 = 2.2490.
     found = margin_of_difference([1.0, 2.0, 3.0], [2.0, 6.0, 10.0])
     assert found == pytest.approx(3.8769 * 2.3805, rel=1e-3)
@@ -58,7 +59,8 @@ def said(a: list[Path], b: list[Path]) -> str:
     return compare(*([read_run(run) for run in side] for side in (a, b)))
 
 
-def test_it_is_said_that_b_is_better_or_worse_or_that_no_difference_can_be_seen(tmp_path):
+def test_the_verdict_is_better_worse_or_no_visible_difference(tmp_path):
+    """The verdict says that B is better or worse, or that no difference can be seen."""
     a = runs_of(tmp_path / "a", {1: 0.50, 2: 0.51, 3: 0.49}, learning_rate=1e-4)
     text = said(a, runs_of(tmp_path / "b", {1: 0.60, 2: 0.612, 3: 0.59}, learning_rate=3e-4))
     assert "From A to B: --learning_rate 0.0001 -> 0.0003." in text and "differences of pairs" in text
@@ -77,7 +79,8 @@ def test_it_is_said_that_b_is_better_or_worse_or_that_no_difference_can_be_seen(
     assert "One side has one run" in text and "B is worse" in text and "B is lower" in text
 
 
-def test_of_one_seed_each_only_the_error_of_the_evaluation_is_known(tmp_path):
+def test_with_one_seed_each_only_the_evaluations_error_is_known(tmp_path):
+    """With one seed on each side, only the error of the evaluation is known."""
     (a,), (b,) = runs_of(tmp_path / "a", {1: 0.5}, 10), runs_of(tmp_path / "b", {2: 0.6}, 10)
     unknown = "+0.100: its error is not known"
     for run, correct in ((a, 50), (b, 60)):
@@ -153,8 +156,10 @@ def test_what_is_not_measured_alike_has_no_verdict(flags_of_a, flags_of_b, why_r
     assert re.search(r"^policy/entropy .*: B is higher$", text, re.MULTILINE), "it says what it says of both"
 
 
-def test_other_contents_under_the_same_names_are_a_difference_but_not_what_a_seed_draws(tmp_path):
-    """A run's inputs.json: its data, its reward and its weights; `policy_seed1` and `#10` are of the seed."""
+def test_other_contents_under_the_same_name_are_a_difference(tmp_path):
+    """Other contents under the same names are a difference, but what a seed draws is none. A run's inputs.json:
+    its data, its reward and its weights; `policy_seed1` and `#10` are of the seed.
+    """
     runs = {}
     for name, seed, digest in (("a", 1, "1f"), ("b", 2, "1f"), ("c", 3, "2f")):
         (run,) = runs_of(tmp_path / name, {seed: 0.5}, model=f"policy_seed{seed}", reward="my.py:f")

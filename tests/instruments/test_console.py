@@ -33,7 +33,8 @@ def status_in(folder) -> dict:
     return json.loads((folder / "status.json").read_text())
 
 
-def test_the_status_says_what_is_done_now_above_the_last_step_and_the_time_that_is_left(tmp_path, capsys):
+def test_the_status_has_phase_last_step_and_time_left(tmp_path, capsys):
+    """The status says what is done now, and below it the last step and the time that is left."""
     lines = tell(tmp_path, capsys, STEP, STEP | {"time/step_s": 4.0})
     assert lines[0] == "begins" and lines[2].endswith("| 24 s left")
     expected = {"now": "log", "step": 2, "last_step": 10, "seconds_left": 24, "reward/mean": 0.5}
@@ -49,7 +50,8 @@ def test_the_status_says_what_is_done_now_above_the_last_step_and_the_time_that_
     (lambda: [note_reason(text, "error") for text in ("KeyError: 'x'", "closed by peer")], "failed: KeyError: 'x'"),
     (lambda: None, "load"),
 ])  # fmt: skip
-def test_the_status_says_how_a_run_has_ended_and_the_first_reason_counts(how, now, tmp_path, monkeypatch):
+def test_the_status_says_how_a_run_has_ended_first_reason_first(how, now, tmp_path, monkeypatch):
+    """The status says how a run has ended, and the first reason counts."""
     monkeypatch.delenv("GRPO_LAUNCH_FOLDER", raising=False)
     monkeypatch.setattr("runtime.start.ON_END", (hears := []))
     monkeypatch.setattr("instruments.console.ON_END", hears)
@@ -63,7 +65,8 @@ def test_the_status_says_how_a_run_has_ended_and_the_first_reason_counts(how, no
     assert status_in(tmp_path)["now"] == "done"
 
 
-def test_quiet_shows_the_steps_with_an_evaluation_and_what_could_not_be_graded(tmp_path, capsys):
+def test_quiet_shows_steps_with_an_evaluation_and_its_failures(tmp_path, capsys):
+    """With --quiet the console shows the steps with an evaluation, and what could not be graded."""
     failed = {"eval/heldout/avg@4": 0.05, "eval/heldout/frac_failed": 0.347, "eval/other/frac_failed": 0.0}
     begins, line = tell(tmp_path, capsys, STEP, STEP | failed, quiet=True)
     assert begins == "begins" and line.startswith("step  2/10 |")
@@ -111,8 +114,10 @@ for start in TRACKERS.values():
 """
 
 
-def test_each_tracker_shows_one_curve_of_a_run_that_was_continued(tmp_path):
-    """Steps 1 to 5, and, after a kill, 4 to 6 again: their values are larger by 3. wandb gets both under one id."""
+def test_each_tracker_shows_one_curve_of_a_continued_run(tmp_path):
+    """Each tracker shows one curve of a run that was continued. Steps 1 to 5, and, after a kill, 4 to 6 again:
+    their values are larger by 3. wandb gets both under one id.
+    """
     (tmp_path / "config.json").write_text(json.dumps({"seed": 1}))
     offline = ENVIRONMENT | {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio")}
     for saved, last in (("0", "5"), ("3", "6")):

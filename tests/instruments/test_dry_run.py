@@ -55,9 +55,9 @@ def report(values: dict, **others: object) -> dict:
     return json.loads(printed.getvalue())
 
 
-def test_a_table_that_vllm_pads_stays_beside_the_head_to_the_end_of_a_sync():
-    """128,264 rows are no multiple of 64. Measured with vLLM's CPU build: of 64 rows only the head is held at the end,
-    of 72 embedding and head.
+def test_a_table_that_vllm_pads_is_held_to_the_end_of_a_sync():
+    """A table that vLLM pads stays beside the head to the end of a sync. 128,264 rows are no multiple of 64.
+    Measured with vLLM's CPU build: of 64 rows only the head is held at the end, of 72 embedding and head.
     """
     tulu = COMMON | {"model": "allenai/Llama-3.1-Tulu-3-8B-DPO", "train_data": "d", "total_steps": 10}
     table = 128_264 * 4096 * 2
@@ -122,7 +122,8 @@ def test_the_shapes_have_as_many_parameters_as_the_real_models():
     ("google/gemma-3-4b-it", 4_300_079_472, "its sliding-window attention of 1024 tokens is not supported"),
     ("allenai/Olmo-3-1025-7B", 7_298_011_136, "the dry run knows the architectures llama, .*, not 'olmo3'"),
 ])  # fmt: skip
-def test_a_model_that_is_known_but_cannot_be_planned_is_refused_by_its_kind(name, parameters, reason):
+def test_a_known_model_that_cannot_be_planned_is_refused_by_kind(name, parameters, reason):
+    """A model that is known but cannot be planned is refused, with its kind as the reason."""
     kind = AutoModelForImageTextToText if config_of(name).model_type == "gemma3" else AutoModelForCausalLM
     with torch.device("meta"):
         assert sum(each.numel() for each in kind.from_config(config_of(name)).parameters()) == parameters
@@ -137,15 +138,16 @@ def test_a_model_that_is_known_but_cannot_be_planned_is_refused_by_its_kind(name
     ("GH200", (94.6, 989, 4.0)), ("a100_40gb", (39.3, 312, 1.56)), ("RTX4090-24GB", (23.5, 165, 1.008)),
     ("24GiB:142TFLOPs:0.94TBs", (24.0, 142.0, 0.94)), ("7.5gib:.5tflops:1tb/s", (7.5, 0.5, 1.0)),
 ])  # fmt: skip
-def test_a_card_is_named_by_its_first_part_or_described_by_its_figures(given, figures):
+def test_a_gpu_is_given_by_its_name_or_by_its_figures(given, figures):
+    """A GPU is named by the first part of its name, or described by its figures."""
     hardware = setup(QWQ, plan_gpu=given).hardware
     found = hardware.gpu_bytes / GIB, hardware.flops / 1e12, hardware.memory_speed / 1e12
     assert found == pytest.approx(figures) and hardware.link_speed >= 25e9
 
 
-def test_the_flops_of_qwen_7b_are_those_of_the_published_counter_but_for_the_embedding():
-    """verl's counter takes the embedding for a matrix, though its rows are only looked up. The head is one where it is
-    computed.
+def test_the_flops_of_qwen_7b_are_those_of_the_published_counter():
+    """The FLOPs of Qwen 7B are those of the published counter, but for the embedding. verl's counter takes the
+    embedding for a matrix, though its rows are only looked up. The head is one where it is computed.
     """
     embedding = 6 * 152_064 * 3584 * (512 + 1024 + 2048)
     model = setup(SIMPLERL).model
@@ -163,7 +165,8 @@ def test_the_rounding_of_pinned_memory_is_that_of_torch(model, pinned):
     assert pinned_share(setup({"model": model}, plan_gpus=8), itemsize=2) == pytest.approx(pinned, rel=0.02)
 
 
-def test_qwq_as_its_source_runs_it_fits_neither_the_gpus_nor_offloaded_the_host():
+def test_qwq_as_in_its_source_fits_neither_gpus_nor_the_host():
+    """QwQ as its source runs it does not fit the GPUs, and offloaded it does not fit the host."""
     on_gpu = " ".join(misfits(setup(QWQ)))
     assert "GPU, rollout" in on_gpu and "GPU, update" in on_gpu and "host" not in on_gpu
     offloads = {"offload": "all", "offload_reference": True}
@@ -172,7 +175,8 @@ def test_qwq_as_its_source_runs_it_fits_neither_the_gpus_nor_offloaded_the_host(
     assert not misfits(setup(QWQ | offloads)), "with the 1 TB that the document asks for"
 
 
-def test_full_logits_the_whole_model_in_a_sync_and_too_small_a_share_of_the_gpu_do_not_fit(monkeypatch):
+def test_full_logits_or_a_too_small_gpu_share_do_not_fit(monkeypatch):
+    """Full logits, the whole model in a sync, and too small a share of the GPU do not fit."""
     vision = setup(VISION, lora_rank=8)
     sync = gpu_phases(vision)["sync"]
     assert needed(sync) <= vision.hardware.gpu_bytes < needed(sync | {"gathered": 2 * vision.model.parameters})
@@ -212,8 +216,10 @@ def test_the_advice_is_minimal_and_fits_when_it_is_taken():
         assert peak == pytest.approx(each["gpu_needed_gib"], abs=0.05)
 
 
-def test_beside_the_fewest_changes_stands_the_fastest_and_a_short_cache_is_warned_of():
-    """10 billion parameters on 4 A100 of 40 GB: the fewest changes leave a cache of a few sequences."""
+def test_the_advice_has_the_fewest_changes_and_the_fastest_way():
+    """The advice gives the fewest changes and, beside them, the fastest ones, and warns of a short cache. 10
+    billion parameters on 4 A100 of 40 GB: the fewest changes leave a cache of a few sequences.
+    """
     sizes = {"vocab_size": 152_064, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 40}
     sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}
     config = AutoConfig.for_model("qwen2", **sizes)
@@ -238,7 +244,8 @@ def test_a_command_is_planned_for_the_ranks_that_it_starts(monkeypatch):
     assert (launched.hardware.gpus, launched.hardware.nodes) == (16, 2) and launched == given
 
 
-def test_rows_come_from_the_flag_the_source_the_disk_or_the_table(tmp_path):
+def test_rows_come_from_the_flag_the_source_the_disk_or_a_table(tmp_path):
+    """The number of rows comes from the flag, the source's text, the disk or the table of known data sets."""
     file = tmp_path / "rows.jsonl"
     file.write_text('{"a": 1}\n\n{"a": 2}\n')
     assert rows_of([str(file)]) == 2
@@ -264,7 +271,8 @@ def test_what_could_not_run_anywhere_is_an_error_with_a_way_out(changes, words):
         dry_run(flags(**(QWQ | changes)))
 
 
-def test_the_command_needs_no_network_no_gpu_and_no_data_and_its_exit_code_is_the_verdict(tmp_path):
+def test_the_dry_run_needs_no_network_gpu_or_data(tmp_path):
+    """The command needs no network, no GPU and no data, and its exit code is the verdict."""
     flags = "--epochs 1 --prompts_per_step 8 --max_prompt_tokens 6144 --max_completion_tokens 2048 --kl_coef 0 "
     flags += "--gradient_checkpointing --dry_run --json --plan_gpus 8"
     given = ["--model", VISION["model"], "--train_data", VISION["train_data"], "--out_dir", f"{tmp_path}/run"]
@@ -276,7 +284,8 @@ def test_the_command_needs_no_network_no_gpu_and_no_data_and_its_exit_code_is_th
     assert not (tmp_path / "run").exists()
 
 
-def test_what_does_not_fit_has_no_times_and_an_engine_without_room_says_what_it_lacks():
+def test_a_plan_that_does_not_fit_has_no_times():
+    """A plan that does not fit has no times, and an engine without room says what it lacks."""
     found = report(QWQ)
     assert [found[name] for name in ("fits", "step_seconds", "total_hours", "total_gpu_hours", "seconds")] == [
         False, None, None, None, {},
@@ -311,8 +320,10 @@ def test_the_text_tells_the_verdict(capsys):
     assert "--offload optimizer" in does_not.partition("would fit")[2]
 
 
-def test_a_teacher_of_another_size_has_its_own_bytes_and_its_own_time():
-    """1.5B on one GPU: alone, with a teacher of 3B, with its adapter; in bf16 3,085,938,688 parameters are 5.75 GiB."""
+def test_a_teacher_of_another_size_has_its_own_bytes_and_time():
+    """A teacher of another size has its own bytes and its own time. 1.5B on one GPU: alone, with a teacher of 3B,
+    with its adapter; in bf16 3,085,938,688 parameters are 5.75 GiB.
+    """
     small = COMMON | {
         "model": "Qwen/Qwen2.5-1.5B-Instruct", "train_data": "d", "total_steps": 10, "prompts_per_step": 8,
         "plan_gpus": 1, "micro_batch_tokens": 4096, "kl_coef": 1,

@@ -40,8 +40,10 @@ def hold(size: int) -> mmap.mmap:
     return block
 
 
-def test_each_phase_has_its_own_peak_and_one_without_a_figure_counts_to_the_phase_around_it():
-    """Within 8 MiB: what Python itself takes meanwhile."""
+def test_each_phase_has_its_own_memory_peak():
+    """Each phase has its own peak, and a phase without a figure counts to the phase around it. Within 8 MiB: what
+    Python itself takes meanwhile.
+    """
     memory = MemoryWatch(CPU, {})
     watch.restart(CPU.device)
     block = hold(64 * MIB)  # before the first phase: loading
@@ -61,7 +63,8 @@ def test_each_phase_has_its_own_peak_and_one_without_a_figure_counts_to_the_phas
     assert "memory/load_gib" not in memory.metrics(), "they begin anew"
 
 
-def test_a_phase_near_the_limit_is_warned_of_once_with_the_flags_to_change():
+def test_a_phase_near_the_limit_is_warned_of_once_with_flags():
+    """A phase near the limit is warned of once, with the flags to change."""
     memory = MemoryWatch(CPU, {})
     memory.limit, memory.host_limit = 10 * GIB, 100 * GIB
     metrics = {"memory/sample_gib": 9.6, "memory/update_gib": 9.4, "memory/host_gib": 96.0}
@@ -71,7 +74,8 @@ def test_a_phase_near_the_limit_is_warned_of_once_with_the_flags_to_change():
     assert memory.remarks(metrics) == []
 
 
-def test_the_first_update_is_followed_by_prediction_against_truth():
+def test_the_first_update_compares_prediction_and_measurement():
+    """After the first update a line compares the prediction with the measured memory."""
     memory = MemoryWatch(CPU, {"update": 3 * GIB, "sample": 2 * GIB, "host": 5 * GIB})
     assert memory.remarks({"memory/evaluate_gib": 1.0, "memory/host_gib": 4.0}) == []  # step 0
     (report,) = memory.remarks({"memory/sample_gib": 2.25, "memory/update_gib": 2.875, "memory/host_gib": 4.0})
@@ -89,13 +93,16 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, taken: int = 0, **stats: int) -> N
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
 
 
-def test_on_a_gpu_a_phase_counts_all_that_is_taken_and_nothing_that_the_sleeping_engine_gave_back(monkeypatch):
-    """CUDA has 2 GiB; of an engine of 40, 1 stays; the trainer holds 12 now, 60 at the peak, of which it used 55."""
+def test_on_a_gpu_a_phase_leaves_out_what_the_engine_gave_back(monkeypatch):
+    """On a GPU a phase counts all memory that is taken, but nothing that the sleeping engine gave back. CUDA has 2
+    GiB; of an engine of 40, 1 stays; the trainer holds 12 now, 60 at the peak, of which it used 55.
+    """
     fake_gpu(monkeypatch, taken=2 + 1 + 12, peak=40 + 60, now=40 + 12, used=40 + 55)
     assert watch.peak(torch.device("cuda")) == ((2 + 1 + 60) * GIB, (2 + 1 + 55) * GIB)
 
 
-def test_nodes_are_summed_over_their_ranks_with_the_processes_below(monkeypatch):
+def test_a_node_sums_its_ranks_and_their_child_processes(monkeypatch):
+    """A node's memory is the sum over its ranks, with the processes below them."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert watch.largest_node([1, 2, 5, 1, 0, 0]) == 6
     code = "import subprocess, sys; x = bytearray(64 << 20); print('made', flush=True); sys.stdin.read()"
@@ -119,7 +126,8 @@ def setup(**hardware):
     return replace(found, hardware=replace(found.hardware, **hardware))
 
 
-def test_a_run_that_cannot_fit_is_refused_and_the_dry_run_offered():
+def test_a_run_that_cannot_fit_is_refused_with_the_dry_run():
+    """A run that cannot fit is refused, and the dry run is offered."""
     fits = setup()
     check_fit(fits, free=79 * GIB)
     for found, free, words in (
@@ -130,13 +138,15 @@ def test_a_run_that_cannot_fit_is_refused_and_the_dry_run_offered():
             check_fit(found, free=free * GIB)
 
 
-def test_the_prediction_for_a_gpu_is_what_the_dry_run_says_it_needs():
+def test_the_prediction_for_a_gpu_is_the_need_of_the_dry_run():
+    """The prediction for a GPU is what the dry run says that the run needs."""
     predicted, phases = predicted_bytes(setup(), replace(CPU, device=torch.device("cuda"))), gpu_phases(setup())
     assert predicted["sample"] == predicted["load"] == predicted["sync"] == needed(phases["rollout"])
     assert predicted["update"] == max(needed(phases["update"]), needed(phases["optimizer"]))
 
 
-def test_on_a_cpu_the_prediction_leaves_the_reserve_out_and_a_rank_holds_what_is_offloaded(monkeypatch, tmp_path):
+def test_on_a_cpu_the_prediction_leaves_the_reserve_out(monkeypatch, tmp_path):
+    """On a CPU the prediction leaves the reserve out, and a rank holds what is offloaded."""
     config = config_of("Qwen/Qwen2.5-1.5B")
     config.save_pretrained(tmp_path)
     flags = f"--model {tmp_path} --train_data x#100 --out_dir o --total_steps 1 --plan_gpus 2 --prompts_per_step 8"
@@ -175,7 +185,8 @@ def test_a_run_on_a_gpu_asks_for_the_memory_of_that_gpu(tmp_path, monkeypatch):
         ("--keep_checkpoints 0 --save_every 10 --stop_after 25", 3),
     ],
 )
-def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_does_not_start(flags, num, tmp_path, monkeypatch):
+def test_a_run_whose_checkpoints_do_not_fit_the_disk_is_refused(flags, num, tmp_path, monkeypatch):
+    """A run whose checkpoints do not fit on the disk does not start."""
     common = "--model Qwen/Qwen2.5-7B --train_data x#1000 --out_dir o --total_steps 100 --prompts_per_step 8 "
     args = parse_flags([*common.split(), *flags.split(), "--plan_gpus", "1"])
     found = setup_of(args, config_of(args.model))
@@ -191,7 +202,8 @@ def test_a_run_whose_checkpoints_do_not_fit_on_the_disk_does_not_start(flags, nu
         check_disk(found, tmp_path)
 
 
-def test_a_model_that_the_dry_run_does_not_know_is_watched_without_a_prediction(monkeypatch):
+def test_a_model_that_cannot_be_planned_is_watched_all_the_same(monkeypatch):
+    """A model that the dry run does not know is watched without a prediction."""
     monkeypatch.setattr(watch, "setup_of", mock.Mock(side_effect=ValueError("the dry run knows ...")))
     monkeypatch.setattr(watch, "load_config", lambda path: None)
     memory = watch.watch_memory(parse_flags(["--model", "m", "--train_data", "x", "--out_dir", "o"]), 100, CPU)
@@ -242,13 +254,15 @@ def test_each_phase_and_each_kind_of_memory_has_its_flags(phase, error, begins, 
     assert str(error).splitlines()[0] in sentence, "which tells what was asked for"
 
 
-def test_what_the_engine_says_of_its_memory_stays_the_last_sentence(on_gpu):
+def test_the_engines_sentence_about_its_memory_stays_the_last(on_gpu):
+    """What the engine says about its memory stays the last sentence."""
     error = MemoryError("GPU memory ran out while the engine takes new weights; lower --gpu_memory_utilization.")
     error.__cause__ = torch.OutOfMemoryError(TORCH)
     assert said(on_gpu, "sync", error) == str(error)
 
 
-def test_on_a_cpu_no_flag_is_named_that_has_no_effect_there_and_a_phase_inside_another_reports_alone():
+def test_on_a_cpu_only_flags_with_an_effect_are_named():
+    """On a CPU no flag is named that has no effect there, and a phase inside another one reports alone."""
     memory = MemoryWatch(RANK_3, {})
     sentence = said(memory, "update", RuntimeError(CPU_TORCH))
     expected = f"host memory ran out on rank 3 in phase update; {LOWER_BATCH}or give --param_dtype bfloat16"
@@ -278,8 +292,10 @@ def test_the_ways_out_are_flags_of_the_program():
         (1, "rollout._repack_head", "load", "--param_dtype bfloat16"),  # in the first sync
     ],
 )
-def test_a_run_whose_last_rank_gets_no_memory_ends_with_the_sentence(num_ranks, function, phase, way, policy, tmp_path):
-    """The limit is a real one, of the process's address space."""
+def test_a_rank_without_memory_ends_the_run_with_a_sentence(num_ranks, function, phase, way, policy, tmp_path):
+    """A run whose last rank gets no memory ends with the sentence about it. The limit is a real one, of the
+    process's address space.
+    """
     flags = training_flags(policy, tmp_path / "run", eval_data=None, eval_every=None, eval_before_training=None)
     start = time.monotonic()
     done = run_ranks(num_ranks, PROGRAMS, ["starved", function, num_ranks - 1, *flags], 200)
@@ -291,7 +307,8 @@ def test_a_run_whose_last_rank_gets_no_memory_ends_with_the_sentence(num_ranks, 
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_an_update_takes_what_the_planner_says_within_10_percent_under_every_policy(num_ranks, tmp_path):
+def test_an_update_takes_the_planned_memory_within_10_percent(num_ranks, tmp_path):
+    """An update takes the memory that the planner says, within 10 percent, under every memory policy."""
     sizes = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
     AutoConfig.for_model("qwen2", **sizes).save_pretrained(tmp_path)

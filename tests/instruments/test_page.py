@@ -71,7 +71,8 @@ def test_ten_thousand_completions_take_less_than_20_MB(big_page):
 
 
 @pytest.mark.parametrize(("budget", "fewest", "kept"), [(9_000_000, 20, 25), (1_000_000, 15, 3)])
-def test_over_the_budget_whole_groups_of_steps_of_the_whole_run_are_kept(three_runs, budget, fewest, kept):
+def test_over_the_budget_whole_groups_of_all_the_run_are_kept(three_runs, budget, fewest, kept):
+    """Over the budget, whole groups are kept, of steps from the whole run."""
     found, chunks = pack_samples(three_runs[0], budget)
     assert (found["num_steps"], found["num_groups"], found["groups"]) == (50, 25, kept)
     steps = found["steps"]
@@ -199,7 +200,8 @@ def test_tokens_are_coloured_by_the_stored_log_probs(opened, three_runs):
     browser.check()
 
 
-def test_what_a_model_has_written_is_shown_as_text_and_never_runs(opened):
+def test_a_models_text_is_shown_and_never_runs_as_code(opened):
+    """What a model has written is shown as text and never runs."""
     browser, _ = opened
     hostile, smiling = browser.all(".tokens")[:2]
     assert hostile.startswith(HOSTILE)

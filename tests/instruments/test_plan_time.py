@@ -54,8 +54,10 @@ def test_more_cache_is_never_slower(name):
     assert running[0] == 1 < running[-1] and seconds[-1] < 0.5 * seconds[0]
 
 
-def test_compile_leaves_a_third_of_the_bytes_between_the_layers_matrix_products():
-    """By hand, of a 7B model in bf16 with recomputed layers: four passes of bytes, of which two thirds go."""
+def test_compile_leaves_a_third_of_the_bytes_between_products():
+    """With --compile a third of the bytes between the layers' matrix products is left. By hand, of a 7B model in
+    bf16 with recomputed layers: four passes of bytes, of which two thirds go.
+    """
     lengths = "--plan_prompt_tokens 200 --plan_completion_tokens 800 --plan_gpu H100-80GB"
     eager, compiled = (phase_seconds(plan("short", f"{lengths} {flag}")) for flag in ("", "--compile"))
     of_position = 28 * (84 * 3584 + 20 * (3584 + 512) + 10 * 18944)
@@ -67,8 +69,10 @@ def test_compile_leaves_a_third_of_the_bytes_between_the_layers_matrix_products(
     assert fp32_head["update"] - eager["update"] == pytest.approx(2 * more)
 
 
-def test_a_full_engine_reads_the_weights_for_each_token_of_its_longest_completion():
-    """32 completions of 8 GPUs that all fit: as many steps as the longest completion has tokens; no step is skipped."""
+def test_each_token_of_the_longest_completion_reads_the_weights():
+    """A full engine reads the weights for each token of its longest completion. 32 completions of 8 GPUs that all
+    fit: as many steps as the longest completion has tokens; no step is skipped.
+    """
     setup = plan("few", "--plan_completion_tokens 256 --plan_prompt_tokens 1024")
     assert running_sequences(setup) == 32
     weights = 1024 * 2 * setup.model.parameters / 8 / (0.6 * 3.35e12)
@@ -78,8 +82,10 @@ def test_a_full_engine_reads_the_weights_for_each_token_of_its_longest_completio
 
 
 @pytest.mark.parametrize(("prompts", "running"), [(8, 64), (1024, MOST_ON_GPU)])
-def test_the_engine_is_planned_with_the_sequences_that_it_is_started_with(prompts, running):
-    """Not vLLM's default, which depends on the GPU (256 on an A100, 1,024 on an H100)."""
+def test_the_plan_has_the_sequences_that_the_engine_starts_with(prompts, running):
+    """The engine is planned with the number of sequences that it is started with. Not vLLM's default, which
+    depends on the GPU (256 on an A100, 1,024 on an H100).
+    """
     for gpu in ("A100-80GB", "H100-80GB"):
         short = "--max_prompt_tokens 64 --max_completion_tokens 64"
         found = plan("short", f"--prompts_per_step {prompts} {short} --plan_gpus 1 --plan_gpu {gpu}")
@@ -87,7 +93,8 @@ def test_the_engine_is_planned_with_the_sequences_that_it_is_started_with(prompt
         assert running_sequences(found) == options["max_num_seqs"] == running
 
 
-def test_mean_lengths_are_half_of_the_limits_unless_they_are_given():
+def test_mean_lengths_are_half_of_the_limits_unless_given():
+    """Mean lengths are half of the limits, unless they are given."""
     half, given = plan("long"), plan("long", "--plan_prompt_tokens 100 --plan_completion_tokens 3000.5")
     assert (half.run.mean_prompt_tokens, half.run.mean_completion_tokens) == (512, 8192)
     assert (given.run.mean_prompt_tokens, given.run.mean_completion_tokens) == (100, 3000.5)
@@ -133,7 +140,8 @@ def test_servers_are_counted_by_gpus_by_urls_or_by_their_number(more, gpus):
     assert (setup.hardware.gpus, setup.hardware.generation_gpus, setup.num_engines) == (2, gpus, gpus // 2)
 
 
-def test_a_step_ahead_takes_as_long_as_the_slower_of_the_two_and_the_sync():
+def test_a_step_ahead_takes_the_time_of_the_slower_side():
+    """With sampling a step ahead, a step takes as long as the slower of the two sides, and the sync."""
     setup = plan("servers", SERVERS + "--steps_ahead 1")
     seconds = phase_seconds(setup)
     train = sum(seconds.values()) - seconds["rollout"] - seconds["sync"]
@@ -145,8 +153,10 @@ def test_a_step_ahead_takes_as_long_as_the_slower_of_the_two_and_the_sync():
     assert step_seconds(on_policy) == pytest.approx(sum(seconds.values()))
 
 
-def test_in_flight_two_steps_ahead_nobody_waits_for_the_longest_completion():
-    """One step ahead it does not help: the step after is begun when this one is complete."""
+def test_in_flight_two_steps_ahead_nobody_waits_for_the_longest():
+    """With --in_flight and two steps ahead, nobody waits for the longest completion. One step ahead it does not
+    help: the step after is begun when this one is complete.
+    """
     ways = ("--steps_ahead 1", "--steps_ahead 1 --in_flight", "--steps_ahead 2", "--steps_ahead 2 --in_flight")
     one, one_in_flight, two, two_in_flight = (rollout_seconds(plan("servers", SERVERS + way)) for way in ways)
     assert one == one_in_flight == two > 1.2 * two_in_flight

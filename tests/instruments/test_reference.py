@@ -30,7 +30,8 @@ def config_of(name: str) -> dict:
 
 
 @pytest.mark.parametrize("name", names())
-def test_every_reference_has_the_form_that_its_reader_expects_and_its_figures_stand_in_the_pages(name):
+def test_every_reference_has_its_form_and_documented_figures(name):
+    """Every reference has the form that its reader expects, and its figures stand in the pages."""
     reference = load(name)
     pages = (ROOT / "docs" / "setups.md").read_text() + (ROOT / "benchmarks" / "README.md").read_text()
     assert reference.keys() - {"cannot_be_judged"} == {"set_up", "source", "training", "figures", "curves"}
@@ -56,7 +57,8 @@ def test_every_reference_has_the_form_that_its_reader_expects_and_its_figures_st
         assert steps == sorted(set(steps)) and all(math.isfinite(value) for _, value in curve["points"])
 
 
-def test_every_documented_set_up_has_a_reference_to_which_its_runs_belong():
+def test_every_documented_set_up_has_a_reference_for_its_runs():
+    """Every documented set-up has a reference, to which its runs belong."""
     files = (ROOT / "scripts").glob("*.sh")
     scripts = {path.stem for path in files if re.search("^source .*launch.sh", path.read_text(), re.MULTILINE)}
     documented = set(re.findall(r"^\| `(\w[\w.]*)\.sh` \|", (ROOT / "docs" / "setups.md").read_text(), re.MULTILINE))
@@ -107,7 +109,8 @@ def test_a_run_is_judged_by_what_was_published(tmp_path, changes, before, after,
     assert re.search(row, said, re.MULTILINE) and after[1] in said
 
 
-def test_what_was_not_published_or_not_measured_or_is_a_replay_cannot_be_judged(tmp_path):
+def test_unpublished_or_unmeasured_figures_cannot_be_judged(tmp_path):
+    """What was not published, was not measured or is a replay cannot be judged."""
     run = gsm8k_run(tmp_path / "model", model="Qwen/Qwen2.5-14B-Instruct")
     assert f"{UNKNOWN}: nothing is published for --model Qwen/Qwen2.5-14B-Instruct" in judgement(run)
     run = write_run(tmp_path / "qwq", config_of("qwq32b_8xh100"), [{"step": 1}])
@@ -135,7 +138,8 @@ def results(folder: Path, set_name: str, accuracy: float, **settings: object) ->
     (folder / "results.json").write_text(json.dumps(found))
 
 
-def test_figures_of_an_evaluation_are_read_from_the_best_checkpoint(tmp_path):
+def test_figures_of_evaluations_come_from_the_best_checkpoint(tmp_path):
+    """Figures of an evaluation are read from the best checkpoint."""
     run, what = write_run(tmp_path, config_of(ZOO), [{"step": 100, "reward/mean": 0.5}]), "MATH500, after training"
     advice = f"no results; make them: MODEL={run}/best bash scripts/eval_qwen7b_simplerl.sh"
     assert judged(run, ZOO)[what] == (UNKNOWN, advice)
@@ -148,7 +152,8 @@ def test_figures_of_an_evaluation_are_read_from_the_best_checkpoint(tmp_path):
     assert judged(run, ZOO)[what] == (UNKNOWN, "another evaluation: top_p 1.0, not 0.95")
 
 
-def test_what_was_published_of_another_method_is_shown_and_not_judged(tmp_path):
+def test_figures_of_another_method_are_shown_and_not_judged(tmp_path):
+    """Figures that were published for another method are shown and not judged."""
     write_run(tmp_path, config_of(TULU), [{"step": 223}])
     results(tmp_path / "eval" / "step_223" / "x", "gsm8k_test", 0.9)
     said = judgement(tmp_path)

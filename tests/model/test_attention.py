@@ -43,10 +43,12 @@ def random_model(folder: Path, architecture: str) -> Path:
     [(False, RAGGED, 4, 1), (True, RAGGED, 4, 1), (False, SEVERAL_RECTANGLES, 4, 1)]
     + [(False, RAGGED, 4, 4), (True, RAGGED, 50, 3), (False, SEVERAL_RECTANGLES, 40, 2), (False, RAGGED, 1, 8)],
 )
-def test_packed_logprobs_and_gradients_equal_those_of_each_sequence_alone(
+def test_packed_logprobs_and_gradients_equal_those_unpacked(
     model, temperature, gradient_checkpointing, lengths, prompt_length, group_size, request, tmp_path
 ):
-    """In fp64, but for norms and log-probs. Completions of a prompt share its positions, if it has several."""
+    """Packed log-probs and gradients equal those of each sequence alone. In fp64, but for norms and log-probs.
+    Completions of a prompt share its positions, if it has several.
+    """
     path = str(request.getfixturevalue(model) if "policy" in model else random_model(tmp_path, model))
     packed = load_policy(path, torch.float64, gradient_checkpointing)
     alone = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
@@ -75,8 +77,10 @@ def test_rectangles_hold_sequences_of_similar_length():
     assert attention.padded_packing(equal.segments_S).rectangles == [(50, 12)]
 
 
-def test_packing_for_cuda_gives_the_kernel_what_the_rectangles_give_the_cpu(policy, monkeypatch):
-    """The kernel by its documentation: cumulative lengths, causal, the last query sees the last key."""
+def test_cuda_packing_gives_the_kernel_what_the_cpu_computes(policy, monkeypatch):
+    """Packing for CUDA gives the kernel what the rectangles give the CPU. The kernel by its documentation:
+    cumulative lengths, causal, the last query sees the last key.
+    """
 
     def varlen_attn(query, key, value, cu_seqlens, cu_seqlens_k, max_q, max_k, scale, window_size, enable_gqa):
         assert window_size == (-1, 0) and max_q >= cu_seqlens.diff().max() and max_k >= cu_seqlens_k.diff().max()
@@ -111,9 +115,8 @@ def test_packing_for_cuda_gives_the_kernel_what_the_rectangles_give_the_cpu(poli
     ((9, 0), ImportError("flash_attn_interface"), True),  # it is not installed
     ((10, 0), None, False),
 ])  # fmt: skip
-def test_flash_attention_3_is_asked_for_on_hopper_before_the_kernel_is_checked(
-    capability, error, is_asked_for, monkeypatch
-):
+def test_flash_attention_3_is_requested_on_hopper_before_checks(capability, error, is_asked_for, monkeypatch):
+    """FlashAttention 3 is asked for on Hopper, before the kernel is checked."""
     activate, checked = mock.Mock(side_effect=error), []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(attention, "activate_flash_attention_impl", activate)

@@ -61,7 +61,8 @@ def test_value_and_gradient_are_those_of_full_logits_in_float64(name, has_entrop
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_token_that_one_model_rules_out_has_a_finite_value_and_gradient(name):
+def test_a_token_ruled_out_by_one_model_has_a_finite_gradient(name):
+    """A token that one model rules out has a finite value and gradient."""
     logits = torch.tensor([[0.0, -200.0, 1.0], [0.0, 1.0, -200.0]])
     values, slopes = EXPECTED[name][0](logits.log_softmax(dim=-1), logits.flip(0).log_softmax(dim=-1))
     assert values.isfinite().all() and slopes.isfinite().all() and (values > 0.1).all()

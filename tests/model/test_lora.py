@@ -47,8 +47,10 @@ def test_flags_that_make_no_sense_are_refused_with_a_way_out(changes, words):
 
 
 @pytest.mark.parametrize("name", ["untied_policy", "untied_qwen3_policy"])
-def test_the_targets_are_all_linear_layers_of_the_decoder_or_those_that_are_named(name, request):
-    """The norms of Qwen3's queries and keys are none of them."""
+def test_the_lora_targets_are_all_linear_layers_or_those_named(name, request):
+    """The targets are all linear layers of the decoder, or those that are named. The norms of Qwen3's queries and
+    keys are none of them.
+    """
     model = AutoModelForCausalLM.from_pretrained(request.getfixturevalue(name))
     attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
     own = [f"self_attn.{name}" for name in attention] + [f"mlp.{name}" for name in mlp]
@@ -88,9 +90,8 @@ def plain_gradients(policy: Path) -> tuple[float, dict[str, Tensor]]:
     return loss.item(), {f"model.{name}": tensor.grad for name, tensor in adapter.items()}
 
 
-def test_loss_and_gradient_are_those_of_the_formula_on_one_and_two_ranks_with_and_without_checkpointing(
-    results, policy
-):
+def test_lora_loss_and_gradient_are_those_of_the_formula(results, policy):
+    """Loss and gradient are those of the formula, on one and two ranks, with and without checkpointing."""
     loss, gradients = plain_gradients(policy)
     assert len(gradients) == 2 * 14
     assert min(gradient.abs().max() for gradient in gradients.values()) > 1e-3, "a smaller one would hide a difference"
@@ -103,8 +104,10 @@ def test_loss_and_gradient_are_those_of_the_formula_on_one_and_two_ranks_with_an
             torch.testing.assert_close(ours, gradients, **TOLERANCE)  # of the same names: only A and B are trained
 
 
-def test_gradients_are_reduced_in_fp32_also_where_the_first_pass_was_that_of_the_reference(results):
-    """FSDP2 decides in its first pass which parameters are trained and in which dtype their gradients are reduced."""
+def test_gradients_are_reduced_in_fp32_after_a_reference_pass(results):
+    """Gradients are reduced in fp32, also where the first pass was that of the reference. FSDP2 decides in its
+    first pass which parameters are trained and in which dtype their gradients are reduced.
+    """
     for first, second in (found["bf16"].values() for found in results.values()):
         assert {gradient.dtype for gradient in first.values()} == {torch.float32}
         torch.testing.assert_close(second, first, atol=0, rtol=0)  # of the same dtype
@@ -117,7 +120,8 @@ def test_the_reference_is_exactly_the_base_model(results):
             assert not any(a.equal(b) for a, b in zip(reference, adapted, strict=True))
 
 
-def test_dropout_is_drawn_again_by_seed_and_update_also_where_a_layer_is_recomputed(results):
+def test_dropout_is_a_function_of_seed_and_update(results):
+    """Dropout is drawn again by seed and update, also where a layer is recomputed."""
     for cases in (found["with dropout"] for found in results.values()):
         (metrics, plain), (_, other) = cases["plain"], cases["other update"]
         for name in ("plain, again", "checkpointed", "checkpointed, again"):
@@ -126,7 +130,8 @@ def test_dropout_is_drawn_again_by_seed_and_update_also_where_a_layer_is_recompu
         assert any(not gradient.equal(other[key]) for key, gradient in plain.items())
 
 
-def test_with_dropout_the_ratio_is_taken_against_the_policy_without(results):
+def test_with_dropout_the_ratio_is_to_the_policy_without_it(results):
+    """With dropout the ratio is taken against the policy without dropout."""
     for cases in (found["with dropout"] for found in results.values()):
         for name in ("plain", "checkpointed", "other update"):
             assert cases[name][0]["policy/ratio_max"] > 1.01 and cases[name][0]["policy/ratio_min"] < 0.99
@@ -144,14 +149,16 @@ def test_each_rank_draws_masks_of_its_own(policy):
     assert found[0].equal(found[1]) and not found[0].equal(found[2])
 
 
-def test_ten_syncs_leave_the_weights_and_what_is_sent_bit_for_bit_as_they_were(results, policy):
+def test_ten_syncs_change_no_bit_of_weights_or_of_what_is_sent(results, policy):
+    """Ten syncs leave the weights, and what is sent, bit for bit as they were."""
     for found in results.values():
         for what in ("parameters", "merged"):
             torch.testing.assert_close(found[f"{what} after"], found[what], atol=0, rtol=0)
     torch.testing.assert_close(results[1]["merged"], results[2]["merged"], atol=0, rtol=0)
 
 
-def test_the_engine_gets_the_sum_rounded_once_under_the_names_of_the_base_model(results, policy):
+def test_the_engine_gets_the_merged_sum_under_the_base_names(results, policy):
+    """The engine gets the sum, rounded once, under the names of the base model."""
     weights, merged = results[2]["parameters"], results[2]["merged"]
     base = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.bfloat16)
     assert list(merged) == [name for name, _ in base.named_parameters()]
@@ -204,7 +211,8 @@ def trained(finished_run) -> Policy:
     return policy.float()
 
 
-def test_the_policy_starts_at_the_reference_leaves_it_and_sampler_and_trainer_agree(finished_run):
+def test_a_lora_run_starts_at_the_reference_and_leaves_it(finished_run):
+    """The policy starts at the reference and leaves it, and sampler and trainer agree."""
     metrics = metrics_of(finished_run)
     assert list(metrics) == [1, 2, 3, 4]
     for step in metrics:
@@ -215,9 +223,10 @@ def test_the_policy_starts_at_the_reference_leaves_it_and_sampler_and_trainer_ag
     assert metrics[2]["policy/ratio_max"] > 1.001 and metrics[2]["policy/ratio_min"] < 0.999
 
 
-def test_adapter_and_merged_policy_load_in_peft_transformers_and_vllm_with_the_log_probs_of_the_trainer(
-    finished_run, trained, policy
-):
+def test_adapter_and_merged_policy_load_in_peft_and_vllm(finished_run, trained, policy):
+    """The adapter loads in PEFT, and the merged policy in transformers and vLLM, with the log-probs of the
+    trainer.
+    """
     final, rollout = finished_run / "final", make_rollout()
     base = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.bfloat16).float()
     merged, tokenizer = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)

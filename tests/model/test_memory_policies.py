@@ -41,7 +41,8 @@ def test_bf16_parameters_follow_the_fp32_ones_and_take_10_bytes(results, policy)
     assert bytes_of_state == pytest.approx([8, 6], abs=0.01)
 
 
-def test_parameters_are_gathered_and_gradients_reduced_once_an_update(results):
+def test_sharded_communication_happens_once_an_update(results):
+    """Parameters are gathered, and gradients reduced, once an update."""
     metrics, parameters, _, (num_reductions, num_gathers) = results[SMALL]
     found, found_parameters, _, (reductions, gathers) = results[ONCE]
     assert reductions == 3 * 3, "three updates, two layers and the rest"

@@ -33,7 +33,8 @@ def chunked(start: torch.Tensor, is_state_on_host: bool = False, **changes: floa
     return ChunkedAdamW([torch.nn.Parameter(start.clone())], **SETTINGS | changes, is_state_on_host=is_state_on_host)
 
 
-def test_parameter_and_remainder_are_the_fp32_number_and_the_parameter_is_the_nearest_bf16():
+def test_bf16_parameter_and_remainder_make_the_fp32_number():
+    """Parameter and remainder together are the fp32 number, and the parameter is the nearest bf16 number."""
     bits = torch.randint(-(2**31), 2**31, (200_000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     values = torch.cat([bits.view(torch.float32), torch.tensor([0.0, -0.0, 1.0, -1e-40, 1.00390625])])
     values = values[values.isfinite() & values.bfloat16().isfinite()]
@@ -42,7 +43,8 @@ def test_parameter_and_remainder_are_the_fp32_number_and_the_parameter_is_the_ne
     assert ((parameter.double() - values).abs() == (values.bfloat16().double() - values).abs()).all()
 
 
-def test_bf16_parameters_move_by_updates_of_a_millionth_as_fp32_ones_do():
+def test_bf16_parameters_move_by_updates_of_a_millionth():
+    """Parameters in bf16 move by updates of a millionth, as fp32 ones do."""
     start = (torch.rand(100, generator=torch.Generator().manual_seed(1)) / 2 + 1.5).bfloat16()  # steps of 1/128
     tiny = {"lr": 2e-6, "weight_decay": 0.0}  # of a parameter, 1e-6 to 1.3e-6
     ones = [torch.ones(100)] * 4000  # each update is lr, all together are a little more than 1/128
@@ -70,7 +72,8 @@ def test_the_second_moment_decays_as_in_fp32():
     assert (found / wanted - 1).square().mean().sqrt() < 0.1  # the noise of each single one
 
 
-def test_stochastic_rounding_is_right_on_average_and_leaves_bf16_numbers_alone():
+def test_stochastic_rounding_is_unbiased_and_keeps_bf16_numbers():
+    """Stochastic rounding is right on average and leaves bf16 numbers alone."""
     values = torch.full((100_000,), 1 + 1 / 512)  # a quarter of the way from 1 to the next bf16
     rounded = round_stochastically(values, torch.Generator().manual_seed(0))
     assert set(rounded.tolist()) == {1.0, 1 + 1 / 128}
@@ -113,8 +116,10 @@ class FakedStreams:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu_the_state_of_one_chunk_comes_while_that_of_another_goes_back(dtype, monkeypatch):
-    """Two streams in turn, after the gradients and before the host goes on; same bits as on one with such chunks."""
+def test_on_a_gpu_chunks_of_optimizer_state_come_and_go_in_turn(dtype, monkeypatch):
+    """On a GPU the state of one chunk comes while that of another goes back. Two streams in turn, after the
+    gradients and before the host goes on; same bits as on one with such chunks.
+    """
     start, grads = torch.randn(1000, generator=torch.Generator().manual_seed(2)).to(dtype), gradients(2)
     monkeypatch.setattr(sizes, "OPTIMIZER_CHUNK", 300)
     wanted = train(chunked(start, is_state_on_host=True), grads)
@@ -142,7 +147,8 @@ def test_state_that_was_saved_and_loaded_goes_on_bit_for_bit(dtype):
     torch.testing.assert_close([*second.state.values()], [*whole.state.values()], atol=0, rtol=0)
 
 
-def test_a_rank_whose_shard_of_a_parameter_is_empty_updates_the_others():
+def test_a_rank_with_an_empty_shard_updates_its_other_parameters():
+    """A rank whose shard of one parameter is empty updates its other parameters."""
     empty, other = torch.nn.Parameter(torch.empty(0, 3).bfloat16()), torch.nn.Parameter(torch.ones(4).bfloat16())
     empty.grad, other.grad = torch.empty_like(empty), torch.ones_like(other)
     ChunkedAdamW([empty, other], **SETTINGS | {"lr": 0.1}, is_state_on_host=False).step()
@@ -150,7 +156,10 @@ def test_a_rank_whose_shard_of_a_parameter_is_empty_updates_the_others():
 
 
 @pytest.mark.parametrize("changes", [{}, {"offload": "optimizer"}, {"param_dtype": "bfloat16"}])
-def test_the_state_is_there_before_the_first_step_and_trains_as_the_one_that_torch_makes_in_it(changes):
+def test_optimizer_state_made_before_the_first_step_trains_alike(changes):
+    """The optimizer's state exists before the first step, and trains as the state that torch makes in that
+    step.
+    """
     args = flags(learning_rate=SETTINGS["lr"], weight_decay=SETTINGS["weight_decay"], **changes)
     parameter = torch.nn.Parameter(torch.randn(1000).to(getattr(torch, args.param_dtype)))
     lazy = torch.nn.Parameter(parameter.detach().clone())

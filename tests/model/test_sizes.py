@@ -42,7 +42,8 @@ def check(config: PretrainedConfig, tensor_parallel_size: int = 1) -> None:
     ("mine/step_9", ["step_9"], None),
     ("Qwen/Qwen2.5-7B", [], None),
 ])  # fmt: skip
-def test_the_folder_of_a_run_is_no_model_and_the_one_in_it_is_named(given, saved, words, tmp_path, monkeypatch):
+def test_the_folder_of_a_run_is_refused_and_its_model_named(given, saved, words, tmp_path, monkeypatch):
+    """The folder of a run is no model, and the error names the model in it."""
     monkeypatch.chdir(tmp_path)
     for name, content in {"": {"out_dir": "x"}, **dict.fromkeys(saved, {"model_type": "qwen2"})}.items():
         (folder := tmp_path / "mine" / name).mkdir()
@@ -69,7 +70,8 @@ NOT_COMPUTED = {  # words of the sentence -> config
 
 
 @pytest.mark.parametrize("words", NOT_COMPUTED)
-def test_a_model_that_the_packed_pass_does_not_compute_is_refused(words):
+def test_a_model_beyond_the_packed_pass_is_refused(words):
+    """A model that the packed pass does not compute is refused."""
     with pytest.raises(ValueError, match=words):
         check(NOT_COMPUTED[words])
 
@@ -95,7 +97,8 @@ DIVISIONS = [  # these sizes, and the sizes of an engine that vLLM can divide th
 
 
 @pytest.mark.parametrize(("sizes", "fitting"), DIVISIONS)
-def test_an_engine_has_as_many_ranks_as_vllm_can_divide_the_model_among(sizes, fitting):
+def test_an_engine_has_as_many_ranks_as_vllm_can_divide_it_among(sizes, fitting):
+    """An engine has as many ranks as vLLM can divide the model among."""
     config = Qwen2Config(**dict(zip(HEADS, sizes, strict=True)))
     for size in range(1, sizes[0] + 2):
         if size in fitting:
@@ -164,7 +167,8 @@ OTHERS = {  # architecture, one for each place in which a config tells it -> wha
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_mixtures_of_experts_and_hybrid_models_are_refused_in_one_sentence(name):
+def test_experts_and_hybrid_models_are_refused_in_one_sentence(name):
+    """Mixtures of experts and hybrid models are refused in one sentence."""
     with pytest.raises(ValueError) as error:
         check(AutoConfig.for_model(name))
     said = str(error.value)

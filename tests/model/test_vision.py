@@ -71,7 +71,8 @@ def assert_near(found: torch.Tensor, wanted: torch.Tensor, of_largest: float) ->
     torch.testing.assert_close(found, wanted, **tolerance)
 
 
-def test_packed_logprobs_and_gradients_are_those_of_the_unpacked_model(model):
+def test_packed_vision_logprobs_are_those_of_the_unpacked_model(model):
+    """Packed log-probs and gradients are those of the unpacked model."""
     data = vision_data(vision_flags(model))
     rollout = vision_rollout(data)
     rollout.completions[0][3] = 7  # transformers would take a sampled image token for an image
@@ -92,8 +93,10 @@ def test_packed_logprobs_and_gradients_are_those_of_the_unpacked_model(model):
             assert_near(parameter.grad, gradients[name], 1e-4)
 
 
-def test_a_shared_prompt_with_images_gives_what_its_completions_give_alone(model):
-    """fp32, 1e-5 of the largest number. One image, several, none; the tower sees a shared prompt's pixels once."""
+def test_a_shared_image_prompt_equals_its_completions_alone(model):
+    """A shared prompt with images gives what its completions give alone. fp32, 1e-5 of the largest number. One
+    image, several, none; the tower sees a shared prompt's pixels once.
+    """
     data = vision_data(vision_flags(model))
     rollout = vision_rollout(data).select(np.array([0, 0, 2, 2, 4, 4]))
     rollout.completions[1] = rollout.completions[1][::-1][:6]
@@ -136,7 +139,8 @@ def test_engine_and_trainer_agree_on_one_image_several_and_none(found):
 
 
 @pytest.mark.parametrize(("name", "changes"), [("all weights", {}), ("LoRA", {"lora_rank": 4})])
-def test_a_rank_without_images_completes_and_the_gradient_is_that_of_one_rank(name, changes, model, found):
+def test_a_rank_without_images_keeps_up_with_the_same_gradient(name, changes, model, found):
+    """A rank without images completes its update, and the gradient is that of one rank."""
     args = vision_flags(model, **changes)
     metrics, wanted = vision_gradient(policy_of(args), args, ALONE, WITH_IMAGES + WITHOUT)
     sharded_metrics, gradients = found["gradients"][name]
@@ -147,7 +151,8 @@ def test_a_rank_without_images_completes_and_the_gradient_is_that_of_one_rank(na
         assert_near(value, wanted[key], 1e-4)
 
 
-def test_an_exported_policy_loads_in_transformers_and_with_its_processor_in_vllm(model, found, tmp_path):
+def test_an_exported_vision_policy_loads_in_both_libraries(model, found, tmp_path):
+    """An exported policy loads in transformers and, with its processor, in vLLM."""
     exported = AutoModelForImageTextToText.from_pretrained(found["exported"], dtype=torch.float32)
     torch.testing.assert_close(dict(exported.named_parameters()), found["merged"], atol=0, rtol=0)
     flags = {
@@ -158,7 +163,8 @@ def test_an_exported_policy_loads_in_transformers_and_with_its_processor_in_vllm
     assert json.loads((tmp_path / "out" / "results.json").read_text())["sets"]["train"]["problems"] == 5
 
 
-def test_a_sampled_image_token_is_a_text_and_texts_count_on_in_all_three_rows(model):
+def test_a_sampled_image_token_is_text_in_the_position_ids(model):
+    """A sampled image token is a text token, and texts count on in all three rows of positions."""
     data = vision_data(vision_flags(model))
     rollout = vision_rollout(data)
     batch = pack_with_images(rollout, [0, 1])
@@ -182,7 +188,8 @@ def test_the_passes_with_images_never_wait_for_the_device(changes, model):
     assert run_passes(policy_of(args), args, rollout) > 1
 
 
-def test_pixel_values_are_shared_while_they_are_needed_and_stay_on_the_host(model):
+def test_pixel_values_are_shared_and_stay_on_the_host(model):
+    """Pixel values are shared while they are needed, and stay on the host."""
     data = vision_data(vision_flags(model))
     rollout = vision_rollout(data)
     batches = pack_with_images(rollout, [0]), pack_with_images(rollout, [0, 1]).to(torch.device("meta"))
@@ -197,7 +204,8 @@ def test_pixel_values_are_shared_while_they_are_needed_and_stay_on_the_host(mode
 # Data and mistakes ----------------------------------------------------------------------------------------------------
 
 
-def test_images_of_the_datasets_library_are_read_and_their_tokens_count(model, tmp_path):
+def test_images_of_the_datasets_library_are_read_and_counted(model, tmp_path):
+    """Images of the datasets library are read, and their tokens count for the limit."""
     wide, large = Image.new("RGB", (600, 2)), Image.new("RGB", (84, 56))
     problems = ["one?", "wide?", "large?", "<|image_pad|>?", "text?"]
     rows = {"problem": problems, "answer": ["1"] * 5, "image": [Image.new("RGB", (56, 56)), wide, large, None, None]}
@@ -217,7 +225,9 @@ def test_images_of_the_datasets_library_are_read_and_their_tokens_count(model, t
     assert [prompt_of(row) for row in shorter.rows] == ["<image>one?", "text?"] and shorter.num_too_long == 1
 
 
-def test_an_image_is_upright_rgb_and_white_where_it_is_transparent():
+def test_an_image_is_upright_rgb_and_white_where_transparent():
+    """An image is upright, in RGB, and white where it is transparent."""
+
     def encoded(image: Image.Image, **options: object) -> bytes:
         out = io.BytesIO()
         image.save(out, "PNG", **options)
@@ -252,7 +262,8 @@ def grey(values: list[float], kind: str, form: str) -> bytes:
     ([0.0, 0.5, 1.0], "f4", "TIFF", [0, 128, 255]),
     ([-2, -2, -2], "f4", "TIFF", [0] * 3),
 ])  # fmt: skip
-def test_grey_values_of_more_than_8_bits_are_scaled_to_their_range(values, kind, form, found):
+def test_grey_values_beyond_8_bits_are_scaled_to_their_range(values, kind, form, found):
+    """Grey values of more than 8 bits are scaled to their range."""
     image = decode(grey(values, kind, form))
     assert image.mode == "RGB" and [image.getpixel((x, 0)) for x in range(3)] == [(each,) * 3 for each in found]
 

@@ -34,9 +34,8 @@ def folders(policy, untied_policy, tmp_path_factory):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_shards_hold_the_bits_of_from_pretrained_and_neither_loading_nor_a_sync_needs_the_whole_model(
-    folders, num_ranks, tmp_path
-):
+def test_shards_are_loaded_bit_for_bit_without_the_whole_model(folders, num_ranks, tmp_path):
+    """Shards hold the bits of from_pretrained, and neither loading nor a sync needs the whole model."""
     config = Qwen2Config(
         vocab_size=64, hidden_size=512, intermediate_size=2048, num_hidden_layers=10,
         num_attention_heads=8, num_key_value_heads=8,
@@ -87,7 +86,8 @@ def test_files_that_do_not_fit_the_model_are_refused_by_name(policy, untied_poli
         load_policy(folder)
 
 
-def test_a_run_with_such_files_ends_with_the_sentence_on_the_first_rank(policy, tmp_path):
+def test_weights_that_do_not_fit_end_a_run_with_a_sentence(policy, tmp_path):
+    """A run whose weight files do not fit the model ends on the first rank, with the sentence that says so."""
     path = with_weights(policy, tmp_path / "policy", lambda weights: weights.pop("model.norm.weight"))
     done = run_ranks(2, str(ROOT / "train_grpo.py"), training_flags(Path(path), tmp_path / "run"), timeout=100)
     assert done.returncode != 0

@@ -11,7 +11,8 @@ from runtime.files import DiskError, append, best_effort, cause, must_write, wri
 LINE = json.dumps({"text": "x" * 30_000}) + "\n"
 
 
-def test_a_line_that_must_be_written_and_is_refused_leaves_no_half_line_and_ends_the_run_with_a_sentence(tmp_path):
+def test_a_refused_line_that_must_be_written_ends_the_run(tmp_path):
+    """A line that must be written and is refused leaves no half line, and ends the run with a sentence."""
     file = tmp_path / "metrics.jsonl"
     with largest_file(100_000):
         for number in range(3):
@@ -27,7 +28,8 @@ def test_a_line_that_must_be_written_and_is_refused_leaves_no_half_line_and_ends
     assert [line[:4] for line in file.read_text().splitlines()[3:]] == ['4{"t', '{"st', "5"]
 
 
-def test_a_whole_file_that_is_refused_leaves_the_old_one_and_nothing_beside_it(tmp_path):
+def test_a_refused_whole_file_leaves_the_old_one_alone(tmp_path):
+    """A whole file that is refused leaves the old file as it was, and nothing beside it."""
     write(tmp_path / "a.jsonl", "old")
     with largest_file(20_000):
         with pytest.raises(OSError, match="File too large"):
@@ -37,7 +39,8 @@ def test_a_whole_file_that_is_refused_leaves_the_old_one_and_nothing_beside_it(t
     assert found == {"a.jsonl": "old", "b.jsonl": "small \\udc80"}
 
 
-def test_what_a_run_can_miss_is_told_once_and_other_mistakes_are_raised(tmp_path, capsys):
+def test_what_a_run_can_miss_is_reported_once(tmp_path, capsys):
+    """The failure to write a file that a run can miss is reported once, and other mistakes are raised."""
     for name in ("a.png", "a.png", "b.png"):
         with best_effort(str(tmp_path / name), ValueError):
             raise ValueError("damaged") if name == "b.png" else OSError(errno.EDQUOT, "Disk quota exceeded")
@@ -49,7 +52,8 @@ def test_what_a_run_can_miss_is_told_once_and_other_mistakes_are_raised(tmp_path
         raise ZeroDivisionError
 
 
-def test_the_reason_of_the_system_is_found_below_that_of_a_library():
+def test_the_systems_reason_is_found_below_a_librarys():
+    """The reason that the system gives is found below that of a library."""
     error = RuntimeError("unexpected pos 704 vs 598\nsecond line")
     assert cause(error) == "unexpected pos 704 vs 598"
     error.__context__ = OSError(errno.ENOSPC, "No space left on device")  # as of what is raised in an `except`

@@ -71,7 +71,8 @@ TAKEN = [
 
 
 @pytest.mark.parametrize(("seen", "num_ranks", "asked", "said"), REFUSED + TAKEN)
-def test_a_launch_that_does_not_fit_the_gpus_is_refused_in_a_sentence(seen, num_ranks, asked, said, gpus, monkeypatch):
+def test_a_launch_that_does_not_fit_the_gpus_is_refused(seen, num_ranks, asked, said, gpus, monkeypatch):
+    """A launch that does not fit the GPUs is refused in a sentence."""
     gpus(**seen)
     monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(num_ranks, 8)))
@@ -91,8 +92,10 @@ SERVERS = [  # what torch says, GPUs of a server, what the sentence says; None: 
 
 
 @pytest.mark.parametrize(("seen", "tp_size", "said"), SERVERS)
-def test_a_server_that_does_not_fit_the_gpus_is_refused_as_a_run_is(seen, tp_size, said, gpus, policy, monkeypatch):
-    """With an old driver, for one, its GPU build would be started with a CPU's options."""
+def test_a_server_that_does_not_fit_the_gpus_is_refused_too(seen, tp_size, said, gpus, policy, monkeypatch):
+    """A server that does not fit the GPUs is refused as a run is. With an old driver, for one, its GPU build would
+    be started with a CPU's options.
+    """
     gpus(**{"free": 79 * GIB} | seen)
     flags_of_it = f"serve.py --model {policy} --max_model_len 64 --tensor_parallel_size {tp_size} --dtype bfloat16"
     monkeypatch.setattr("sys.argv", flags_of_it.split())
@@ -108,8 +111,10 @@ def test_a_server_that_does_not_fit_the_gpus_is_refused_as_a_run_is(seen, tp_siz
         assert re.fullmatch(f"error: .*{said}.*\n", errors.getvalue()) and not out.getvalue()
 
 
-def test_flags_of_a_server_are_looked_at_before_torch_is_imported():
-    """That takes seconds, on a busy machine a minute."""
+def test_a_servers_flags_are_checked_before_torch_is_imported():
+    """The flags of a server are checked before torch is imported. That takes seconds, on a busy machine a
+    minute.
+    """
     program = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path('scripts/serve.py', run_name='__main__')"
     for wrong, said in (
         ("--model m", "the following arguments are required: --max_model_len"),
@@ -120,8 +125,10 @@ def test_flags_of_a_server_are_looked_at_before_torch_is_imported():
         assert done.returncode and done.stderr.startswith(f"error: {said}")
 
 
-def test_gpus_of_a_driver_that_answers_nobody_are_no_run_on_the_cpu(gpus, monkeypatch, tmp_path):
-    """After an upgrade of the driver without a restart: neither nvidia-smi nor CUDA see a GPU."""
+def test_a_silent_gpu_driver_does_not_mean_a_run_on_the_cpu(gpus, monkeypatch, tmp_path):
+    """GPUs whose driver does not answer are an error, and no reason to run on the CPU. After an upgrade of the
+    driver without a restart: neither nvidia-smi nor CUDA see a GPU.
+    """
     for address in ("0000:1b:00.0", "0000:43:00.0"):
         (tmp_path / "gpus" / address).mkdir(parents=True)
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23 2025\n")
@@ -133,7 +140,8 @@ def test_gpus_of_a_driver_that_answers_nobody_are_no_run_on_the_cpu(gpus, monkey
     check()  # the user wants the CPU
 
 
-def test_gpus_that_cuda_leaves_out_a_compiler_and_headers_that_are_missing_are_named(gpus, monkeypatch, tmp_path):
+def test_lost_gpus_and_a_missing_compiler_or_header_are_named(gpus, monkeypatch, tmp_path):
+    """GPUs that CUDA leaves out, a missing compiler and missing headers are each named."""
     counts = iter([8, 1])
     for called, answer, words in (
         ("torch.cuda.device_count", lambda: next(counts), r"has 8 GPUs, but CUDA can use 1 \(of MIG slices CUDA"),
@@ -154,7 +162,8 @@ def test_without_a_cpp_compiler_compile_is_refused_on_a_cpu(policy, monkeypatch)
         load.load_inputs(load_flags)
 
 
-def test_allocators_keep_the_users_settings_and_expand_only_after_the_engine_is_built(monkeypatch):
+def test_allocators_keep_the_users_settings(monkeypatch):
+    """Allocators keep the user's settings, and expand their segments only after the engine is built."""
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:512")
     for is_expandable in (False, True):
@@ -167,7 +176,8 @@ def test_allocators_keep_the_users_settings_and_expand_only_after_the_engine_is_
     torch._C._accelerator_setAllocatorSettings("")
 
 
-def test_threads_of_a_rank_on_gpus_are_its_share_of_the_cores_not_torchruns_one(gpus, monkeypatch):
+def test_threads_of_a_gpu_rank_are_its_share_of_the_cores(gpus, monkeypatch):
+    """The threads of a rank on GPUs are its share of the cores, not torchrun's one."""
     chosen = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
@@ -176,7 +186,8 @@ def test_threads_of_a_rank_on_gpus_are_its_share_of_the_cores_not_torchruns_one(
     assert os.environ["OMP_NUM_THREADS"] == "8" and chosen == [8], "vLLM respects the variable"
 
 
-def test_a_rank_on_a_gpu_starts_with_its_allocator_threads_and_device(gpus, monkeypatch):
+def test_a_gpu_rank_sets_its_allocator_its_threads_and_device(gpus, monkeypatch):
+    """A rank on a GPU starts with its allocator, threads and device."""
     called = []
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -190,8 +201,10 @@ def test_a_rank_on_a_gpu_starts_with_its_allocator_threads_and_device(gpus, monk
     assert world.device == torch.device("cuda", 3)
 
 
-def test_the_main_process_alone_fetches_the_weights_before_the_ranks_meet(policy, monkeypatch, tmp_path):
-    """Else the others would wait for a download in a collective, and its time-out would end the run."""
+def test_only_the_main_process_fetches_weights_before_ranks_meet(policy, monkeypatch, tmp_path):
+    """The main process alone fetches the weights, before the ranks meet. Else the others would wait for a download
+    in a collective, and its time-out would end the run.
+    """
     fetched = []
     monkeypatch.setattr(load, "weight_files", lambda path: fetched.append(path) or [])
     files = {"model": policy, "train_data": policy / "train.jsonl", "out_dir": tmp_path}
@@ -201,7 +214,8 @@ def test_the_main_process_alone_fetches_the_weights_before_the_ranks_meet(policy
         assert fetched == ([str(policy)] if rank == "0" else [])
 
 
-def test_a_driver_that_answers_nobody_is_no_reason_to_install_for_the_cpu(tmp_path):
+def test_a_silent_gpu_driver_does_not_mean_a_cpu_installation(tmp_path):
+    """A driver that does not answer is no reason to install for the CPU."""
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
     program.chmod(0o755)
@@ -263,7 +277,8 @@ def nodes(monkeypatch):
     ({"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "=ib0"}, "ib0"),  # by the user
     ({"MASTER_ADDR": "first-node"}, "eth7"),  # under a name of the loopback: its real interface
 ])  # fmt: skip
-def test_nodes_talk_over_the_interface_that_leads_to_the_first_one(environment, chosen, nodes, monkeypatch):
+def test_nodes_talk_over_the_interface_to_the_first_node(environment, chosen, nodes, monkeypatch):
+    """Nodes talk over the interface that leads to the first one."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if environment["MASTER_ADDR"] == "first-node":
@@ -275,7 +290,8 @@ def test_nodes_talk_over_the_interface_that_leads_to_the_first_one(environment, 
     assert os.environ["NCCL_SOCKET_IFNAME"] == f"={chosen}", "NCCL reads the beginning of a name, but for this"
 
 
-def test_an_address_that_leads_nowhere_is_refused_and_interfaces_are_found_by_their_address(nodes, monkeypatch):
+def test_an_unreachable_main_address_is_refused(nodes, monkeypatch):
+    """An address that leads nowhere is refused, and interfaces are found by their address."""
     monkeypatch.setenv("MASTER_ADDR", "no-such-node.invalid")
     with pytest.raises(ValueError, match="MASTER_ADDR=no-such-node.invalid cannot be reached from"):
         choose_interface()
@@ -283,7 +299,8 @@ def test_an_address_that_leads_nowhere_is_refused_and_interfaces_are_found_by_th
     assert interface_of("198.51.100.7") is None
 
 
-def test_a_late_main_process_is_waited_for_beyond_the_timeout_and_a_folder_that_a_node_lacks_is_named(tmp_path):
+def test_a_late_main_process_is_waited_for(tmp_path):
+    """A late main process is waited for beyond the time-out, and a folder that a node lacks is named."""
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     torchrun(2, PROGRAMS, "late_start", tmp_path / "first", tmp_path / "second")

@@ -50,7 +50,10 @@ def test_the_rank_that_the_others_wait_for_is_named(fault, halted):
     assert (folder / "stall.txt").read_text() == told.strip()
 
 
-def test_the_table_names_the_first_that_came_to_a_halt_or_says_that_all_wait_and_a_host_that_is_gone_is_told():
+def test_the_table_names_the_first_rank_that_came_to_a_halt():
+    """The table names the first rank that came to a halt, or says that all wait; a host that is gone is
+    reported.
+    """
     ranks = [Rank(rank, "node", line=f"{rank == 1}.py", quiet_seconds=10 + rank % 2) for rank in range(3)]
     first = "rank 1 starts on node, in start of step 0, at True.py"
     assert f"10 s: {first}; the others wait\n  {first}\n  each of the ranks 0, 2 starts on" in report(ranks, 10)
@@ -68,7 +71,8 @@ def board(monkeypatch) -> Board:
     return stall.BOARD
 
 
-def test_a_note_is_no_progress_phases_nest_and_that_of_an_exception_stays(board):
+def test_phases_nest_and_a_note_is_no_progress(board):
+    """A note is no progress, phases nest, and the phase of an exception stays."""
     beat("works")
     beat("waits", is_progress=False)
     assert (board.count, board.doing) == (1, "waits")
@@ -82,9 +86,8 @@ def test_a_note_is_no_progress_phases_nest_and_that_of_an_exception_stays(board)
     assert (board.phase, board.step) == ("update", 4)
 
 
-def test_a_stall_is_told_once_and_its_end_too_and_neither_a_large_file_nor_a_pause_of_all_ranks_is_one(
-    board, tmp_path, capsys
-):
+def test_a_stall_and_its_end_are_each_reported_once(board, tmp_path, capsys):
+    """A stall is reported once, and so is its end; neither a large file nor a pause of all ranks is a stall."""
     watch = StallWatch(tmp_path, 0, 1, limit=5.0)
 
     def tick(seconds: float = 2.0) -> tuple[float, str]:  # seconds without progress, what is said

@@ -46,7 +46,8 @@ def status_of(process: subprocess.Popen[bytes], within: float) -> int:
 
 @pytest.mark.parametrize("is_launched", [True, False])
 @pytest.mark.parametrize("end", ENDS)
-def test_a_rank_that_fails_alone_does_not_wait_for_the_others_at_exit(end, is_launched, tmp_path):
+def test_a_rank_that_fails_alone_leaves_without_the_others(end, is_launched, tmp_path):
+    """A rank that fails alone does not wait for the others at its exit."""
     command, given = [sys.executable, "-c", FAILS + end], environment(tmp_path if is_launched else None)
     done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (1, "said before\n")
@@ -67,8 +68,10 @@ def test_a_rank_whose_output_nobody_reads_any_more_leaves_too(end, tmp_path):
     assert reason_file(tmp_path, 0).exists()
 
 
-def test_torchrun_learns_within_seconds_that_one_rank_of_two_has_failed(tmp_path):
-    """The other one is in a collective, for up to 30 minutes. torchrun itself takes some seconds."""
+def test_torchrun_learns_of_a_failed_rank_within_seconds(tmp_path):
+    """Within seconds torchrun learns that one rank of two has failed. The other one is in a collective, for up to
+    30 minutes. torchrun itself takes some seconds.
+    """
     (program := tmp_path / "program.py").write_text(
         BEGINS
         + "import os, torch\ntorch.distributed.init_process_group('gloo')\n"

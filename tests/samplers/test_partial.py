@@ -98,7 +98,8 @@ def prompts_of(found) -> list[int]:
 
 
 @pytest.mark.parametrize(("count", "prompts", "last"), [(64, 8, 8), (20, 8, 4), (9, 1, 9), (64, 5, 12)])
-def test_every_prompt_is_used_once_and_whole_no_token_is_lost_and_each_knows_its_weights(count, prompts, last):
+def test_every_prompt_is_used_once_and_no_token_is_lost(count, prompts, last):
+    """Every prompt is used once and whole, no token is lost, and each token knows its weights."""
     lengths = long_tailed(count)
     sampler = sampler_of(lengths, last, prompts)
     found, order = run_steps(sampler, 1, last), sampler.data.indices_of_step
@@ -134,7 +135,10 @@ def test_no_completion_is_carried_for_longer_than_the_bound(num_long):
     assert used == [1 + MOST_LAG], "the step waits for them, and not before"
 
 
-def test_a_tail_is_not_waited_for_and_short_answers_take_no_longer():
+def test_a_long_tail_is_not_waited_for():
+    """A tail of long completions is not waited for, and short answers take no longer than without partial
+    rollouts.
+    """
     for lengths, bound in ((long_tailed(160), 0.8), ([[12, 12]] * 160, 1.0)):
         sampler = sampler_of(lengths, 20, max_completion_tokens=1000)
         run_steps(sampler, 1, 20)
@@ -143,7 +147,8 @@ def test_a_tail_is_not_waited_for_and_short_answers_take_no_longer():
         assert sampler.engine.num_steps <= bound * without, (sampler.engine.num_steps, without)
 
 
-def test_groups_have_their_places_by_lot_and_not_in_the_order_in_which_they_are_finished():
+def test_groups_have_their_places_by_lot():
+    """Groups have their places by lot, and not in the order in which they are finished."""
     found = run_steps(sampler_of(long_tailed(160), 20), 1, 20)
     longest = np.array([rollout.completion_lengths_B.reshape(-1, GROUP).max(axis=1) for rollout, _ in found])
     halves = longest[:, :4].mean(), longest[:, 4:].mean()
@@ -152,7 +157,8 @@ def test_groups_have_their_places_by_lot_and_not_in_the_order_in_which_they_are_
 
 @pytest.mark.parametrize("stops", [(3,), (1, 2, 5)])
 @pytest.mark.parametrize("dynamic_sampling", ["off", "correct"])
-def test_a_run_that_is_continued_samples_anew_what_was_unfinished_and_uses_every_prompt_once(stops, dynamic_sampling):
+def test_a_continued_run_samples_unfinished_prompts_anew(stops, dynamic_sampling):
+    """A run that is continued samples anew what was unfinished, and uses every prompt once."""
     lengths, used, state = long_tailed(400), [], None
     lengths = [[a, b if i % 3 else a] for i, (a, b) in enumerate(lengths)]  # some groups without signal
     for last in [*stops, 8]:
@@ -173,7 +179,8 @@ def test_a_run_that_is_continued_samples_anew_what_was_unfinished_and_uses_every
     assert dynamic_sampling == "off" or len(used) > 64, "groups without signal were replaced"
 
 
-def test_a_run_that_is_continued_for_fewer_steps_begins_no_more_than_they_need():
+def test_a_run_continued_for_fewer_steps_begins_fewer_prompts():
+    """A run that is continued for fewer steps begins no more prompts than they need."""
     sampler = sampler_of(long_tailed(64), 8)
     sampler.restore({"prompts_drawn": 20, "in_the_air": list(range(8, 20))})
     sampler.run.last_step = 2
@@ -191,7 +198,8 @@ def test_engines_share_the_groups_by_what_they_have_unfinished():
     assert shares_of(5, [3, 4]) == [2, 3]
 
 
-def test_older_tokens_are_corrected_for_and_their_gap_is_no_fault():
+def test_older_tokens_are_corrected_and_their_gap_is_no_fault():
+    """Tokens of older weights are corrected for, and their gap is no fault."""
     args = flags(partial_rollouts=True, max_rollout_gap=0.05)
     assert (args.rollout_correction, flags().rollout_correction) == ("token_truncate", "none")
     assert flags(engine="server", steps_ahead=1).rollout_correction == "token_truncate"
@@ -210,7 +218,8 @@ def test_an_epoch_with_vllm(policy, size):
     on_ranks(2, "engines:partial_rollouts", policy, tp_size=size)
 
 
-def test_a_run_with_partial_rollouts_trains_evaluates_and_keeps_what_is_unfinished(policy, tmp_path):
+def test_a_run_with_partial_rollouts_keeps_what_is_unfinished(policy, tmp_path):
+    """A run with partial rollouts trains, evaluates and keeps what is unfinished."""
     changes = {"partial_rollouts": True, "max_completion_tokens": 40, "total_steps": 3, "save_every": 1}
     torchrun(1, "train_grpo.py", *training_flags(policy, tmp_path / "run", **changes, eval_every=1))
     metrics = metrics_of(tmp_path / "run")

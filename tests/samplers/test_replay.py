@@ -69,7 +69,8 @@ def test_the_file_says_what_was_trained_on_and_how(tmp_path):
     assert json.loads(table["reward_parts"][0]) == sampled().rollout.grades[0].parts
 
 
-def test_the_oldest_steps_go_where_there_is_no_more_room_and_the_last_one_stays(tmp_path, monkeypatch):
+def test_the_oldest_kept_steps_make_room_and_the_last_one_stays(tmp_path, monkeypatch):
+    """The oldest steps are removed where there is no more room, and the last one stays."""
     kept(tmp_path, sampled(1))
     of_one = file_of(tmp_path, 1).stat().st_size
     kept(tmp_path, *map(sampled, range(2, 7)), max_gib=2.5 * of_one / 2**30)
@@ -140,7 +141,8 @@ def test_a_replay_has_the_losses_of_the_run_bit_for_bit(run, first, tmp_path):
     assert (tmp_path / "b" / weights).read_bytes() == (original / weights).read_bytes()
 
 
-def test_another_loss_on_the_same_rollouts_changes_the_losses_alone(run, tmp_path):
+def test_another_loss_on_the_same_rollouts_keeps_the_rewards(run, tmp_path):
+    """Another loss on the same rollouts changes the losses and gradients alone."""
     flags_to, original = run
     torchrun(2, "train_grpo.py", *flags_to(tmp_path / "b", replay=original, policy_loss="cispo", stop_after=2))
     before, after = metrics_of(original), metrics_of(tmp_path / "b")

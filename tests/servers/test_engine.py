@@ -50,7 +50,10 @@ def cut(named, count, do):  # the tensors, with something done after so many
     yield from named
 
 
-def test_servers_share_the_prompts_by_their_load_and_take_over_those_of_servers_that_are_lost_until_none_is_left():
+def test_servers_share_prompts_by_load_until_none_is_left():
+    """Servers share the prompts by their load, and take over those of servers that are lost, until none is
+    left.
+    """
     quick, slow, *others = servers = [FakeServer(seconds) for seconds in (0.01, 0.05, 0.05, 0.05)]
     heard, sampling = [], Sampling(8, 1.0, 20)
     with engine_of(*servers, most=4) as engine:
@@ -99,7 +102,8 @@ NONSENSE = {  # what is said -> what an answer is changed by
 
 
 @pytest.mark.parametrize("said", NONSENSE)
-def test_a_server_that_answers_nonsense_is_named_and_its_prompts_are_sampled_elsewhere(said):
+def test_a_server_that_answers_nonsense_is_named_and_replaced(said):
+    """A server that answers nonsense is named, and its prompts are sampled elsewhere."""
     good, bad = FakeServer(0.002), FakeServer()
     with engine_of(good, bad, timeout=8.0 if said == STUCK else 300.0) as engine:
         synced(engine)
@@ -115,7 +119,9 @@ def test_a_server_that_answers_nonsense_is_named_and_its_prompts_are_sampled_els
     ("http://localhost:9", "it cannot be reached ("),
     ("http://absent.invalid:9", "it cannot be reached ("),
 ])  # fmt: skip
-def test_a_server_that_cannot_be_reached_is_told_without_the_librarys_settings(url, said):
+def test_an_unreachable_server_is_reported_in_plain_words(url, said):
+    """A server that cannot be reached is reported without the library's settings."""
+
     async def ask() -> str:
         async with aiohttp.ClientSession() as session:
             with pytest.raises(aiohttp.ClientError) as error:
@@ -126,7 +132,8 @@ def test_a_server_that_cannot_be_reached_is_told_without_the_librarys_settings(u
     assert reason.startswith(said) and not any(word in reason for word in ("ssl", "[", "Connect call", "Errno"))
 
 
-def test_a_server_that_does_not_start_ends_the_run_with_the_tail_of_its_log(monkeypatch, tmp_path):
+def test_a_server_that_does_not_start_shows_the_tail_of_its_log(monkeypatch, tmp_path):
+    """A server that does not start ends the run with the tail of its log."""
     monkeypatch.setattr("servers.start.server_command", lambda *_: ["bash", "-c", "echo no memory left; exit 3"])
     process = start_server({}, "gloo", "", tmp_path / "0.log")
     process.process.wait(60)
@@ -139,8 +146,10 @@ def test_a_server_that_does_not_start_ends_the_run_with_the_tail_of_its_log(monk
 
 
 @pytest.mark.parametrize(("is_first", "hangs"), [(True, False), (False, False), (False, True)])
-def test_a_server_lost_amid_a_transfer_ends_the_run_although_there_is_another(is_first, hangs, monkeypatch, tmp_path):
-    """Also if the main thread hangs, as over NCCL, where nothing ends a broadcast that nobody answers."""
+def test_a_server_lost_amid_a_transfer_ends_the_run(is_first, hangs, monkeypatch, tmp_path):
+    """A server that is lost amid a transfer ends the run, although there is another server. Also if the main
+    thread hangs, as over NCCL, where nothing ends a broadcast that nobody answers.
+    """
     ended, may_die = Future(), threading.Event()
 
     def hang():
@@ -165,7 +174,8 @@ def test_a_server_lost_amid_a_transfer_ends_the_run_although_there_is_another(is
 
 @pytest.mark.parametrize("in_flight", [False, True])
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_lags_are_bounded_by_the_steps_ahead_and_in_flight_alone_a_completion_has_two_versions(ahead, in_flight):
+def test_lags_are_bounded_by_the_steps_ahead(ahead, in_flight):
+    """Lags are bounded by the steps ahead, and only with --in_flight a completion has tokens of two versions."""
     server = FakeServer(0.05)
     with engine_of(server, in_flight=in_flight) as engine:
         sampler, lags, is_mixed = sampler_over(engine, steps_ahead=ahead, max_completion_tokens=6), [], []
@@ -186,7 +196,8 @@ def test_lags_are_bounded_by_the_steps_ahead_and_in_flight_alone_a_completion_ha
     assert max(lags) == ahead and any(is_mixed) == (in_flight and ahead > 0)
 
 
-def test_on_gpus_servers_need_some_that_the_ranks_leave_free_and_on_cpus_their_number_counts(monkeypatch):
+def test_servers_need_gpus_that_the_ranks_leave_free(monkeypatch):
+    """On GPUs servers need some that the ranks leave free, and on CPUs only their number counts."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for gpus, said in ((None, "give --generation_gpus"), ("1", "train on GPUs 0 to 1; use 2 and higher"), ("2", None)):
         args = flags(engine="server", generation_gpus=gpus)
@@ -197,7 +208,8 @@ def test_on_gpus_servers_need_some_that_the_ranks_leave_free_and_on_cpus_their_n
                 check_places(args)
 
 
-def test_serve_py_starts_vllm_as_a_run_does_and_without_a_key_it_makes_one(folder, monkeypatch, capsys):
+def test_serve_py_starts_vllm_as_a_run_does(folder, monkeypatch, capsys):
+    """The program serve.py starts vLLM as a run does, and makes a key where none is given."""
     started = []
     monkeypatch.setattr(os, "execve", lambda program, command, environment: started.append((command, environment)))
     keys = []
@@ -248,8 +260,10 @@ def test_vllms_nccl_backend_takes_what_is_sent_to_it():
     assert {"host", "port", "listen_socket", "rank", "world_size", "store_timeout"} <= place.keys()
 
 
-def test_a_server_on_gpus_does_not_wait_for_ever_for_a_trainer_that_has_gone(monkeypatch):
-    """Fake events: what NCCL does on a GPU when its peer has gone is proven by reading (ncclCommAbort) alone."""
+def test_a_gpu_server_gives_up_a_trainer_that_has_gone(monkeypatch):
+    """A server on GPUs does not wait for ever for a trainer that has gone. Fake events: what NCCL does on a GPU
+    when its peer has gone is proven by reading (ncclCommAbort) alone.
+    """
     assert timedelta(minutes=2) >= PATIENCE, "so long it answers nobody after a kill amid a transfer"
     destroyed, engine = [], object.__new__(NcclEngine)
     given = {"broadcast": lambda *_, **__: None, "destroy": lambda: destroyed.append(True)}
@@ -332,8 +346,9 @@ def endless(folder, factor):
 
 
 @pytest.mark.parametrize("sent", [None, 0, 5])
-def test_recorded_logprobs_are_the_trainers_under_the_weights_that_made_each_token(folder, server, sent):
-    """Also of a head that is tied to the embedding: vLLM multiplies by a packed copy of it.
+def test_recorded_logprobs_are_those_of_each_tokens_weights(folder, server, sent):
+    """Recorded log-probs are the trainer's, under the weights that made each token. Also of a head that is tied to
+    the embedding: vLLM multiplies by a packed copy of it.
 
     `sent`: tensors after which the run before has ended in a sync; its server stands still, amid an update.
     """
@@ -360,8 +375,10 @@ def test_recorded_logprobs_are_the_trainers_under_the_weights_that_made_each_tok
     assert np.exp(recorded).mean() > 0.025, "a uniform one would agree with any"
 
 
-def test_a_run_whose_only_server_is_killed_ends_and_the_same_command_completes_it(folder, tmp_path):
-    """SIGKILL in the middle of a step. The step under way is the only one whose prompts are sampled again."""
+def test_the_same_command_completes_a_run_whose_server_is_killed(folder, tmp_path):
+    """A run whose only server is killed ends, and the same command completes it. SIGKILL in the middle of a step.
+    The step under way is the only one whose prompts are sampled again.
+    """
     out_dir, graded = tmp_path / "run", folder / "reward.py.graded"
     changes = {"reward": f"{folder}/reward.py:score", "total_steps": 8, "save_every": 1, "steps_ahead": 1}
     run = training_flags(folder, out_dir, **RUN, **changes, in_flight=True)

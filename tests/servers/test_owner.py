@@ -40,8 +40,10 @@ def run_of(run, server, **more):
 
 
 @pytest.mark.parametrize("when", ["sampling", "between", "at the end"])
-def test_of_two_runs_on_one_server_the_first_ends_and_names_the_second_which_goes_on(when, server):
-    """Whether the first samples meanwhile, sends its next weights afterwards, or only ends."""
+def test_the_first_of_two_runs_on_one_server_ends(when, server):
+    """Of two runs on one server the first ends and names the second, which goes on. Whether the first samples
+    meanwhile, sends its next weights afterwards, or only ends.
+    """
     sampling = Sampling(2, 1.0, 2000 if when == "sampling" else 5)  # tokens of a ms each
     with ExitStack() as second_run:
         with run_of(A, server) as first:
@@ -67,7 +69,8 @@ def test_a_run_that_names_a_server_twice_is_refused(server):
     assert "by another name; give each server once." in str(error.value)
 
 
-def test_a_run_that_cannot_use_one_server_leaves_the_others_to_the_run_that_has_them(server):
+def test_a_run_that_lacks_a_server_leaves_the_others_alone(server):
+    """A run that cannot use one server leaves the others to the run that has them."""
     with run_of(B, server) as second:
         synced(second)
         asked = len(server.asked)
@@ -79,7 +82,8 @@ def test_a_run_that_cannot_use_one_server_leaves_the_others_to_the_run_that_has_
 
 
 @pytest.mark.parametrize("changes", [{"--max_model_len": 65}, {"--head_dtype": "bfloat16"}, {"--model": "Qwen3"}])
-def test_a_server_that_does_not_fit_is_refused_before_its_weights_change(changes, server):
+def test_servers_that_do_not_fit_keep_their_weights(changes, server):
+    """A server that does not fit is refused before its weights change."""
     ((name, needed),) = changes.items()
     said = f"^{server.url} cannot be used: it does not fit this run: it has {name} {HAS[name]}, needed is {needed}.$"
     with run_of(A, server, needed=HAS | changes) as engine, pytest.raises(RunError, match=said):
@@ -89,7 +93,8 @@ def test_a_server_that_does_not_fit_is_refused_before_its_weights_change(changes
         synced(engine)
 
 
-def test_a_run_starts_its_servers_asks_for_model_length_and_dtypes_and_has_a_name(tmp_path, monkeypatch):
+def test_a_run_asks_its_servers_for_model_length_and_dtypes(tmp_path, monkeypatch):
+    """A run starts its servers, asks them for model, length and dtypes, and has a name."""
     given, started, log = [], [], SimpleNamespace(world=ALONE, out_dir=tmp_path, say=print)
     folder = make_model(tmp_path / "model")
     monkeypatch.setattr("servers.engine.Fleet", lambda **settings: given.append(settings))
@@ -107,7 +112,8 @@ def test_a_run_starts_its_servers_asks_for_model_length_and_dtypes_and_has_a_nam
 
 
 @pytest.mark.parametrize("hangs", ["pause", "init_weight_transfer_engine"])
-def test_after_a_signal_a_transfer_that_stands_still_ends_the_run(hangs, server, monkeypatch, capsys):
+def test_after_a_signal_a_transfer_that_hangs_ends_the_run(hangs, server, monkeypatch, capsys):
+    """After a signal, a transfer that stands still ends the run."""
     ended, is_requested = Future(), threading.Event()
     monkeypatch.setattr("servers.fleet.LEAVE", 0.3)
     monkeypatch.setattr("servers.fleet.LOOK", 0.05)
@@ -129,8 +135,10 @@ def test_after_a_signal_a_transfer_that_stands_still_ends_the_run(hangs, server,
             server.event.set()
 
 
-def test_a_server_that_fails_while_it_connects_is_noticed_although_the_connection_hangs(server, monkeypatch):
-    """As over NCCL, where nothing ends a main rank that waits for the others."""
+def test_failures_during_a_connection_that_hangs_are_noticed(server, monkeypatch):
+    """A server that fails while it connects is noticed, although the connection hangs. As over NCCL, where nothing
+    ends a main rank that waits for the others.
+    """
     hangs, ended = threading.Event(), Future()
     monkeypatch.setattr("servers.fleet.LEAVE", 0.1)
     monkeypatch.setattr("servers.fleet.os._exit", ended.set_result)
@@ -143,7 +151,8 @@ def test_a_server_that_fails_while_it_connects_is_noticed_although_the_connectio
         hangs.set()
 
 
-def test_at_the_end_both_sides_close_the_transfer_of_a_server_that_stays_up(server):
+def test_both_sides_close_the_transfer_at_the_end(server):
+    """At the end both sides close the transfer of a server that stays up."""
     closed = []
     with run_of(A, server) as engine:
         synced(engine)
@@ -157,7 +166,8 @@ def test_at_the_end_both_sides_close_the_transfer_of_a_server_that_stays_up(serv
 
 
 @pytest.mark.parametrize("replays", [False, True])
-def test_on_gpus_segments_can_expand_also_without_an_engine_in_the_ranks(replays, tmp_path, monkeypatch):
+def test_gpu_segments_can_expand_without_an_engine_in_the_ranks(replays, tmp_path, monkeypatch):
+    """On GPUs memory segments can expand, also without an engine in the ranks."""
     given = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", given.append)
@@ -172,8 +182,10 @@ def test_on_gpus_segments_can_expand_also_without_an_engine_in_the_ranks(replays
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_a_server_spawns_its_workers_and_has_no_allocator_settings_of_the_ranks(name, monkeypatch):
-    """vLLM captures no CUDA graphs under expandable segments where a server spans GPUs."""
+def test_a_server_spawns_workers_without_the_ranks_allocator(name, monkeypatch):
+    """A server spawns its workers, and has no allocator settings of the ranks. vLLM captures no CUDA graphs under
+    expandable segments where a server spans GPUs.
+    """
     monkeypatch.setenv(name, "expandable_segments:True")
     environment = server_environment("nccl")
     assert name not in environment and environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
@@ -198,8 +210,10 @@ def status_of(url: str, method: str, key: str) -> int:
     return refused.value.code
 
 
-def test_a_real_server_has_one_run_tells_what_it_is_and_ends_on_sigterm_amid_a_transfer(tmp_path, monkeypatch):
-    """The run hangs then, and a request waits for its weights; no process of the server may stay."""
+def test_real_servers_have_one_run_and_end_on_sigterm(tmp_path, monkeypatch):
+    """A real server has one run, tells what it is, and ends on SIGTERM amid a transfer. The run hangs then, and a
+    request waits for its weights; no process of the server may stay.
+    """
     folder = make_model(tmp_path / "model")
     monkeypatch.setattr(Fleet, "_leave", lambda _: None)  # this process stays
     with socket.socket() as probe:

@@ -24,7 +24,7 @@ from inputs.command_line import parse_flags
 from load_inputs import Inputs, first_day, load_inputs
 from run import open_run_folder
 
-OF_IMAGE = b'{"problem": "<image>1+1", "answer": "2"}\n'
+IMAGE_ROW = b'{"problem": "<image>1+1", "answer": "2"}\n'
 
 
 def check(policy: Path, out_dir: Path, **changes: object) -> None:
@@ -64,7 +64,7 @@ def with_new_token(policy: Path, folder: Path, template: str = "") -> Path:
     ({"train_data": "rows.jsonl"}, ["no row can be used", "line 1: 1 <image>", "--image_column"]),
 ])  # fmt: skip
 def test_a_mistake_is_named_with_a_way_out(changes, words, policy, tmp_path, monkeypatch):
-    (tmp_path / "rows.jsonl").write_bytes(OF_IMAGE)
+    (tmp_path / "rows.jsonl").write_bytes(IMAGE_ROW)
     (tmp_path / "pairs.py").write_text("def score(completions):\n    return [0.0 for _ in completions]\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ValueError, FileNotFoundError)) as error:

@@ -96,8 +96,8 @@ def test_a_compiled_run_follows_the_golden_curve(tmp_path):
         return {step: without_times(metrics) for step, metrics in metrics_of(folder).items()}
 
     undisturbed, golden = run(tmp_path / "run"), lines(ROOT / "tests" / "golden_curve.jsonl")
-    of_rounding = {name: undisturbed[1][name] for name in ["policy/rollout_temperature_r2"]}
-    assert undisturbed[1] == pytest.approx(golden[1] | of_rounding, rel=1e-3, abs=1e-5)
+    rounding_noise = {name: undisturbed[1][name] for name in ["policy/rollout_temperature_r2"]}
+    assert undisturbed[1] == pytest.approx(golden[1] | rounding_noise, rel=1e-3, abs=1e-5)
     assert undisturbed[1] != golden[1], "eager mode has computed this"
     for name in ("reward/mean", "completion/tokens_mean", "policy/entropy"):
         drift = max(abs(later[name] - line[name]) for line, later in zip(golden[1:], golden[3:], strict=False))

@@ -39,9 +39,9 @@ FAMILIES = {  # as docs/data.md names them -> type, and what differs from the si
 }
 
 
-def rope(kind: str, factor: float = 4.0, **others: object) -> dict[str, object]:
+def rope(kind: str, factor: float = 4.0, **overrides: object) -> dict[str, object]:
     found = {"rope_type": kind, "rope_theta": 10000.0, "factor": factor, "original_max_position_embeddings": 16}
-    return {"max_position_embeddings": 16, "rope_parameters": found | others}
+    return {"max_position_embeddings": 16, "rope_parameters": found | overrides}
 
 
 FACTORS = {"short_factor": np.linspace(1, 2, 16).tolist(), "long_factor": np.linspace(3, 4, 16).tolist()}
@@ -76,17 +76,17 @@ def found(folder):
 @pytest.mark.parametrize("name", MODELS)
 def test_trainer_sampler_and_plain_transformers_agree(name, folder, found):
     """Trainer, sampler and plain transformers agree before and after an update."""
-    of_model = found[name]
-    assert of_model["gap"] < LARGEST_GAP and of_model["gap after"] < LARGEST_GAP
-    assert of_model["gap of a stale engine"] > 0.1, "a nearly uniform distribution would agree with anything"
-    assert of_model["hidden"] == [], "a sleep of level 2 would lose it"
+    measured = found[name]
+    assert measured["gap"] < LARGEST_GAP and measured["gap after"] < LARGEST_GAP
+    assert measured["gap of a stale engine"] > 0.1, "a nearly uniform distribution would agree with anything"
+    assert measured["hidden"] == [], "a sleep of level 2 would lose it"
     fused = re.compile(r"layers\.\d\.(self_attn\.qkv_proj|mlp\.gate_up_proj)\.weight")  # in both models
-    assert all(fused.fullmatch(each) for each in of_model["not compared"])
+    assert all(fused.fullmatch(each) for each in measured["not compared"])
     for path, logprobs in ((name, "logprobs"), (f"{name} exported", "logprobs after")):
         plain = AutoModelForCausalLM.from_pretrained(folder / path, dtype=torch.float32)
         with torch.no_grad():
-            expected = unpacked_logprobs(plain, of_model["rollout"], 0.7)
-        torch.testing.assert_close(of_model[logprobs], expected, atol=LARGEST_GAP, rtol=0)
+            expected = unpacked_logprobs(plain, measured["rollout"], 0.7)
+        torch.testing.assert_close(measured[logprobs], expected, atol=LARGEST_GAP, rtol=0)
 
 
 def test_a_teacher_scales_its_logits_as_it_does_as_a_policy(folder, found):
@@ -97,8 +97,8 @@ def test_a_teacher_scales_its_logits_as_it_does_as_a_policy(folder, found):
         hidden_KD, weight_VD = policy.hidden_states(batch)
     logprobs_KV = (hidden_KD @ weight_VD.T / 0.7).log_softmax(-1)
     labels_K = batch.labels_N.index_select(0, batch.trained_K)
-    of_labels_K = logprobs_KV.gather(-1, labels_K[:, None])[:, 0]
-    torch.testing.assert_close(of_labels_K, found["Granite"]["logprobs"], atol=LARGEST_GAP, rtol=0)
+    label_logprobs_K = logprobs_KV.gather(-1, labels_K[:, None])[:, 0]
+    torch.testing.assert_close(label_logprobs_K, found["Granite"]["logprobs"], atol=LARGEST_GAP, rtol=0)
 
 
 REFUSED = {  # type of a model -> what the sentence says that it has

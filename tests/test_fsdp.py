@@ -33,7 +33,7 @@ def results(policy):
 
 
 def whole_cases(results: dict, algorithm: str) -> list[tuple[dict, dict]]:
-    found = [of_world[algorithm] for of_world in results.values()]
+    found = [by_algorithm[algorithm] for by_algorithm in results.values()]
     return [result for cases in found for case, result in cases.items() if case != "three sequences"]
 
 

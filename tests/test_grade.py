@@ -65,13 +65,19 @@ def test_the_command_grades_a_file_in_order(tmp_path):
 
 def test_nothing_of_another_grading_is_left_in_a_row(tmp_path):
     """As in samples.jsonl, eval/ and rollouts/ of a run with another reward: its other columns stay."""
-    of_then = {"reward": 1.0, "is_correct": True, "reward_status": "timeout", "reward_parts": {"length": -1.0}}
-    of_then |= {"read_as": "7", "advantage": 0.5, "advantages": [0.5], "is_trained": True}
+    old_grade = {"reward": 1.0, "is_correct": True, "reward_status": "timeout", "reward_parts": {"length": -1.0}}
+    old_grade |= {"read_as": "7", "advantage": 0.5, "advantages": [0.5], "is_trained": True}
     other = ROW | {"step": 3, "is_truncated": False, "num_tokens": 4, "dataset": "MATH"}
-    done = command(tmp_path, [other | of_then | {"answer": "5"}], "exact")
+    done = command(tmp_path, [other | old_grade | {"answer": "5"}], "exact")
     assert done.returncode == 0, done.stderr
-    of_now = {"reward": 0.0, "is_correct": False, "reward_status": "ok", "reward_parts": {"exact": 0.0}, "read_as": "4"}
-    assert graded(tmp_path) == [other | {"answer": "5"} | of_now]
+    new_grade = {
+        "reward": 0.0,
+        "is_correct": False,
+        "reward_status": "ok",
+        "reward_parts": {"exact": 0.0},
+        "read_as": "4",
+    }
+    assert graded(tmp_path) == [other | {"answer": "5"} | new_grade]
 
 
 def test_the_command_compares_groups_and_grades_truncated_rows_0(tmp_path):

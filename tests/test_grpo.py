@@ -158,8 +158,8 @@ def naive_advantages(case: Case, _: Floats, __: Floats, kind: str, ddof: int, ep
         scales["maxrl"] = sum(group) / len(group)
         advantages = []
         for i, reward in enumerate(group):
-            others = [other for j, other in enumerate(group) if j != i]
-            baseline = sum(others) / len(others) if kind == "rloo" else sum(group) / len(group)
+            baseline_group = [other for j, other in enumerate(group) if j != i]
+            baseline = sum(baseline_group) / len(baseline_group) if kind == "rloo" else sum(group) / len(group)
             advantages.append((reward - baseline) / scales.get(kind, 1.0))
         result.append(advantages)
     return result
@@ -265,16 +265,16 @@ def naive_correction(case: Case, *_: Floats, kind: str, low: float, high: float)
     Below the weights: whether a bound has changed each of them, 0 or 1. Every case has ratios beyond both bounds.
     """
     pairs = zip(case.old_logprobs_N.tolist(), case.rollout_logprobs_N.tolist(), strict=True)
-    ratios, of_tokens = [math.exp(a) / math.exp(b) for a, b in pairs], []
+    ratios, token_weights = [math.exp(a) / math.exp(b) for a, b in pairs], []
     for t, is_trained in enumerate(case.mask_N.tolist()):
         own = case.sequence(t) if kind.startswith("sequence") else [t] * is_trained
-        of_tokens.append(math.prod(ratios[u] for u in own))
-    assert min(of_tokens) < low and max(of_tokens) > high
+        token_weights.append(math.prod(ratios[u] for u in own))
+    assert min(token_weights) < low and max(token_weights) > high
     if kind.endswith("mask"):
-        weights = [ratio if low <= ratio <= high else 0.0 for ratio in of_tokens]
+        weights = [ratio if low <= ratio <= high else 0.0 for ratio in token_weights]
     else:
-        weights = [min(ratio, high) if kind.endswith("truncate") else ratio for ratio in of_tokens]
-    return [weights, [float(a != b) for a, b in zip(weights, of_tokens, strict=True)]]
+        weights = [min(ratio, high) if kind.endswith("truncate") else ratio for ratio in token_weights]
+    return [weights, [float(a != b) for a, b in zip(weights, token_weights, strict=True)]]
 
 
 def naive_aggregate(case: Case, *_: Floats, kind: str, constant: float) -> float:

@@ -68,8 +68,8 @@ def test_ranks_know_their_place_and_end_with_the_launcher(tmp_path, monkeypatch)
     body = f"sys.stdout.write({said})"  # in one write: two ranks share the pipe
     done = launch(tmp_path, 2, body, "--nodes 3 --node_rank 1 --master_addr 10.0.0.1 --master_port 5")
     out, _ = done.communicate(timeout=60)
-    of_all = ["6", "2", "10.0.0.1", "5", "--out_dir", str(tmp_path), 1]
-    assert sorted(map(json.loads, out.splitlines())) == [["2", "0", *of_all], ["3", "1", *of_all]]
+    common = ["6", "2", "10.0.0.1", "5", "--out_dir", str(tmp_path), 1]
+    assert sorted(map(json.loads, out.splitlines())) == [["2", "0", *common], ["3", "1", *common]]
     assert done.returncode == 0
 
 

@@ -82,8 +82,8 @@ def test_nobody_imports_a_higher_floor_also_not_for_a_type():
     assert FLOOR.keys() == set(map(top, TREES))
     climbs = [
         f"{name} imports {other}"
-        for name, others in OURS.items()
-        for other in others
+        for name, imported in OURS.items()
+        for other in imported
         if top(other) != top(name) and FLOOR[top(other)] >= FLOOR[top(name)]
     ]
     assert climbs == []

@@ -93,10 +93,10 @@ def test_gmpo_is_the_geometric_mean_of_clipped_token_ratios():
     for own in case.trained:
         sign = math.copysign(1.0, case.a[own[0]])
         logs = [sign * (case.new[t] - case.old[t]).item() for t in own]
-        of_tokens = [min(x, min(max(x, -0.4), 0.4)) for x in logs]  # in the paper: min(w^sgn, clip(w^sgn))^sgn
-        value = -case.a[own[0]].item() * math.exp(sign * fmean(of_tokens))
+        clipped_logs = [min(x, min(max(x, -0.4), 0.4)) for x in logs]  # in the paper: min(w^sgn, clip(w^sgn))^sgn
+        value = -case.a[own[0]].item() * math.exp(sign * fmean(clipped_logs))
         expected |= dict.fromkeys(own, value)  # at each token: the mean over tokens is it, and so is the gradient
-        slopes |= {t: value if x == y else 0.0 for t, x, y in zip(own, logs, of_tokens, strict=True)}
+        slopes |= {t: value if x == y else 0.0 for t, x, y in zip(own, logs, clipped_logs, strict=True)}
     assert_trained(loss.per_token, expected)
     assert_trained(gradient, slopes)
     clipped = {t for t in slopes if (loss.is_low | loss.is_high)[t]}
@@ -177,8 +177,8 @@ def test_pass_at_k_is_the_mean_advantage_over_subsets():
     for group in rewards:
         values = {subset: max(group[i] for i in subset) for subset in combinations(range(6), 4)}
         mean, std = fmean(values.values()), pstdev(values.values())
-        of_each = [fmean(value for subset, value in values.items() if i in subset) for i in range(6)]
-        expected.append([(value - mean) / std if std else 0.0 for value in of_each])
+        means = [fmean(value for subset, value in values.items() if i in subset) for i in range(6)]
+        expected.append([(value - mean) / std if std else 0.0 for value in means])
     assert_near(advantages("pass_at_k", rewards), expected)
 
 

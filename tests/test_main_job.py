@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 from helpers.runs import ROOT, lines, metrics_of, run_command, run_script, without_times
 
 POLICY = ROOT / "scripts" / "tiny_policy"
-OF_TESTS = ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")  # a user's environment does not have them
+TEST_VARIABLES = ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")  # a user's environment does not have them
 SHORT = ["--total_steps", "2", "--prompts_per_step", "8", "--prompts_per_update", "4", "--eval_samples", "1"]
 SHORT += ["--train_data", f"{POLICY}/train.jsonl#64", "--eval_data", f"{POLICY}/heldout.jsonl#4"]
 
 
 def run_job(run_it: Callable, run_dir: Path, *flags: str, **settings: object) -> CompletedProcess[str]:
     """`bash scripts/tiny_cpu.sh FLAGS`, for real or forked, in a folder of the test's own."""
-    environment = {key: value for key, value in os.environ.items() if key not in OF_TESTS}
+    environment = {key: value for key, value in os.environ.items() if key not in TEST_VARIABLES}
     environment |= {"OUT_DIR": str(run_dir)} | {k: str(v) for k, v in settings.items()}
     return run_it(["bash", "scripts/tiny_cpu.sh", *flags], environment)
 
@@ -55,8 +55,8 @@ def test_the_first_twelve_steps_are_those_of_the_golden_curve(job):
     found = [without_times(metrics) for step, metrics in metrics_of(job / "run").items() if step <= 12]
     golden = lines(ROOT / "tests" / "golden_curve.jsonl")
     assert [line.keys() for line in found] == [line.keys() for line in golden]
-    of_rounding = {name: found[1][name] for name in ["policy/rollout_temperature_r2"]}  # a share of a gap of 3e-8
-    assert found[1] == pytest.approx(golden[1] | of_rounding, rel=1e-3, abs=1e-5)
+    rounding_noise = {name: found[1][name] for name in ["policy/rollout_temperature_r2"]}  # a share of a gap of 3e-8
+    assert found[1] == pytest.approx(golden[1] | rounding_noise, rel=1e-3, abs=1e-5)
     for name in ("reward/mean", "completion/tokens_mean", "policy/entropy"):
         ours, theirs = ([line[name] for line in curve[1:]] for curve in (found, golden))
         drift = max(abs(later - value) for value, later in zip(theirs, theirs[2:], strict=False))
@@ -75,8 +75,8 @@ def test_the_stored_policy_is_that_of_its_program(tmp_path):
         made = tmp_path / "policy" / file.name
         if file.name != "model.safetensors":
             assert made.read_bytes() == file.read_bytes(), file.name
-    weights, others = (load_file(folder / "model.safetensors") for folder in (POLICY, tmp_path / "policy"))
-    assert {name: each.shape for name, each in weights.items()} == {name: each.shape for name, each in others.items()}
+    weights, remade = (load_file(folder / "model.safetensors") for folder in (POLICY, tmp_path / "policy"))
+    assert {name: each.shape for name, each in weights.items()} == {name: each.shape for name, each in remade.items()}
     train, heldout = ([row["problem"].split("+") for row in lines(POLICY / f"{n}.jsonl")] for n in ("train", "heldout"))
     assert len(train) == 4096 and len(heldout) == 256
     assert not {frozenset(numbers) for numbers in train} & {frozenset(numbers) for numbers in heldout}
@@ -98,8 +98,8 @@ def test_a_recipe_of_the_page_trains_on_the_main_job(name, tmp_path):
         assert metrics[step]["policy/rollout_gap_mean"] < (0.005 if name == "dapo" else 0.02)
         assert metrics[step]["policy/rollout_ess"] > 0.99, "sampler and trainer agree here: weights are close to 1"
     if name == "dapo":
-        others = sum(metrics[1][f"sampling/groups_{kind}"] for kind in ("without_signal", "unused"))
-        assert metrics[1]["sampling/prompts"] == 8 + others
+        num_left_out = sum(metrics[1][f"sampling/groups_{kind}"] for kind in ("without_signal", "unused"))
+        assert metrics[1]["sampling/prompts"] == 8 + num_left_out
 
 
 def test_two_nodes_train_together(tmp_path):

@@ -136,12 +136,12 @@ def test_the_peak_is_that_of_the_gpu_or_unknown():
     known = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA GeForce RTX 4090": 165e12}
     known |= {"NVIDIA L4": 121e12, "NVIDIA L40S": 362e12, "NVIDIA A10": 125e12, "NVIDIA GeForce RTX 3090": 71e12}
     known |= {"NVIDIA GH200 480GB": 989e12, "NVIDIA B200": 2250e12}
-    others = [
+    derived = [
         "NVIDIA GeForce RTX 4090 D",
         "NVIDIA GeForce RTX 3090 Ti",
         "NVIDIA H100 PCIe",
         "NVIDIA A10G",
         "NVIDIA L40",
     ]
-    wanted = known | dict.fromkeys([*others, ""])
+    wanted = known | dict.fromkeys([*derived, ""])
     assert {name: peak_flops(name) for name in wanted} == wanted

@@ -93,8 +93,8 @@ def test_the_flags_of_a_method_go_together_and_train(name, policy, qwen3_policy,
     tiny, model = parse_flags(f"{given} {TINY}".split()), load_policy(policy)
     reference = load_policy(qwen3_policy) if tiny.reference else None
     if tiny.hint_column:
-        told = [Row([], "", {}, "", ids=row.ids, hinted_ids=np.append(row.ids, [5, 9])) for row in sampled.rows]
-        sampled = replace(sampled, rows=told)
+        hinted_rows = [Row([], "", {}, "", ids=row.ids, hinted_ids=np.append(row.ids, [5, 9])) for row in sampled.rows]
+        sampled = replace(sampled, rows=hinted_rows)
     updates = [metrics for _, metrics in train_step(model, tiny, sampled, reference)]
     assert len(updates) == 2
     for metrics in updates:

@@ -96,8 +96,8 @@ def test_the_users_own_example_fits_and_pays_correct_answers(tmp_path, monkeypat
     said = r"append `([^`]+)`\.\s+With\s+`--dry_run`.*\sneeds?\s+(\d+\.\d)\s+of\s+(\d+\.\d) GiB"
     more, needed, has = re.search(said, README, re.DOTALL).groups()
     flags = shlex.split(command)[shlex.split(command).index("train_grpo.py") + 1 :]
-    for others, fits in (("", "fits: "), (more, f"{needed} of {has} GiB")):
-        args = parse_flags([*flags, *others.split(), "--dry_run"])
+    for more_flags, fits in (("", "fits: "), (more, f"{needed} of {has} GiB")):
+        args = parse_flags([*flags, *more_flags.split(), "--dry_run"])
         check_flags(args, 1)
         args.plan_gpus = 1
         assert dry_run(args) == 0

@@ -305,8 +305,8 @@ def test_a_log_that_cannot_be_written_ends_the_run(tmp_path, capsys):
         with run.phase("sample"):
             pass
     said = capsys.readouterr().out.splitlines()
-    told = [f"warning: {tmp_path}/{name} could not" for name in ("samples.jsonl", "status.json")]
-    assert sorted(line.partition(" be ")[0] for line in said) == told
+    warnings = [f"warning: {tmp_path}/{name} could not" for name in ("samples.jsonl", "status.json")]
+    assert sorted(line.partition(" be ")[0] for line in said) == warnings
     (tmp_path / "metrics.jsonl").rmdir()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": "high"}\n')
     run.plot()

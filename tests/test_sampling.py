@@ -42,20 +42,20 @@ def rows_of(rollout: Rollout) -> list[int]:
 
 
 def test_without_dynamic_sampling_one_round_is_the_step():
-    of_step, sampled = draws(3, "off"), groups(RIGHT, WRONG, WRONG)
-    assert (prompts_to_sample([], of_step), prompts_to_sample([sampled], of_step)) == (3, 0)
-    indices_B, metrics = choose_groups(sampled, 1, of_step)
+    drawn, sampled = draws(3, "off"), groups(RIGHT, WRONG, WRONG)
+    assert (prompts_to_sample([], drawn), prompts_to_sample([sampled], drawn)) == (3, 0)
+    indices_B, metrics = choose_groups(sampled, 1, drawn)
     assert (indices_B.tolist(), metrics) == ([0, 1, 2, 3, 4, 5], {})
 
 
 def test_groups_without_signal_are_replaced_by_later_ones():
-    of_step = draws(3)
+    drawn = draws(3)
     rounds = [groups(RIGHT, MIXED, WRONG)]
-    assert prompts_to_sample(rounds, of_step) == 3, "2 missing at one good group in three: 6 expected, at most P"
+    assert prompts_to_sample(rounds, drawn) == 3, "2 missing at one good group in three: 6 expected, at most P"
     rounds.append(groups(MIXED, WRONG, MIXED, first_row=3))
-    assert prompts_to_sample(rounds, of_step) == 0
+    assert prompts_to_sample(rounds, drawn) == 0
     sampled = Rollout.concatenate(rounds)
-    indices_B, metrics = choose_groups(sampled, len(rounds), of_step)
+    indices_B, metrics = choose_groups(sampled, len(rounds), drawn)
     trained = sampled.select(indices_B)
     assert rows_of(trained) == [1, 3, 5] and trained.is_correct_B.tolist() == [False, True] * 3
     assert metrics == {
@@ -110,8 +110,8 @@ class StubEngine:
         self.seeds.append(seed)
         full = make_rollout([min(b + 1, self.limit) for b in range(len(rows) * sampling.num_samples)])
         is_truncated_B = np.arange(len(full.rows)) + 1 > self.limit
-        of_completions = [row for row in rows for _ in range(sampling.num_samples)]
-        found = replace(full, rows=of_completions, is_truncated_B=is_truncated_B, loss_weights_B=None, advantages=None)
+        completion_rows = [row for row in rows for _ in range(sampling.num_samples)]
+        found = replace(full, rows=completion_rows, is_truncated_B=is_truncated_B, loss_weights_B=None, advantages=None)
         for b, ids in enumerate(found.completions):
             on_finished(b, "", ids, bool(is_truncated_B[b]))
         return found

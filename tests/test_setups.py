@@ -16,7 +16,7 @@ import aime2025
 import math_speedrun
 from helpers.runs import ENVIRONMENT, ROOT, lines, metrics_of, run_command, run_script
 
-OF_TESTS = ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")  # a user's environment does not have them
+TEST_VARIABLES = ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")  # a user's environment does not have them
 
 DOCUMENTED = {  # of the algorithm and the optimizer, what the sources say, see the scripts
     "qwq32b_8xh100": {
@@ -131,7 +131,7 @@ PLANNED = {  # the dry run's numbers, with the data's real number of rows
 
 def run(run_it: Callable, *command: str, **settings: object) -> str:
     """What `bash COMMAND` prints in the environment of a user, who has set no NGPU; `run_it`: for real, or forked."""
-    kept = {key: value for key, value in os.environ.items() if key not in (*OF_TESTS, "NGPU")}
+    kept = {key: value for key, value in os.environ.items() if key not in (*TEST_VARIABLES, "NGPU")}
     done = run_it(["bash", *command], kept | {key: str(value) for key, value in settings.items()})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
@@ -238,11 +238,11 @@ def test_every_value_of_a_script_has_its_source(name):
 
 
 EVALUATIONS = sorted(path.stem for path in (ROOT / "scripts").glob("eval_*.sh"))
-OF_JOBS = ("tiny_cpu", "tiny_turns_cpu", "tiny_distill_cpu", "smoke")
+JOB_SCRIPTS = ("tiny_cpu", "tiny_turns_cpu", "tiny_distill_cpu", "smoke")
 TELLS = '() { printf "%s\\0" "$@"; printf "\\1"; }'  # in place of python
 
 
-@pytest.mark.parametrize("name", [*DOCUMENTED, *EVALUATIONS, *OF_JOBS])
+@pytest.mark.parametrize("name", [*DOCUMENTED, *EVALUATIONS, *JOB_SCRIPTS])
 def test_a_script_runs_from_the_users_folder_and_finds_its_files(name, tmp_path):
     """A script leaves the user's folder as the current one, and finds its own files. From another folder: what he
     types is his; programs and files that the script names are in the repository.

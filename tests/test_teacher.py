@@ -87,14 +87,14 @@ def test_log_probs_and_kl_are_those_of_full_logits(form, direction, policy, teac
     a, b = (log_p, log_q) if direction == "reverse" else (log_q, log_p)
     wanted = [None, None, None, (a.exp() * (a - b)).sum(-1), (log_p.argmax(-1) == log_q.argmax(-1)).double()]
     labels = torch.from_numpy(np.concatenate(rollout.completions)).long()
-    of_labels = [x.gather(1, labels[:, None])[:, 0] for x in (log_p, log_q)]
-    wanted[:3] = of_labels[0], -(log_p.exp() * log_p).sum(-1), of_labels[1]
+    label_logprobs = [x.gather(1, labels[:, None])[:, 0] for x in (log_p, log_q)]
+    wanted[:3] = label_logprobs[0], -(log_p.exp() * log_p).sum(-1), label_logprobs[1]
     for i, expected in enumerate(wanted):
         ours = in_order([(batch, values[i].detach()) for batch, values in found], len(RAGGED))
         torch.testing.assert_close(ours.double(), expected, atol=1e-4, rtol=1e-5)
     sampled = add_reference(update, reference, algorithm_of(flags(temperature=0.8, kl_coef=1)))  # of these tokens alone
     ours = in_order([(batch, batch.ref_logprobs_N) for batch in sampled.batches], len(RAGGED))
-    torch.testing.assert_close(ours.double(), of_labels[1], atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(ours.double(), label_logprobs[1], atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("changes", [
@@ -194,8 +194,8 @@ def test_a_hint_is_before_the_suffix_and_counts_for_the_limit(policy, tmp_path):
     assert reasons[0] == "column 'why' is null" and reasons[1].startswith("with the hint of column 'why': column 'prob")
     (row,) = loaded.rows
     assert row.text == "<user>1+2 =<assistant>"
-    told = inputs.tokenizer.decode(row.hinted_ids.tolist())
-    assert re.fullmatch(r"<user>1\+2.*areferencesolution:so.*yourownwords. ?=<assistant>", told)
+    hinted_prompt = inputs.tokenizer.decode(row.hinted_ids.tolist())
+    assert re.fullmatch(r"<user>1\+2.*areferencesolution:so.*yourownwords. ?=<assistant>", hinted_prompt)
 
 
 def test_without_a_reward_nothing_is_graded(policy, tmp_path):

@@ -187,8 +187,8 @@ def test_an_episode_keeps_sampled_tokens_and_replies_in_turn():
     ("Once", 3, None, 1, "stop"),  # it is over when there is no room left
 ])  # fmt: skip
 def test_limits_end_an_episode_as_truncated(environment, limit, turn_limit, turns, reason):
-    of_turns = turns_of(environment, max_turn_tokens=turn_limit)
-    (episode,) = played(of_turns, [make_row([3, 20, 4])], Sampling(1, 1.0, limit))
+    player = turns_of(environment, max_turn_tokens=turn_limit)
+    (episode,) = played(player, [make_row([3, 20, 4])], Sampling(1, 1.0, limit))
     assert (len(episode.turns), episode.finish_reason) == (turns, reason)
     assert len(episode.token_ids) <= limit
     rewarded = ["Counts", *(f"turn_{k + 1}" for k in range(turns))]
@@ -398,15 +398,15 @@ def test_rewards_of_turns_become_returns_to_go():
         is_sampled=[np.array([1, 1, 0, 0, 1], bool), np.array([1, 1], bool)], is_trained_B=np.ones(2, bool),
         grades=[make_grade(3.0, turn_1=1.0, turn_2=2.0), make_grade(0.5, turn_1=0.5)],
     )  # fmt: skip
-    of_return, of_turns = (
+    by_return, by_turns = (
         compute_advantages(rollout, None, algorithm_of(flags(advantage=name, group_size=2, **more)))
         for name, more in (("reinforce++", {}), ("mt_grpo", {"environment": f"{FILE}:Counts", "advantage_eps": 0}))
     )
     returns = np.array([3.0, 3.0, 2.0, 0.5, 0.5])  # of the sampled tokens
     wanted = (returns - returns.mean()) / (returns.std(ddof=1) + 1e-6)
-    assert np.concatenate(rollout.sampled_only(of_return)) == pytest.approx(wanted, abs=1e-6)
+    assert np.concatenate(rollout.sampled_only(by_return)) == pytest.approx(wanted, abs=1e-6)
     one = 0.5**0.5  # (1 - 0.75) / std of 1 and 0.5; the second turn has nothing to be compared with
-    assert np.concatenate(rollout.sampled_only(of_turns)) == pytest.approx([one, one, 0.0, -one, -one], abs=1e-6)
+    assert np.concatenate(rollout.sampled_only(by_turns)) == pytest.approx([one, one, 0.0, -one, -one], abs=1e-6)
     failed = replace(rollout, grades=[Grade(0.0, "truncated"), Grade(0.0, "timeout")])
     given = flags(advantage="mt_grpo", group_size=2, environment=f"{FILE}:Counts")
     assert not np.concatenate(compute_advantages(failed, None, algorithm_of(given))).any(), (

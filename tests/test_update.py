@@ -296,9 +296,9 @@ def test_standard_errors_come_from_sums_of_prompts(policy, micros, share):
     own = unpacked_logprobs(AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32), rollout, 1.0)
     gap_T = (own.exp() - torch.from_numpy(np.concatenate(rollout.rollout_logprobs)).exp()).abs().detach().numpy()
     gaps = np.split(gap_T, np.cumsum(rollout.completion_lengths_B)[:-1])
-    of_prompts = [np.concatenate(pair) for pair in ([gaps[0], gaps[1]], [gaps[2]], gaps[4:6], gaps[6:8])]
-    mean = np.concatenate(of_prompts).mean()
-    deviations = np.array([(gap - mean).sum() for gap in of_prompts])
+    prompt_gaps = [np.concatenate(pair) for pair in ([gaps[0], gaps[1]], [gaps[2]], gaps[4:6], gaps[6:8])]
+    mean = np.concatenate(prompt_gaps).mean()
+    deviations = np.array([(gap - mean).sum() for gap in prompt_gaps])
     assert metrics["policy/rollout_gap_mean"] == pytest.approx(mean, rel=1e-4)
     expected = np.sqrt((deviations**2).sum() * 4 / 3) / update.num_tokens
     assert metrics["policy/rollout_gap_mean_stderr"] == pytest.approx(expected, rel=1e-4)
@@ -320,8 +320,8 @@ def test_each_pass_of_the_trainer_is_at_the_samplers_temperature(changes, policy
     """
     plain, rollout = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32), graded_rollout()
     with torch.no_grad():
-        sampled, others = (unpacked_logprobs(plain, rollout, temperature) for temperature in (0.7, 1.0))
-    assert (sampled.exp() - others.exp()).abs().max() > 0.05, "another temperature would go unnoticed"
+        sampled, untempered = (unpacked_logprobs(plain, rollout, temperature) for temperature in (0.7, 1.0))
+    assert (sampled.exp() - untempered.exp()).abs().max() > 0.05, "another temperature would go unnoticed"
     pieces = sampled.split(rollout.completion_lengths_B.tolist())
     rollout = replace(rollout, rollout_logprobs=[piece.numpy() for piece in pieces])
     args = flags(temperature=0.7, kl_coef=0.1, learning_rate=0, **TWO_UPDATES, **changes)

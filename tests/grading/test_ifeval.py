@@ -14,12 +14,12 @@ import pytest
 from grading.ifeval import CHECKS, FUNCTIONS, count_sentences, follows_instructions, read_instructions
 
 
-def of_benchmark(instruction, kwargs):
+def benchmark_instructions(instruction, kwargs):
     """A row of the benchmark's format, with one instruction."""
     return read_instructions("", {"instruction_id_list": [instruction], "kwargs": [kwargs]})
 
 
-def of_tulu(function, arguments):
+def tulu_instructions(function, arguments):
     """A row of Tulu's format, whose answer holds every key, most of them null."""
     keys = "N quantifier end_phrase keyword_list word forbidden_words letter i first_word postscript_marker options"
     nulls = dict.fromkeys([*keys.split(), "section_splitter", "original_prompt"])
@@ -33,13 +33,13 @@ TULU = [case for case in CASES if "func_name" in case]
 
 @pytest.mark.parametrize("case", BENCHMARK, ids=lambda case: case["instruction"])
 def test_a_completion_is_checked_by_the_benchmarks_definition(case):
-    instructions = of_benchmark(case["instruction"], case["kwargs"])
+    instructions = benchmark_instructions(case["instruction"], case["kwargs"])
     assert follows_instructions(case["completion"], instructions) == [case["follows"]]
 
 
 @pytest.mark.parametrize("case", TULU, ids=lambda case: case["func_name"])
 def test_a_tulu_row_is_checked_by_its_own_wording(case):
-    instructions = of_tulu(case["func_name"], case["arguments"])
+    instructions = tulu_instructions(case["func_name"], case["arguments"])
     assert follows_instructions(case["completion"], instructions) == [case["follows"]]
 
 
@@ -70,7 +70,7 @@ def test_sentences_are_counted_by_the_documented_rules(text, expected):
 
 @pytest.mark.parametrize("completion", ["", " \n\t\x0b\u2028\u00a0 "])
 def test_a_blank_completion_follows_nothing(completion):
-    assert follows_instructions(completion, of_benchmark("punctuation:no_comma", {})) == [False]
+    assert follows_instructions(completion, benchmark_instructions("punctuation:no_comma", {})) == [False]
 
 
 def test_a_row_as_it_comes_from_the_hub_is_read():
@@ -122,7 +122,7 @@ LETTERS = {"let_frequency": 1, "let_relation": "at least"}
 ])  # fmt: skip
 def test_a_bad_instruction_is_refused_with_what_is_wrong(instruction, kwargs, words):
     with pytest.raises(ValueError, match=words):
-        of_benchmark(instruction, kwargs)
+        benchmark_instructions(instruction, kwargs)
 
 
 COMMA = ["punctuation:no_comma"]
@@ -163,8 +163,8 @@ def test_every_check_answers_yes_or_no_to_any_completion(completion):
 
     A check that takes more than linear time makes this test run for many minutes instead of half a second.
     """
-    read = [of_benchmark(case["instruction"], case["kwargs"]) for case in BENCHMARK]
-    read += [of_tulu(case["func_name"], case["arguments"]) for case in TULU]
+    read = [benchmark_instructions(case["instruction"], case["kwargs"]) for case in BENCHMARK]
+    read += [tulu_instructions(case["func_name"], case["arguments"]) for case in TULU]
     each_once = dict(sum(read, []))
     assert each_once.keys() == CHECKS.keys()
     followed = follows_instructions(completion, list(each_once.items()))
@@ -172,5 +172,5 @@ def test_every_check_answers_yes_or_no_to_any_completion(completion):
 
 
 def test_the_same_completion_gets_the_same_answer_each_time():
-    instructions = of_benchmark("language:response_language", {"language": "en"})
+    instructions = benchmark_instructions("language:response_language", {"language": "en"})
     assert len({tuple(follows_instructions("ok la de in " * 3, instructions)) for _ in range(10)}) == 1

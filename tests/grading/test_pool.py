@@ -18,8 +18,8 @@ from helpers.runs import ROOT, wait_for
 FAILING = f"{ROOT}/tests/helpers/user_code.py:score"
 
 
-def start(spec: str = FAILING, num_workers: int = 1, timeout: float = 5.0, **others: float) -> Pool:
-    return Pool("grading.score:RewardWorker", (spec, None), num_workers, timeout, **others)
+def start(spec: str = FAILING, num_workers: int = 1, timeout: float = 5.0, **settings: float) -> Pool:
+    return Pool("grading.score:RewardWorker", (spec, None), num_workers, timeout, **settings)
 
 
 def run(pool: Pool, texts: list[str], answer: str = "") -> list[Outcome]:

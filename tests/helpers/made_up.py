@@ -397,7 +397,7 @@ HOSTILE = "<script>window.hacked=1</script></script><img src=x onerror='window.h
 SMILE = "\N{SMILING FACE WITH OPEN MOUTH}"  # four bytes, of which each is a token
 SYLLABLES = ["ba", "ce", "di", "fo", "gu", "ha", "je", "ki", "lo", "mu", "na", "pe", "qui", "ro", "su", "ta"]
 GROUP_SIZE = 8
-OF_A_STEP = {  # metric -> its value but for the noise
+STEP_LEVELS = {  # metric -> its value but for the noise
     "policy/entropy": 0.3, "policy/kl_ref": 0.05, "policy/clip_frac": 0.01, "policy/clip_frac_low": 0.004,
     "policy/clip_frac_high": 0.006, "policy/rollout_gap_mean": 0.002, "optim/grad_norm": 0.3,
     "reward/mean": 0.8, "reward/mean_stderr": 0.03, "reward/part/math": 0.7, "reward/part/format": 0.9,
@@ -405,7 +405,7 @@ OF_A_STEP = {  # metric -> its value but for the noise
     "time/sample_s": 20, "time/update_s": 12, "time/sync_s": 1, "time/step_s": 38, "time/rollout_tail_s": 3,
     "perf/tokens_per_s": 9000, "perf/update_mfu": 0.41, HOSTILE: 1,
 }  # fmt: skip
-OF_AN_EVALUATION = {
+EVALUATION_LEVELS = {
     "eval/math500/avg@4": 0.6, "eval/math500/stderr": 0.015, "eval/math500/pass@4": 0.7,
     "eval/math500/pass@4_stderr": 0.012, "time/evaluate_s": 15,
 }  # fmt: skip
@@ -430,7 +430,7 @@ def make_run(folder: Path, seed: int = 1, steps: int = 500, patch: str = "", **f
     config = {"model": f"policies/warm_seed{seed}", "out_dir": str(folder), "seed": seed, "clip_high": 0.2}
     random, records = np.random.default_rng(seed), []
     for step in range(steps + 1):
-        levels = (OF_A_STEP if step else {}) | (OF_AN_EVALUATION if step % 25 == 0 else {})
+        levels = (STEP_LEVELS if step else {}) | (EVALUATION_LEVELS if step % 25 == 0 else {})
         records.append({"step": step} | {name: x * (1 + 0.05 * random.normal()) for name, x in levels.items()})
         records[-1] |= {"completion/frac_truncated": 0.05} if step else {}
         records[-1] |= {"optim/grad_norm": None} if step == 7 else {}

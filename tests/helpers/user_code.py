@@ -37,7 +37,7 @@ def score(completion, answer, columns):
     if completion == "hold the interpreter":
         re.match("(a+)+b", "a" * 40)
     if completion == "close every file":
-        os.closerange(3, 30)
+        os.closerange(3, 4096)
     if completion == "half a character":
         raise ValueError("\udc80")
     if completion == "leave a child":

@@ -30,16 +30,16 @@ def test_the_rank_that_differs_is_named():
 
 def test_a_digest_sees_every_byte_and_every_border():
     pieces = [np.array([1, 2], np.int32), np.array([3], np.int32), np.array([], np.int32)]
-    others = [[np.array([1, 2, 3], np.int32)], pieces[:2], [pieces[1], pieces[0], pieces[2]], [b"", *pieces]]
+    variants = [[np.array([1, 2, 3], np.int32)], pieces[:2], [pieces[1], pieces[0], pieces[2]], [b"", *pieces]]
     assert digest(pieces) == digest([piece.copy() for piece in pieces])
-    assert len({digest(each) for each in [pieces, *others]}) == 5
+    assert len({digest(each) for each in [pieces, *variants]}) == 5
 
 
 def test_flags_code_and_batch_are_compared(monkeypatch):
-    told = []
+    digests_by_path = []
 
     def gather(own: dict[str, str]) -> list[dict[str, str]]:
-        told.append(own)
+        digests_by_path.append(own)
         return [own, own | change]
 
     change = {"--group_size": "4"}
@@ -47,7 +47,7 @@ def test_flags_code_and_batch_are_compared(monkeypatch):
     said = r"^rank 1 has --group_size 4 \(the others: 8\); start all ranks with the same"
     with pytest.raises(ValueError, match=said):
         check_same_start({"group_size": 8})
-    assert {"run.py", "runtime/stall.py", "torch"} < told[0].keys()
+    assert {"run.py", "runtime/stall.py", "torch"} < digests_by_path[0].keys()
     change = {}
     check_same_start({"group_size": 8})
     check_same_step(prompts=[np.arange(3)])

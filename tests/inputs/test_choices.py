@@ -156,8 +156,8 @@ def test_a_users_advantage_is_of_completions_or_of_tokens(own):
     graded = Graded(
         rewards_PG=torch.tensor([[1.0, 0.0]]), returns_T=returns, lengths_B=torch.tensor([2, 1]), mask_T=is_trained
     )
-    of_completions = algorithm_of(flags(advantage=f"{own}:of_completions", advantage_eps=0.5))
-    assert of_completions.advantage(graded).tolist() == [[2.5, 0.5]]
+    algorithm = algorithm_of(flags(advantage=f"{own}:of_completions", advantage_eps=0.5))
+    assert algorithm.advantage(graded).tolist() == [[2.5, 0.5]]
     assert algorithm_of(flags(advantage=f"{own}:of_tokens")).advantage(graded).tolist() == [3, 3, 0]
     squared = algorithm_of(flags(kl_coef=0.1, kl_estimator=f"{own}:squared", kl_clamp=5)).kl_estimator
     assert squared(torch.tensor([2.0])).tolist() == [20]

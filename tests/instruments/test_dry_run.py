@@ -43,15 +43,15 @@ SIMPLERL = COMMON | {
 REFUSED = ("Qwen/Qwen3-30B-A3B", "google/gemma-3-1b-it", "google/gemma-3-4b-it", "allenai/Olmo-3-1025-7B")
 
 
-def setup(values: dict, **others: object) -> Setup:
-    args = flags(**(values | others))
+def setup(values: dict, **changes: object) -> Setup:
+    args = flags(**(values | changes))
     return setup_of(args, config_of(args.model))
 
 
-def report(values: dict, **others: object) -> dict:
+def report(values: dict, **changes: object) -> dict:
     """What `--json` prints."""
     with redirect_stdout(io.StringIO()) as printed:
-        dry_run(flags(**(values | others), json=True))
+        dry_run(flags(**(values | changes), json=True))
     return json.loads(printed.getvalue())
 
 
@@ -62,8 +62,8 @@ def test_a_table_that_vllm_pads_is_held_to_the_end_of_a_sync():
     tulu = COMMON | {"model": "allenai/Llama-3.1-Tulu-3-8B-DPO", "train_data": "d", "total_steps": 10}
     table = 128_264 * 4096 * 2
     servers = {"engine": "server", "generation_gpus": 1, "plan_rows": 100}
-    for others, phase, without_it in (({}, "sync", 0), (servers, "server", table + 218_112_000 * 2)):
-        found = gpu_phases(setup(tulu, **others))[phase]["weights arriving"]
+    for changes, phase, without_it in (({}, "sync", 0), (servers, "server", table + 218_112_000 * 2)):
+        found = gpu_phases(setup(tulu, **changes))[phase]["weights arriving"]
         assert found == table + without_it
     for changes in ({"vocab_size": 128_256}, {"tie_word_embeddings": True}):
         args = flags(**tulu)

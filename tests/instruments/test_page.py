@@ -106,12 +106,12 @@ def test_runs_that_differ_by_their_seed_alone_are_one_group():
         return {"config": config, "code": {"commit": commit}}
 
     assert seed_groups([run(1), run(2), run(11)]) == [[0, 1, 2]]
-    for others in (
+    for other_seeds in (
         run(2, kl_coef=0.2), run(2, commit="b"),
         run(2, model="runs/policy_seed21"), run(2, model="Qwen2-4B"),  # there the 2 is no seed
         {"config": {}, "code": {}},
     ):  # fmt: skip
-        assert seed_groups([run(1), others]) == [[0], [1]]
+        assert seed_groups([run(1), other_seeds]) == [[0], [1]]
 
 
 def test_training_does_not_pay_for_the_page():

@@ -60,8 +60,8 @@ def test_compile_leaves_a_third_of_the_bytes_between_products():
     """
     lengths = "--plan_prompt_tokens 200 --plan_completion_tokens 800 --plan_gpu H100-80GB"
     eager, compiled = (phase_seconds(plan("short", f"{lengths} {flag}")) for flag in ("", "--compile"))
-    of_position = 28 * (84 * 3584 + 20 * (3584 + 512) + 10 * 18944)
-    saved = 1024 * 8 / 8 * 1000 * of_position * 2 / 3 / (3.35e12 * 0.8)
+    position_bytes = 28 * (84 * 3584 + 20 * (3584 + 512) + 10 * 18944)
+    saved = 1024 * 8 / 8 * 1000 * position_bytes * 2 / 3 / (3.35e12 * 0.8)
     assert eager["update"] - compiled["update"] == pytest.approx(4 * saved)
     assert eager["logprobs"] - compiled["logprobs"] == pytest.approx(saved), "of the reference"
     fp32_head = phase_seconds(plan("short", f"{lengths} --head_dtype float32"))
@@ -125,8 +125,8 @@ def test_ranks_hold_no_engine_and_servers_nothing_of_the_trainer():
     assert "rollout" not in phases
     for name in phases.keys() - {"server"}:
         assert phases[name] == without(alone[name], *ENGINE)
-    of_engine = {part: size for part, size in alone["rollout"].items() if part in ENGINE}
-    assert without(phases["server"], "weights arriving") == of_engine and phases["server"]["weights arriving"] > 0
+    engine_parts = {part: size for part, size in alone["rollout"].items() if part in ENGINE}
+    assert without(phases["server"], "weights arriving") == engine_parts and phases["server"]["weights arriving"] > 0
     assert host_phases(setup)["run"]["processes"] > host_phases(colocated)["run"]["processes"]
     moved = [traffic(each)["to servers"] for each in (setup, colocated)]
     assert moved == [6 * setup.model.parameters * 2, 0], "the main rank sends to each server"

@@ -49,8 +49,8 @@ def test_every_reference_has_its_form_and_documented_figures(name):
         if name in (GSM8K, TULU) or "MATH500" in what:  # an accuracy
             assert f"{100 * share:.1f}" in pages, what
         if figure.get("protocol", {}).get("samples") == 1 and "/avg@1" in figure["metric"]:
-            of_two_evaluations = 1.96 * math.sqrt(2 * share * (1 - share) / figure["protocol"]["problems"])
-            assert figure["tolerance"] > of_two_evaluations - 0.0006, what
+            margin = 1.96 * math.sqrt(2 * share * (1 - share) / figure["protocol"]["problems"])
+            assert figure["tolerance"] > margin - 0.0006, what
     for curve in reference["curves"]:
         assert curve.keys() - {"model"} == {"metric", "label", "source", "points"}
         steps = [step for step, _ in curve["points"]]

@@ -118,8 +118,8 @@ def test_the_heads_of_a_vision_tower_are_divided_too():
         check(config, 8)
 
 
-def rope(kind: str, **others: object) -> dict[str, object]:
-    return {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0} | others
+def rope(kind: str, **overrides: object) -> dict[str, object]:
+    return {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0} | overrides
 
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}

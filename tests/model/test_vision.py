@@ -66,8 +66,8 @@ def reference_logprobs(
     return logprobs[:-1].gather(-1, ids[0, 1:, None])[-completion.shape[1] :, 0]
 
 
-def assert_near(found: torch.Tensor, wanted: torch.Tensor, of_largest: float) -> None:
-    tolerance = {"atol": of_largest * wanted.abs().max().item(), "rtol": 10 * of_largest}
+def assert_near(found: torch.Tensor, wanted: torch.Tensor, share_of_largest: float) -> None:
+    tolerance = {"atol": share_of_largest * wanted.abs().max().item(), "rtol": 10 * share_of_largest}
     torch.testing.assert_close(found, wanted, **tolerance)
 
 

@@ -43,11 +43,11 @@ def halted(tmp_path_factory):
 def test_the_rank_that_the_others_wait_for_is_named(fault, halted):
     folder, ranks = halted[fault]
     wait_for(lambda: (folder / "stall.txt").exists() and (folder / "stall.txt").read_text())
-    told = (folder / "said").read_text()
+    report = (folder / "said").read_text()
     cause = FAULTS[fault].replace("HOST", stall.socket.gethostname()).replace("PID", str(ranks[1].pid))
-    assert f" s: {cause}" in told.partition("\n")[0]
-    assert "each of the ranks 0, 2 waits for the other ranks (gather)" in told
-    assert (folder / "stall.txt").read_text() == told.strip()
+    assert f" s: {cause}" in report.partition("\n")[0]
+    assert "each of the ranks 0, 2 waits for the other ranks (gather)" in report
+    assert (folder / "stall.txt").read_text() == report.strip()
 
 
 def test_the_table_names_the_first_rank_that_came_to_a_halt():
@@ -100,8 +100,8 @@ def test_a_stall_and_its_end_are_each_reported_once(board, tmp_path, capsys):
     (tmp_path / "shard").read_bytes()
     assert [tick(), tick(600.0)] == [(0.0, ""), (2.0, "")], "it was stopped for 598 s"
     assert tick() == (4.0, "")
-    assert "s: rank 0 starts on " in (told := tick()[1])
-    assert tick()[1] == "" and (tmp_path / "stall.txt").read_text() == told.strip()
+    assert "s: rank 0 starts on " in (report := tick()[1])
+    assert tick()[1] == "" and (tmp_path / "stall.txt").read_text() == report.strip()
     beat("computes")
     assert tick() == (0.0, "STALL: over, the run continues\n") and (tmp_path / "stall.txt").read_text() == ""
 
@@ -124,11 +124,11 @@ def test_the_report_comes_before_the_collectives_time_out():
 
 def test_the_file_of_a_rank_that_fails_has_its_last_phase(board, tmp_path, monkeypatch):
     """However short that was: the launcher names it."""
-    told = []
-    monkeypatch.setattr(sys, "excepthook", lambda *error: told.append(error))
+    errors = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: errors.append(error))
     StallWatch(tmp_path / "ranks", 0, 1, 60.0)
     with suppress(ValueError), in_phase("sample", 3), in_phase("update", 3):
         raise ValueError("wrong")
     sys.excepthook(ValueError, ValueError("wrong"), None)
     found = json.loads((tmp_path / "ranks" / "rank_0.json").read_text())
-    assert (board.phase, found["phase"], found["problem"], len(told)) == ("update", "update", "has ended", 1)
+    assert (board.phase, found["phase"], found["problem"], len(errors)) == ("update", "update", "has ended", 1)

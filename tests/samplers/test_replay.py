@@ -72,12 +72,12 @@ def test_the_file_says_what_was_trained_on_and_how(tmp_path):
 def test_the_oldest_kept_steps_make_room_and_the_last_one_stays(tmp_path, monkeypatch):
     """The oldest steps are removed where there is no more room, and the last one stays."""
     kept(tmp_path, sampled(1))
-    of_one = file_of(tmp_path, 1).stat().st_size
-    kept(tmp_path, *map(sampled, range(2, 7)), max_gib=2.5 * of_one / 2**30)
+    file_bytes = file_of(tmp_path, 1).stat().st_size
+    kept(tmp_path, *map(sampled, range(2, 7)), max_gib=2.5 * file_bytes / 2**30)
     assert steps_in(tmp_path) == [5, 6]
-    kept(tmp_path, sampled(7), max_gib=0.1 * of_one / 2**30)
+    kept(tmp_path, sampled(7), max_gib=0.1 * file_bytes / 2**30)
     assert steps_in(tmp_path) == [7]
-    free = SimpleNamespace(free=9 * of_one)  # and what the rollouts take: a quarter is for them
+    free = SimpleNamespace(free=9 * file_bytes)  # and what the rollouts take: a quarter is for them
     monkeypatch.setattr("instruments.rollout_files.shutil.disk_usage", lambda _: free)
     kept(tmp_path, *map(sampled, range(8, 15)))
     assert steps_in(tmp_path) == [12, 13, 14]

@@ -54,11 +54,11 @@ def test_servers_share_prompts_by_load_until_none_is_left():
     """Servers share the prompts by their load, and take over those of servers that are lost, until none is
     left.
     """
-    quick, slow, *others = servers = [FakeServer(seconds) for seconds in (0.01, 0.05, 0.05, 0.05)]
+    quick, slow, *slow_servers = servers = [FakeServer(seconds) for seconds in (0.01, 0.05, 0.05, 0.05)]
     heard, sampling = [], Sampling(8, 1.0, 20)
     with engine_of(*servers, most=4) as engine:
         synced(engine).begin(ROWS, sampling, (1, 1))  # a completion takes a slow one a second
-        for server in others:
+        for server in slow_servers:
             server.kill()
             again = FakeServer(0.0, server.port)
         engine.sample([make_row([63])], sampling, (1, 0))
@@ -71,7 +71,7 @@ def test_servers_share_prompts_by_load_until_none_is_left():
         assert set(again.asked) <= {"inference/v1/generate", "weight_info"}, "a lost server is not used again"
         asked = [path.partition("_")[0] for path in slow.asked if path.startswith(("pause", "shutdown", "init"))]
         assert asked == ["pause?mode=abort&clear", "shutdown", "init", "pause?mode=keep&clear"], "aborts what is left"
-        assert sum(server.url in line for server in others for line in engine.said) == len(engine.said) == 2
+        assert sum(server.url in line for server in slow_servers for line in engine.said) == len(engine.said) == 2
         quick.kill()
         slow.kill()
         with pytest.raises(RunError, match="was lost and no other is left: .*; start it again, then the same command"):
@@ -368,10 +368,10 @@ def test_recorded_logprobs_are_those_of_each_tokens_weights(folder, server, sent
             if sum(is_mixed) >= 3:
                 break
     versions, recorded = np.concatenate(rollout.versions), np.concatenate(rollout.rollout_logprobs)
-    of_old, of_new = logprobs_under(old, rollout), logprobs_under(new, rollout)
+    old_logprobs, new_logprobs = logprobs_under(old, rollout), logprobs_under(new, rollout)
     assert sum(is_mixed) >= 3 and set(versions.tolist()) == {2 * step + 2, 2 * step + 3}
-    assert np.abs(np.where(versions % 2 == 0, of_old, of_new) - recorded).max() < 5e-5
-    assert np.abs(of_old - of_new).max() > 0.1, "other weights would show"
+    assert np.abs(np.where(versions % 2 == 0, old_logprobs, new_logprobs) - recorded).max() < 5e-5
+    assert np.abs(old_logprobs - new_logprobs).max() > 0.1, "other weights would show"
     assert np.exp(recorded).mean() > 0.025, "a uniform one would agree with any"
 
 
@@ -385,8 +385,8 @@ def test_the_same_command_completes_a_run_whose_server_is_killed(folder, tmp_pat
     said_in = tmp_path / "said"
     launcher = begin(launched(2, "train_grpo.py", *run), said_in, said_in, has_own_workers=True)
     wait_for(lambda: (out_dir / "metrics.jsonl").exists() or launcher.poll() is not None, 900)
-    of_run = psutil.Process(launcher.pid).children(recursive=True)
-    (server,) = [each for each in of_run if SERVER in each.cmdline()]
+    processes = psutil.Process(launcher.pid).children(recursive=True)
+    (server,) = [each for each in processes if SERVER in each.cmdline()]
     port = server.cmdline()[server.cmdline().index("--port") + 1]
     with pytest.raises(urllib.error.HTTPError, match="401"):  # nobody else may change the weights
         urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}/pause", method="POST"))
@@ -394,7 +394,7 @@ def test_the_same_command_completes_a_run_whose_server_is_killed(folder, tmp_pat
     assert launcher.wait(300) == 1
     last = [line for line in said_in.read_text().splitlines() if line.startswith("error: ")][-1]
     assert all(part in last for part in ("server 0 was lost", "ended by SIGKILL", "continues", "0.log")), last
-    wait_for(lambda: not any(is_running(each.pid) for each in of_run))  # what ranks start ends after them
+    wait_for(lambda: not any(is_running(each.pid) for each in processes))  # what ranks start ends after them
     torchrun(2, "train_grpo.py", *run, timeout=900)  # a server starts in minutes where others want the cores, too
     lines = list(metrics_of(out_dir).values())
     assert [lines[0]["rollout/lag_max"], max(line["rollout/lag_max"] for line in lines), len(lines)] == [0, 1, 8]

@@ -83,11 +83,14 @@ def model_of_shapes(path: str, config: PretrainedConfig) -> PreTrainedModel:
         model = model_from_config(config)
     has_interface = model._supports_attention_backend and hasattr(model.get_decoder(), "layers")
     has_bias = getattr(model.get_output_embeddings(), "bias", None) is not None
-    if has_bias or not has_interface:
-        part = "a head with a bias" if has_interface else "layers or attention outside the interface of transformers"
+    has_sinks = any("sink" in name for name, _ in model.named_parameters())
+    if has_sinks or has_bias or not has_interface:
+        part = "attention sinks" if has_sinks else "a head with a bias"
+        if not has_interface:
+            part = "layers or attention outside the interface of transformers"
         raise ValueError(
             f"--model {path} ({config.model_type}) has {part}; "
-            "use a family that docs/data.md lists, Phi-3, Qwen3 or Llama for example."
+            "use a family that docs/data.md lists, OLMo 3, Phi-3, Qwen3 or Llama for example."
         )
     return model
 

@@ -81,17 +81,19 @@ def model_of_shapes(path: str, config: PretrainedConfig) -> PreTrainedModel:
     """The model as names and shapes alone. Raises ValueError if the policy does not know what its parts are."""
     with torch.device("meta"):
         model = model_from_config(config)
-    has_interface = model._supports_attention_backend and hasattr(model.get_decoder(), "layers")
-    has_bias = getattr(model.get_output_embeddings(), "bias", None) is not None
-    has_sinks = any("sink" in name for name, _ in model.named_parameters())
-    if has_sinks or has_bias or not has_interface:
-        part = "attention sinks" if has_sinks else "a head with a bias"
-        if not has_interface:
-            part = "layers or attention outside the interface of transformers"
-        raise ValueError(
-            f"--model {path} ({config.model_type}) has {part}; "
-            "use a family that docs/data.md lists, OLMo 3, Phi-3, Qwen3 or Llama for example."
-        )
+    parts = {
+        "layers or attention outside the interface of transformers": not (
+            model._supports_attention_backend and hasattr(model.get_decoder(), "layers")
+        ),
+        "a head with a bias": getattr(model.get_output_embeddings(), "bias", None) is not None,
+        "attention sinks": any("sink" in name for name, _ in model.named_parameters()),
+    }
+    for part, is_there in parts.items():
+        if is_there:
+            raise ValueError(
+                f"--model {path} ({config.model_type}) has {part}; "
+                "use a family that docs/data.md lists, Phi-3, OLMo 3, Qwen3 or Llama for example."
+            )
     return model
 
 

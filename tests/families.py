@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -62,12 +63,14 @@ def gap(policy: Policy, rollout: Rollout) -> float:
 
 
 class Trial:
-    """A step of GRPO by hand on the model in the folder."""
+    """A step of GRPO by hand on the model in the folder, and one of its adapter."""
 
     def __init__(self, world: World, folder: Path) -> None:
         sizes = {"group_size": 4, "prompts_per_step": 4, "prompts_per_update": 4, "dtype": "float32"}
         self.args, self.world, self.folder = flags(model=folder, learning_rate=1e-2, **sizes), world, folder
         self.policy, _, self.optimizer = build(self.args, world)
+        self.args_of_lora = Namespace(**vars(self.args) | {"lora_rank": 3})
+        self.adapted, _, self.optimizer_of_lora = build(self.args_of_lora, world)
 
     def run(self) -> dict[str, object]:
         """A rollout, the trainer's log-probs of it before and after an update, and the gaps to the engine's."""
@@ -89,8 +92,13 @@ class Trial:
         found |= {"gap of a stale engine": gap(policy, rollout), "logprobs after": logprobs_of(policy, rollout)}
         engine.sync(policy.full_weights())
         found["gap after"] = gap(policy, engine.sample(rows, SAMPLING, (1, 2)))
-        exported = self.folder.with_name(f"{self.folder.name} exported")
-        export(policy, gather_weights(policy, self.world), files_of([tokenizer]), exported)
+        args, adapted = self.args_of_lora, self.adapted
+        update = whole_update(rollout, args, adapted, self.world)
+        train_once(adapted, self.optimizer_of_lora, update, args, self.world, rate=1e-2)
+        found["logprobs with LoRA"] = logprobs_of(adapted, rollout)
+        for trained, name in ((policy, "exported"), (adapted, "with LoRA exported")):
+            exported = self.folder.with_name(f"{self.folder.name} {name}")
+            export(trained, gather_weights(trained, self.world), files_of([tokenizer]), exported)
         return found
 
 

@@ -55,7 +55,8 @@ WINDOWED = [("gemma3_text, tied", 0.7), ("olmo3", 1.0), ("ministral", 1.0), ("mi
 # Inputs of one token less than the window, as many, one more (nobody reads what a last token predicts), and of several
 # windows; prompts that are longer than it.
 WINDOWED_FORMS = [
-    (False, [12, 13, 14], 4, 1), (False, [12, 13, 14, 60], 4, 1), (True, [2, 3, 4, 50, 90, 33], 14, 3), (False, [5, 20, 40, 2], 30, 2),
+    (False, [12, 13, 14], 4, 1), (False, [12, 13, 14, 60], 4, 1),
+    (True, [2, 3, 4, 50, 90, 33], 14, 3), (False, [5, 20, 40, 2], 30, 2),
 ]  # fmt: skip
 
 

@@ -24,7 +24,8 @@ from helpers import build, largest_file, make_rollout, train_once, whole_update
 from ranks import parsed
 from runtime.files import DiskError
 
-CASES = ("--param_dtype float32", "--param_dtype bfloat16", "--lora_rank 3")
+# The last one is a family with windows, in a folder beside the runs.
+CASES = ("--param_dtype float32", "--param_dtype bfloat16", "--lora_rank 3", "--model gemma_3")
 STATE = {"prompts_drawn": 12}
 
 
@@ -37,6 +38,7 @@ def writer(path: str, folder: Path, world: World, said: list[str]) -> checkpoint
 def reshard(path: str, folder: Path, step: int, flags: str) -> None:
     whole = init_world(tp_size=1, timeout_minutes=2)
     for number, case in enumerate(CASES):
+        case = case.replace("gemma_3", str(folder / "gemma_3"))
         given = f"--model {path} --prompts_per_step 4 {case} {flags}"
         runs, args = folder / str(number), parsed(given, whole.num_trainers)
         world = replace(whole, shard_ranks=args.shard_ranks)

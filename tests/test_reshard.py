@@ -8,6 +8,7 @@ import torch.distributed.checkpoint as dcp
 
 from checkpoint import ShardPlanner, ShardReader
 from distributed_checkpoint import CASES, STATE
+from families import make_model
 from helpers import torchrun
 
 CHAIN = [  # ranks, flags of memory
@@ -18,6 +19,7 @@ CHAIN = [  # ranks, flags of memory
 @pytest.fixture(scope="module")
 def runs(policy, tmp_path_factory):
     folder = tmp_path_factory.mktemp("reshard")
+    make_model(folder / "gemma_3", "gemma3_text", sliding_window=8)
     for step, (num_ranks, flags) in enumerate(CHAIN, start=1):
         torchrun(num_ranks, "tests/distributed_checkpoint.py", policy, folder, "reshard", step, flags)
     return folder

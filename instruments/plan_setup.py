@@ -53,14 +53,13 @@ class ModelShape:
 
 def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
     """The shape of the model `name`, without storage. Raises ValueError for one that the formulas do not cover."""
-    text = config.get_text_config()
+    text, model = config.get_text_config(), model_of_shapes(name, config)
     known = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text", "gemma3_text", "olmo3")
     if text.model_type not in known or (text is not config and config.model_type != "qwen2_5_vl"):
         raise ValueError(
             f"{name}: the dry run knows the architectures {', '.join(known)}, "
             f"not {config.model_type!r}, which it can neither plan nor rule out."
         )
-    model = model_of_shapes(name, config)
     tower = tower_of(model)
     tower_parameters = 0 if tower is None else num_parameters(tower)
     layers = model.get_decoder().layers

@@ -94,8 +94,10 @@ def packed_attention(
     """
     packing = options.get("packing")
     assert isinstance(packing, Packing), "call the model through Policy, which passes the packing"
-    # `weights.model_of_shapes` refuses the models whose layers show it: this is for one that does not.
+    # Configs or layers of most such models show it, before they are loaded: this is for one that does not.
     ignored = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
+    if False in (options.get("is_causal"), getattr(module, "is_causal", None)):
+        ignored.append("tokens that follow")
     if ignored:
         raise ValueError(f"this model's attention uses {', '.join(ignored)}; packed attention does not implement it.")
     # The tokens that one sees: itself and those before. None: no sequence is longer, or the layer has no window.

@@ -137,6 +137,7 @@ REFUSED = {  # type of a model -> what the sentence says that it has
     "stablelm": "layers or attention outside the interface of transformers",
     "nemotron": "parts that trainer and engine do not compute alike; needed is",
     "apertus": "parts that trainer and engine do not compute alike",
+    "gemma3": "a vision tower of its own kind; use a family that docs/data.md lists, Phi-3, OLMo 3, Gemma 3 1B",
     "granite_swa": "attention sinks; use a family that docs/data.md lists, Phi-3, OLMo 3",
 }
 

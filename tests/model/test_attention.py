@@ -12,6 +12,7 @@ from batch import pack
 from helpers import RAGGED, make_rollout, unpacked_logprobs
 from model import attention
 from model.attention import check_device
+from model.packed import Segment
 from policies import load_policy
 
 WINDOW = 16
@@ -132,6 +133,16 @@ def test_packing_for_cuda_gives_the_kernel_what_the_cpu_has(name, tmp_path, monk
             torch.testing.assert_close(a, b, atol=1e-5 * a.abs().max().item(), rtol=1e-4)
     expected = {"qwen2": {-1}, "mistral": {WINDOW - 1}, "gemma3_text": {WINDOW - 1, -1}}
     assert windows == expected[name]
+
+
+@pytest.mark.parametrize("option", [{"softcap": 50.0}, {"s_aux": torch.zeros(4)}, {"is_causal": False}])
+def test_attention_that_is_asked_for_something_else_ends_the_run(option):
+    """For a family whose config and layers do not show it before."""
+    packing = attention.padded_packing((Segment(0, 0, 3),))
+    inputs = [torch.randn(1, 4, 3, 32) for _ in range(3)]
+    with pytest.raises(ValueError, match="packed attention does not implement it"):
+        attention.packed_attention(torch.nn.Module(), *inputs, None, packing=packing, **option)
+    attention.packed_attention(torch.nn.Module(), *inputs, None, packing=packing, **dict.fromkeys(option))
 
 
 # The kernel on CUDA ---------------------------------------------------------------------------------------------------

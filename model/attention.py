@@ -139,19 +139,14 @@ def _attend_rectangles(
     for shape, *parts in zip(packing.rectangles, *in_slots, strict=True):
         q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in parts)  # [S, heads, L, head_dim]
         is_grouped = q.shape[1] != k.shape[1]
-        band = _band(shape[1], window)
+        band = None  # then the kernel masks by itself, which is faster
+        if window is not None and window < shape[1]:
+            band = torch.ones(shape[1], shape[1], dtype=torch.bool).tril().triu(1 - window)  # a query sees these keys
         out = F.scaled_dot_product_attention(
             q, k, v, band, is_causal=band is None, scale=scaling, enable_gqa=is_grouped
         )
         rows.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(rows).index_select(0, packing.slots_N)
-
-
-def _band(length: int, window: int | None) -> Tensor | None:
-    """Which keys a query sees in a layer with a window, [length, length]; None: all before, as without a window."""
-    if window is None or window >= length:
-        return None  # then the kernel masks by itself, which is faster
-    return torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window)
 
 
 def check_alignment(device: torch.device) -> None:

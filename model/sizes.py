@@ -82,7 +82,7 @@ REFUSED = (
 # vLLM's windows are a token longer.
 NOT_ALIKE = {"apertus", "cohere2", "diffllama", "doge", "nemotron"}
 LAYERS = {"full_attention", "sliding_attention", "attention"}  # kinds of layers that are implemented
-# Types with one window for all layers, in transformers' code (the first ones) or in vLLM's (Qwen).
+# Types with one window for all layers, in transformers' code (the first four) or in vLLM's (Qwen).
 ONE_WINDOW = {"mistral", "ministral3", "phi3", "starcoder2", "qwen2", "qwen2_5_vl_text", "qwen3"}
 NEAREST = {"gemma": "Gemma 3", "gpt_oss": "OLMo 3"}  # beginning of a type that is refused -> what computes most alike
 

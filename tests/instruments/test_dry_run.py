@@ -112,6 +112,12 @@ def test_the_shapes_have_as_many_parameters_as_the_real_models():
     }
     assert shapes["Qwen/Qwen3-4B"].projections["q_proj"] == (2560, 4096), "32 heads of 128 are wider than the model"
     assert shapes["Qwen/Qwen2.5-1.5B"].root_parameters == 151_936 * 1536 + 1536, "tied embedding, last norm"
+    norms = {name: (shapes[name].norms, shapes[name].norm_bytes) for name in sizes}
+    assert {name: each for name, each in norms.items() if each != (2, 6)} == {
+        "google/gemma-3-270m": (4, 8),
+        "google/gemma-3-1b-it": (4, 8),
+        "allenai/Olmo-3-1025-7B": (2, 8),
+    }
     vision = shapes["Qwen/Qwen2.5-VL-72B-Instruct"]
     assert vision.root_parameters - vision.root_trained == 704_573_696
     assert setup(QWQ, lora_rank=8).trainable == 67_108_864

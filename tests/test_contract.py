@@ -21,6 +21,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -34,6 +35,7 @@ from fsdp_utils import World, begin_gather, fill_from_main
 from helpers import ROOT, torchrun
 from inputs.command_line import parse_flags
 from instruments.dry_run import config_of
+from model.sizes import NOT_ALIKE
 from smoke_inputs import SETUPS, make_model
 from test_setups import launched
 
@@ -390,6 +392,19 @@ def test_objects_have_what_we_read_and_call(place):
         wanted = [each for each in parameters.split(",") if each]
         own = found[1:] if found[0] == "self" else found
         assert own[: len(wanted)] == wanted, f"{name} takes {own}"
+
+
+def test_families_hand_their_windows_to_the_attention():
+    """The packed pass knows no other way. Those that put them in the mask alone are refused, as are mixtures of experts:
+    whoever admits one must refuse its windows.
+    """
+    sources = (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")
+    silent = set()
+    for file in sources:
+        source = file.read_text()
+        if "create_sliding_window_causal_mask" in source and not re.search("sliding_window=(self|getattr)", source):
+            silent.add(file.parent.name)
+    assert silent - {"paligemma", "phimoe", "qwen2_moe"} <= NOT_ALIKE
 
 
 # Names ----------------------------------------------------------------------------------------------------------------

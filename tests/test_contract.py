@@ -395,8 +395,8 @@ def test_objects_have_what_we_read_and_call(place):
 
 
 def test_families_hand_their_windows_to_the_attention():
-    """The packed pass knows no other way. Those that put them in the mask alone are refused, as are mixtures of experts:
-    whoever admits one must refuse its windows.
+    """The packed pass knows no other way. Those that put them in the mask alone are refused, some as mixtures of
+    experts: whoever admits one must refuse its windows.
     """
     sources = (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")
     silent = set()

@@ -100,8 +100,9 @@ def packed_attention(
         ignored.append("tokens that follow")
     if ignored:
         raise ValueError(f"this model's attention uses {', '.join(ignored)}; packed attention does not implement it.")
-    # The tokens that one sees: itself and those before. None: no sequence is longer, or the layer has no window.
-    window = options.get("sliding_window")
+    # The tokens that one sees: itself and those before. None: no sequence is longer, or the layer has no window, which
+    # a 0 means, too.
+    window = options.get("sliding_window") or None
     if window is not None and window >= packing.max_length:
         window = None
     attend = _attend_rectangles if packing.cu_seqlens is None else _attend_varlen

@@ -297,8 +297,8 @@ def saved_per_layer(setup: Setup) -> float:
     """Bytes that the backward pass of a layer needs from its forward pass, without recomputation."""
     m = setup.model
     tokens = setup.counted_tokens
-    norms = 12 if setup.has_lora else 16  # a frozen norm does not need its normalized input
-    mlp = 8 * m.intermediate + norms * m.hidden
+    norms = m.norms * (4 if setup.has_lora else m.norm_bytes)  # a frozen norm does not need its normalized input
+    mlp = 8 * m.intermediate + (4 + norms) * m.hidden
     keys = 4 * m.kv * setup.keys_per_position
     saved = tokens * (mlp + 4 * m.q + keys + 4 * m.heads + head_norms(setup))
     if setup.has_lora and setup.lora.lora_dropout:
@@ -312,7 +312,7 @@ def saved_per_layer(setup: Setup) -> float:
 def head_norms(setup: Setup) -> int:
     """Bytes that the norms of a token's queries and keys save: their input in fp32, and normalized as in `norms`."""
     m = setup.model
-    return m.has_head_norms * (4 if setup.has_lora else 6) * (m.q + m.kv)
+    return m.has_head_norms * (4 if setup.has_lora else m.norm_bytes) * (m.q + m.kv)
 
 
 def logprobs_peak(setup: Setup) -> Parts:

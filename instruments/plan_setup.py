@@ -20,7 +20,7 @@ GIB = 1024**3
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a dense decoder (Llama, Mistral, Qwen2, Qwen3; the text part of Qwen2.5-VL)."""
+    """Sizes of a dense decoder (Llama, Mistral, Qwen2, Qwen3, Gemma 3, OLMo 3; the text part of Qwen2.5-VL)."""
 
     name: str
     layers: int
@@ -29,7 +29,9 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
-    has_head_norms: bool  # norms of each query and key head, as in Qwen3
+    has_head_norms: bool  # norms of queries and keys, as in Qwen3
+    norms: int  # the others of a layer
+    norm_bytes: int  # that a trained norm of any kind saves for a number
     vocab: int
     projections: dict[str, tuple[int, int]]  # name -> (inputs, outputs) of each matrix of a layer
     layer_parameters: int
@@ -51,14 +53,13 @@ class ModelShape:
 
 def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
     """The shape of the model `name`, without storage. Raises ValueError for one that the formulas do not cover."""
-    text = config.get_text_config()
-    known = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text")
+    text, model = config.get_text_config(), model_of_shapes(name, config)
+    known = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text", "gemma3_text", "olmo3")
     if text.model_type not in known or (text is not config and config.model_type != "qwen2_5_vl"):
         raise ValueError(
             f"{name}: the dry run knows the architectures {', '.join(known)}, "
             f"not {config.model_type!r}, which it can neither plan nor rule out."
         )
-    model = model_of_shapes(name, config)
     tower = tower_of(model)
     tower_parameters = 0 if tower is None else num_parameters(tower)
     layers = model.get_decoder().layers
@@ -74,6 +75,8 @@ def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
         name=name, layers=text.num_hidden_layers, hidden=text.hidden_size, intermediate=text.intermediate_size,
         heads=text.num_attention_heads, kv_heads=text.num_key_value_heads, head_dim=width,
         has_head_norms=any(path.endswith("q_norm") for path in modules), vocab=text.vocab_size,
+        norms=sum(path.endswith("norm") and "." not in path for path in modules),
+        norm_bytes=8 if text.model_type in ("gemma3_text", "olmo3") else 6,  # the former normalize in fp32 to the end
         projections=projections, layer_parameters=num_parameters(layers[0]), root_parameters=root_parameters,
         q=text.num_attention_heads * width, kv=kv, table=text.vocab_size * text.hidden_size,
         root_trained=root_parameters - tower_parameters, parameters=num_parameters(model),

@@ -42,9 +42,9 @@ def forward_flops(model: ModelShape, length: float, num_logits: float) -> float:
 def forward_bytes(setup: Setup, model: ModelShape, length: float, num_logits: float) -> tuple[float, float]:
     """Bytes that the layers, and the head, read and write between matrix products in a forward pass.
 
-    A position takes in a layer in eager mode: a norm 36 a number and a sum 6, twice; rotary angles 20; the gate 10.
+    A position takes in a layer in eager mode: a norm 36 a number; a sum 6, twice; rotary angles 20; the gate 10.
     """
-    position = 2 * (36 + 6) * model.hidden + 20 * (model.q + model.kv) + 10 * model.intermediate
+    position = (36 * model.norms + 2 * 6) * model.hidden + 20 * (model.q + model.kv) + 10 * model.intermediate
     layers = model.layers * position * length * setup.compute_bytes / 2
     if setup.memory.compile:
         layers *= COMPILED

@@ -87,38 +87,48 @@ def _positions(segments: tuple[Segment, ...], sequences: Tensor, offsets: Tensor
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: object
 ) -> tuple[Tensor, None]:
-    """Causal attention within each packed sequence, as transformers calls it; `options` has the packing.
+    """Causal attention within each packed sequence, as transformers calls it; `options` has packing and window.
 
     Shapes: query [1, heads, N, head_dim], key and value [1, kv_heads, N, head_dim] -> [1, N, heads,
     head_dim].
     """
     packing = options.get("packing")
     assert isinstance(packing, Packing), "call the model through Policy, which passes the packing"
-    # `sizes.check_config` refuses the models that say so in their config: this is for one that does not.
+    # Configs or layers of most such models show it, before they are loaded: this is for one that does not.
     ignored = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
-    if (options.get("sliding_window") or packing.max_length) < packing.max_length:
-        ignored.append("sliding_window")
+    if False in (options.get("is_causal"), getattr(module, "is_causal", None)):
+        ignored.append("tokens that follow")
     if ignored:
         raise ValueError(f"this model's attention uses {', '.join(ignored)}; packed attention does not implement it.")
+    # The tokens that one sees: itself and those before. None: no sequence is longer, or the layer has no window, which
+    # a 0 means, too.
+    window = options.get("sliding_window") or None
+    if window is not None and window >= packing.max_length:
+        window = None
     attend = _attend_rectangles if packing.cu_seqlens is None else _attend_varlen
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend(query, key, value, packing, options.get("scaling"))[None], None
+    return attend(query, key, value, packing, options.get("scaling"), window)[None], None
 
 
 AttentionInterface.register("packed", packed_attention)
 
 
-def _attend_varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
+def _attend_varlen(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
+) -> Tensor:
     """CUDA: torch's FlashAttention kernel. With more keys than queries, the last query sees the last key."""
     if packing.positions_M is not None:  # by `index_select`: the backward pass of x[positions] sorts them
         key, value = (x.index_select(0, packing.positions_M) for x in (key, value))
+    before = -1 if window is None else window - 1  # the kernel counts the tokens before one, without itself
     return varlen_attn(
         query, key, value, packing.cu_seqlens, packing.cu_seqlens_k, packing.max_length, packing.max_length,
-        scale=scaling, window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1],
+        scale=scaling, window_size=(before, 0), enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
 
 
-def _attend_rectangles(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None) -> Tensor:
+def _attend_rectangles(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
+) -> Tensor:
     """CPU: padded rectangles, exact because a causal query of a right-padded row sees no padding.
 
     A shared prompt has queries for each of its sequences: the kernel's causal mask needs as many
@@ -130,7 +140,12 @@ def _attend_rectangles(query: Tensor, key: Tensor, value: Tensor, packing: Packi
     for shape, *parts in zip(packing.rectangles, *in_slots, strict=True):
         q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in parts)  # [S, heads, L, head_dim]
         is_grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=is_grouped)
+        band = None  # then the kernel masks by itself, which is faster
+        if window is not None and window < shape[1]:
+            band = torch.ones(shape[1], shape[1], dtype=torch.bool).tril().triu(1 - window)  # a query sees these keys
+        out = F.scaled_dot_product_attention(
+            q, k, v, band, is_causal=band is None, scale=scaling, enable_gqa=is_grouped
+        )
         rows.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(rows).index_select(0, packing.slots_N)
 

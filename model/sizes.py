@@ -75,12 +75,16 @@ REFUSED = (
     (("quantization_config",), (), "quantized weights"),
     (("kv_lora_rank",), (), "latent attention"),
     (("is_heterogeneous",), (False,), "layers of different sizes"),
+    (("use_bidirectional_attention",), (False,), "attention to tokens that follow"),
 )
 # Types of models that were tried here. Apertus: vLLM keeps parameters of its activation in bf16.
-# DiffLlama, Doge: vLLM does not start. Granite SWA, Nemotron: attention that the packed pass does
-# not compute, or that is not told of it.
-NOT_ALIKE = {"apertus", "diffllama", "doge", "granite_swa", "nemotron"}
+# DiffLlama, Doge: vLLM does not start. Nemotron: attention that is not told of the packing. Cohere 2:
+# vLLM's windows are a token longer.
+NOT_ALIKE = {"apertus", "cohere2", "diffllama", "doge", "nemotron"}
 LAYERS = {"full_attention", "sliding_attention", "attention"}  # kinds of layers that are implemented
+# Types with one window for all layers, in transformers' code (the first four) or in vLLM's (Qwen).
+ONE_WINDOW = {"mistral", "ministral3", "phi3", "starcoder2", "qwen2", "qwen2_5_vl_text", "qwen3"}
+NEAREST = {"gemma": "Gemma 3", "gpt_oss": "OLMo 3"}  # beginning of a type that is refused -> what computes most alike
 
 
 def check_architecture(path: str, config: PretrainedConfig) -> None:
@@ -97,54 +101,50 @@ def check_architecture(path: str, config: PretrainedConfig) -> None:
                 break
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
     reasons += [f"layers of the kind {kind}" for kind in sorted(set(kinds) - LAYERS)]
+    if text.model_type in ONE_WINDOW and len(set(kinds)) > 1:
+        reasons.append("windows in some layers alone, which trainer or engine would not compute")
     if getattr(text, "num_attention_heads", None) is None:
         reasons.append("no attention heads")
     if text.model_type in NOT_ALIKE:
         reasons.append("parts that trainer and engine do not compute alike")
     if reasons:
+        near = [name for beginning, name in NEAREST.items() if text.model_type.startswith(beginning)]
         raise ValueError(
             f"--model {path} ({text.model_type}) has {' and '.join(reasons)}; needed is a dense model with attention "
-            "in all layers, plain logits, and weights in bf16 or fp32: use Qwen3-0.6B to 32B, Qwen2.5 or Llama, "
-            "for example."
+            f"in all layers, plain logits, and weights in bf16 or fp32: use {', '.join([*near, 'Qwen3-0.6B to 32B'])}, "
+            "Qwen2.5 or Llama, for example."
         )
 
 
 def check_context(path: str, config: PretrainedConfig, limits: tuple[int, int]) -> None:
     """Raises ValueError for sequences that trainer and engine would not compute alike.
 
-    They are beyond the context or a layer's window, or their rotary angles depend, in the trainer
-    alone, on the longest sequence of a batch. The context is the one that vLLM computes. For yarn
-    it is the length of vLLM's table of angles: vLLM takes yarn's `max_position_embeddings` for the
-    length after scaling, but in Qwen's model cards it is the one before.
+    They are beyond the context, or their rotary angles depend, in the trainer alone, on the longest
+    sequence of a batch. The context is the one that vLLM computes. For yarn it is the length of
+    vLLM's table of angles: vLLM takes yarn's `max_position_embeddings` for the length after
+    scaling, but in Qwen's model cards it is the one before.
     """
     longest = sum(limits)
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind, original = rope.get("rope_type"), rope.get("original_max_position_embeddings", 0)
-    context = getattr(config, "model_max_length", None) or getattr(config, "max_position_embeddings", None) or math.inf
-    if kind == "yarn":
-        context = original
-    if kind in ("linear", "yarn"):
-        context *= rope.get("factor") or 1
-    if longest > context:
-        raise ValueError(
-            f"--max_prompt_tokens {limits[0]} + a completion of {limits[1]} tokens = {longest} is beyond "
-            f"the context of --model {path}, {context:g} tokens; lower them by {longest - context:g}."
-        )
-    if (kind == "longrope" and longest > original) or (kind == "dynamic" and "alpha" not in rope):
-        advice = f"keep prompt and completion within {original} tokens, or use" if kind == "longrope" else "use"
-        raise ValueError(
-            f"--model {path}: its rotary angles ({kind}) change with the longest sequence of a batch, "
-            f"which trainer and engine would not do alike; {advice} another model."
-        )
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-    window = getattr(config, "sliding_window", None)
-    if not window or window >= longest or "sliding_attention" not in kinds:
-        return
-    if getattr(config, "use_sliding_window", True):
-        raise ValueError(
-            f"--model {path}: its sliding-window attention of {window} tokens is not supported for {longest} tokens; "
-            "keep --max_prompt_tokens + --max_completion_tokens within the window, or use another model."
-        )
+    most = getattr(config, "model_max_length", None) or getattr(config, "max_position_embeddings", None) or math.inf
+    given = getattr(config, "rope_parameters", None) or {}
+    by_kind = [each for each in given.values() if isinstance(each, dict)]  # those of each kind of layer, as in Gemma 3
+    for rope in by_kind or [given]:
+        kind, original = rope.get("rope_type"), rope.get("original_max_position_embeddings", 0)
+        context = original if kind == "yarn" else most
+        # Gemma 3 gives the length after linear scaling.
+        if kind == "yarn" or (kind == "linear" and not by_kind):
+            context *= rope.get("factor") or 1
+        if longest > context:
+            raise ValueError(
+                f"--max_prompt_tokens {limits[0]} + a completion of {limits[1]} tokens = {longest} is beyond "
+                f"the context of --model {path}, {context:g} tokens; lower them by {longest - context:g}."
+            )
+        if (kind == "longrope" and longest > original) or (kind == "dynamic" and "alpha" not in rope):
+            advice = f"keep prompt and completion within {original} tokens, or use" if kind == "longrope" else "use"
+            raise ValueError(
+                f"--model {path}: its rotary angles ({kind}) change with the longest sequence of a batch, "
+                f"which trainer and engine would not do alike; {advice} another model."
+            )
 
 
 def check_parallel(config: PretrainedConfig, size: int) -> None:

@@ -31,6 +31,7 @@ from transformers.utils import cached_file
 
 from fsdp_utils import fill_from_main, gather_from_ranks, is_main_process
 from model.sizes import check_path, has_hub
+from model.vision import tower_of
 from runtime.progress import progress
 
 NAMES = ("model.safetensors", "model.safetensors.index.json")
@@ -81,14 +82,20 @@ def model_of_shapes(path: str, config: PretrainedConfig) -> PreTrainedModel:
     """The model as names and shapes alone. Raises ValueError if the policy does not know what its parts are."""
     with torch.device("meta"):
         model = model_from_config(config)
-    has_interface = model._supports_attention_backend and hasattr(model.get_decoder(), "layers")
-    has_bias = getattr(model.get_output_embeddings(), "bias", None) is not None
-    if has_bias or not has_interface:
-        part = "a head with a bias" if has_interface else "layers or attention outside the interface of transformers"
-        raise ValueError(
-            f"--model {path} ({config.model_type}) has {part}; "
-            "use a family that docs/data.md lists, Phi-3, Qwen3 or Llama for example."
-        )
+    parts = {
+        "layers or attention outside the interface of transformers": not (
+            model._supports_attention_backend and hasattr(model.get_decoder(), "layers")
+        ),
+        "a head with a bias": getattr(model.get_output_embeddings(), "bias", None) is not None,
+        "attention sinks": any("sink" in name for name, _ in model.named_parameters()),
+        "a vision tower of its own kind": getattr(config, "vision_config", None) and tower_of(model) is None,
+    }
+    for part, is_there in parts.items():
+        if is_there:
+            raise ValueError(
+                f"--model {path} ({config.model_type}) has {part}; "
+                "use a family that docs/data.md lists, Phi-3, OLMo 3, Gemma 3 1B or Qwen3 for example."
+            )
     return model
 
 

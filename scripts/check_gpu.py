@@ -175,32 +175,43 @@ def find_gpus() -> list[Line]:
 
 
 def check_kernels() -> list[Line]:
-    """Packed attention against the definition in fp32, forwards and backwards, with grouped queries."""
+    """Packed attention against the definition in fp32, forwards and backwards, with grouped queries and windows."""
     is_cuda = torch.cuda.is_available()
     device = torch.device("cuda" if is_cuda else "cpu")
     check_device(device, share_prompts=True)  # chooses the kernel, as a run does
+    kernel = f"FlashAttention {current_flash_attention_impl() or 2}" if is_cuda else "of the CPU"
+    lines = [Line("attention kernel", kernel)]
+    advice = "The kernel is wrong on this machine: do not train on it."
+    for name, window in (("attention", None), ("attention, window of 64", 64)):
+        difference, cosine = compare_kernel(device, window)
+        lines.append(Line(f"{name}, forwards", f"off by {difference:.4f}", "at most 0.05", difference < 0.05, advice))
+        lines.append(Line(f"{name}, gradients", f"cosine {cosine:.6f}", "above 0.999", cosine > 0.999, advice))
+    return lines
+
+
+def compare_kernel(device: torch.device, window: int | None) -> tuple[float, float]:
+    """(largest difference of an output, smallest cosine of a gradient) between the kernel and the definition."""
     torch.manual_seed(0)
     lengths, heads, kv_heads, dim = (700, 1, 64, 333), 12, 2, 128
     shapes = [(1, n, sum(lengths), dim) for n in (heads, kv_heads, kv_heads)]
     inputs = [torch.randn(shape, device=device).bfloat16().requires_grad_() for shape in shapes]
     packing = make_packing(tuple(Segment(i, 0, length) for i, length in enumerate(lengths)), device)
-    out, _ = packed_attention(torch.nn.Module(), *inputs, None, packing=packing, scaling=dim**-0.5)
+    options = {"packing": packing, "scaling": dim**-0.5, "sliding_window": window}
+    out, _ = packed_attention(torch.nn.Module(), *inputs, None, **options)
     exact = [each.detach().float().requires_grad_() for each in inputs]
-    sequences = zip(*(each.split(lengths, dim=2) for each in exact), strict=True)
-    rows = [F.scaled_dot_product_attention(*each, is_causal=True, enable_gqa=True) for each in sequences]
+    rows = []
+    for each in zip(*(each.split(lengths, dim=2) for each in exact), strict=True):
+        before = torch.arange(each[0].shape[2], device=device)
+        distances = before[:, None] - before  # from a query back to a key
+        mask = (distances >= 0) & (distances < (window or max(lengths)))
+        rows.append(F.scaled_dot_product_attention(*each, mask, enable_gqa=True))
     expected = torch.cat(rows, dim=2).transpose(1, 2)
     gradient = torch.randn_like(expected)
     (out.float() * gradient).sum().backward()
     (expected * gradient).sum().backward()
     pairs = [(each.grad.float().flatten(), other.grad.flatten()) for each, other in zip(inputs, exact, strict=True)]
     cosine = min(F.cosine_similarity(*pair, dim=0).item() for pair in pairs)
-    difference = (out.float() - expected).abs().max().item()
-    advice = "The kernel is wrong on this machine: do not train on it."
-    return [
-        Line("attention kernel", f"FlashAttention {current_flash_attention_impl() or 2}" if is_cuda else "of the CPU"),
-        Line("attention, forwards", f"off by {difference:.4f}", "at most 0.05", difference < 0.05, advice),
-        Line("attention, gradients", f"cosine {cosine:.6f}", "above 0.999", cosine > 0.999, advice),
-    ]
+    return (out.float() - expected).abs().max().item(), cosine
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------

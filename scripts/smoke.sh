@@ -3,6 +3,7 @@
 # architecture, data of the same schema and short completions. Two steps on two CPU processes (or GPUs, NGPU=2), of a
 # set-up for one GPU on one, with evaluation, checkpoint, and a stop and resume between them. FLAGS go to the script.
 #     bash scripts/smoke.sh scripts/qwq32b_8xh100.sh [FLAGS]
+# FAMILY=gemma3_text takes another architecture, for scripts that are run with MODEL=google/gemma-3-1b-it.
 set -euo pipefail
 [ -f "${1:-}" ] || { echo "error: no script '${1:-}' in $PWD: bash scripts/smoke.sh scripts/qwq32b_8xh100.sh" >&2 && exit 2; }
 script=$1
@@ -11,7 +12,7 @@ name=$(basename "$script" .sh)
 folder=${SMOKE_DIR:-runs/smoke}/$name
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-python "${REPO}scripts/smoke_inputs.py" --setup "$name" --out_dir "$folder"
+python "${REPO}scripts/smoke_inputs.py" --setup "$name" --out_dir "$folder" ${FAMILY:+--family "$FAMILY"}
 OUT_DIR=$(mktemp -d "$folder/run_XXXXXX")
 longest=100 tp=1 ranks=2
 if [ "$name" = qwen25vl72b_lora_8xa100 ]; then

@@ -137,8 +137,11 @@ def make_tokenizer(setup: Setup) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=setup.chat_template + "{% endif %}", **names)
 
 
-def make_config(setup: Setup, tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
-    """The original's architecture with two small layers, and heads that two tensor-parallel ranks can share."""
+def make_config(setup: Setup, tokenizer: PreTrainedTokenizerFast, family: str | None = None) -> PretrainedConfig:
+    """The original's architecture with two small layers, and heads that two tensor-parallel ranks can share.
+
+    `family`: another model_type, with windows that are shorter than the prompts where it has any.
+    """
     sizes = {
         "vocab_size": (len(tokenizer) + 63) // 64 * 64,  # as the originals: more rows than tokens
         "hidden_size": 128,  # so that a head has 32, the least that the engine knows
@@ -148,6 +151,9 @@ def make_config(setup: Setup, tokenizer: PreTrainedTokenizerFast) -> PretrainedC
         "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }  # fmt: skip
+    if family:
+        kinds = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+        return transformers.AutoConfig.for_model(family, **sizes, **kinds, head_dim=32)
     if setup.chat_template == QWEN_VL:
         names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
         ids = dict(zip(names, tokenizer.convert_tokens_to_ids(VISION_TOKENS), strict=True))
@@ -165,12 +171,12 @@ def make_config(setup: Setup, tokenizer: PreTrainedTokenizerFast) -> PretrainedC
     return transformers.Qwen2Config(**sizes)
 
 
-def make_model(setup: Setup, folder: Path, **sizes: int) -> None:
+def make_model(setup: Setup, folder: Path, family: str | None = None, **sizes: int) -> None:
     """Random weights in bf16, and the tokenizer; of a model that sees, the processor, too. `sizes` differ from those
     of `make_config`.
     """
     tokenizer = make_tokenizer(setup)
-    config, kind, processor = make_config(setup, tokenizer), transformers.AutoModelForCausalLM, tokenizer
+    config, kind, processor = make_config(setup, tokenizer, family), transformers.AutoModelForCausalLM, tokenizer
     config.update(sizes)
     if config.model_type == "qwen2_5_vl":
         kind, parts = transformers.AutoModelForImageTextToText, {"chat_template": tokenizer.chat_template}
@@ -183,11 +189,12 @@ def make_model(setup: Setup, folder: Path, **sizes: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--setup", choices=sorted(SETUPS), required=True, help="the launch script's name without .sh")
+    parser.add_argument("--family", help="another architecture by its model_type, gemma3_text or olmo3 for example")
     parser.add_argument("--out_dir", type=Path, required=True, help="folder to make model/ and data/ in")
     args = parser.parse_args()
     setup = SETUPS[args.setup]
     torch.manual_seed(0)
-    make_model(setup, args.out_dir / "model")
+    make_model(setup, args.out_dir / "model", args.family)
     if setup.has_teacher:
         make_model(setup, args.out_dir / "teacher", hidden_size=192, num_attention_heads=6)
     (args.out_dir / "data").mkdir(exist_ok=True)

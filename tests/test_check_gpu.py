@@ -41,6 +41,7 @@ def test_on_a_cpu_it_runs_what_a_cpu_can_and_says_so(tmp_path, monkeypatch, caps
     assert re.search(r"For a report, .*, 1 ranks:\nok    torch: .*\n(.*\n)*ok    sample, speed: ", shown)
     figures = dict(re.findall(r"ok    (.*?): (?:off by |cosine |norm )?(\d[\d.,e-]*)", report))
     assert 0 < float(figures["attention, forwards"]) < 0.05
+    assert 0 < float(figures["attention, window of 64, forwards"]) < 0.05
     assert 0.999 < float(figures["attention, gradients"]) <= 1
     assert 0 < float(figures["one engine: gap after sleep, wake and sync"]) < 1e-4
     assert float(figures["sample, speed"].replace(",", "")) > 0

@@ -21,6 +21,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -34,6 +35,7 @@ from helpers.programs import GPUS
 from helpers.runs import PROGRAMS, ROOT, torchrun
 from inputs.command_line import parse_flags
 from instruments.dry_run import config_of
+from model.sizes import NOT_ALIKE
 from smoke_inputs import SETUPS, make_model
 from test_setups import launched
 
@@ -295,6 +297,121 @@ def test_what_we_call_takes_what_we_give():
             except (TypeError, AttributeError, ImportError) as error:  # the last two: it is gone
                 pytest.fail(f"{where} does not fit {place}: {error}")
     assert not missing, "no line calls it: take it out of the list"
+
+
+FOREIGN = {"vllm", "torch", "transformers", "pebble", "peft", "safetensors"}
+# What only objects have: class -> names that we read, and methods that we call or take the place of, with their first
+# parameters.
+OBJECTS = {
+    "pebble:ProcessPool": "_pool_manager _context schedule(function,args,kwargs,timeout) stop() join(timeout)",
+    "pebble.pool.process:PoolManager": "worker_manager task_manager __init__(context,mp_context) update_workers() "
+    "process_next_message(timeout)",
+    "pebble.pool.process:WorkerManager": "pool_channel workers_number inspect_workers() create_workers()",
+    "pebble.pool.process:TaskManager": "tasks task_done(task_id,result)",
+    "pebble.pool.base_pool:Task": "id worker_id",
+    "pebble.pool.channel:Channel": "poll",
+    "vllm:LLM": "llm_engine request_counter enqueue(prompts,sampling_params) apply_model(func) reset_prefix_cache() "
+    "collective_rpc(method)",
+    "vllm.v1.engine.llm_engine:LLMEngine": "engine_core output_processor step() has_unfinished_requests() "
+    "abort_request(request_ids,internal)",
+    "vllm.v1.engine.core_client:InprocClient": "engine_core shutdown()",
+    "vllm.v1.engine.core:EngineCore": "scheduler batch_queue",
+    "vllm.v1.core.sched.scheduler:Scheduler": "kv_cache_manager",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": "block_pool",
+    "vllm.v1.core.block_pool:BlockPool": "cached_block_hash_to_block",
+    "vllm.v1.engine.output_processor:OutputProcessor": "request_states",
+    "vllm.v1.engine.output_processor:RequestState": "external_req_id logprobs_processor detokenizer",
+    "vllm.v1.engine.detokenizer:IncrementalDetokenizer": "output_token_ids() num_output_tokens()",
+    "vllm.logprobs:FlatLogprobs": "logprobs",
+    "vllm.distributed.weight_transfer.nccl_engine:NCCLWeightTransferEngine": "model_update_group parallel_config "
+    "device model receive_weights(update_info) init_transfer_engine(init_info) finish_weight_update() shutdown() "
+    "parse_update_info(update_dict)",
+    "vllm.distributed.weight_transfer.nccl_engine:NCCLWeightTransferUpdateInfo": "names dtype_names shapes",
+    "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod": "process_weights_after_loading"
+    "(layer)",
+    "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed": "make_group_name",
+    "transformers:PreTrainedModel": "_supports_attention_backend _keys_to_ignore_on_load_unexpected get_decoder() "
+    "base_model_prefix",
+    "peft.tuners.lora:LoraLayer": "lora_A lora_B scaling lora_dropout reset_lora_parameters(adapter_name)",
+}
+
+
+def foreign_uses() -> Iterator[tuple[str, str, ast.Call | None]]:
+    """(file:line, place, call) of what the program imports of `FOREIGN`, and of each call under such a name."""
+    for path in [path for room in ROOMS for path in (ROOT / room).glob("*.py")]:
+        places, tree = {}, ast.parse(path.read_text())  # the name here -> "module:" or "module:name."
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                places |= {each.asname or each.name: f"{node.module}:{each.name}." for each in node.names}
+            elif isinstance(node, ast.Import):
+                places |= {each.asname or each.name: f"{each.name}:" for each in node.names}
+        places = {own: place for own, place in places.items() if re.split("[.:]", place)[0] in FOREIGN}
+        yield from ((path.name, place[:-1], None) for place in places.values())
+        for node in ast.walk(tree):
+            own, _, rest = ast.unparse(node.func).partition(".") if isinstance(node, ast.Call) else ("", "", "")
+            if own in places and "(" not in rest:
+                yield f"{path.name}:{node.lineno}", (places[own] + rest).strip("."), node
+
+
+def resolved_name(place: str) -> object:
+    try:
+        return pkgutil.resolve_name(place)
+    except AttributeError:  # a module that its package does not import
+        return pkgutil.resolve_name(place.replace(":", "."))
+
+
+@pytest.mark.usefixtures("rollout")
+def test_what_we_import_is_there_and_takes_what_we_give():
+    """An upgrade that moves a name, or a parameter that we give, is told here by file and line."""
+    faults, num_bound = [], 0
+    for where, place, call in foreign_uses():
+        try:
+            found = resolved_name(place)
+            if call is None or any(isinstance(each, ast.Starred) for each in call.args):
+                continue
+            signature = inspect.signature(found)
+            keywords = [keyword.arg for keyword in call.keywords]
+            bind = signature.bind_partial if None in keywords else signature.bind
+            bind(*call.args, **dict.fromkeys(filter(None, keywords)))
+            num_bound += 1
+        except ValueError:  # written in C, without a signature
+            continue
+        except (TypeError, AttributeError, ImportError) as error:
+            faults.append(f"{where}: {place}: {error}")
+    assert not faults, "\n".join(faults)
+    assert num_bound > 100
+
+
+@pytest.mark.parametrize("place", OBJECTS)
+@pytest.mark.usefixtures("rollout")
+def test_objects_have_what_we_read_and_call(place):
+    """Attributes are looked for in the source: an object would have to be made."""
+    kind = pkgutil.resolve_name(place)
+    source = "".join(inspect.getsource(each) for each in kind.__mro__ if each.__module__.partition(".")[0] in FOREIGN)
+    for name, has_call, parameters in re.findall(r"(\w+)(\()?([\w,]*)\)?", OBJECTS[place]):
+        if not has_call:
+            assert hasattr(kind, name) or re.search(rf"\bself\.{name}\b|^    {name}:", source, re.MULTILINE), name
+            continue
+        method = inspect.getattr_static(kind, name)
+        if isinstance(method, property):
+            continue
+        found = [*inspect.signature(getattr(method, "__func__", method)).parameters]
+        wanted = [each for each in parameters.split(",") if each]
+        own = found[1:] if found[0] == "self" else found
+        assert own[: len(wanted)] == wanted, f"{name} takes {own}"
+
+
+def test_families_hand_their_windows_to_the_attention():
+    """The packed pass knows no other way. Those that put them in the mask alone are refused, some as mixtures of
+    experts: whoever admits one must refuse its windows.
+    """
+    sources = (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")
+    silent = set()
+    for file in sources:
+        source = file.read_text()
+        if "create_sliding_window_causal_mask" in source and not re.search("sliding_window=(self|getattr)", source):
+            silent.add(file.parent.name)
+    assert silent - {"paligemma", "phimoe", "qwen2_moe"} <= NOT_ALIKE
 
 
 # Names ----------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import torch.distributed.checkpoint as dcp
 
 from checkpoint import ShardPlanner, ShardReader
 from helpers.distributed import SAVED, STATE, on_ranks
+from helpers.made_up import make_model_of_family
 
 CHAIN = [  # ranks, flags of memory
     (1, ""), (2, "--offload optimizer"), (4, "--shard_ranks 2"), (2, "--shard_ranks 1"), (4, ""), (1, "--offload all"),
@@ -17,6 +18,7 @@ CHAIN = [  # ranks, flags of memory
 @pytest.fixture(scope="module")
 def runs(policy, tmp_path_factory):
     folder = tmp_path_factory.mktemp("reshard")
+    make_model_of_family(folder / "gemma_3", "gemma3_text", sliding_window=8)
     for step, (num_ranks, flags) in enumerate(CHAIN, start=1):
         on_ranks(num_ranks, "distributed:reshard", policy, folder, step, flags)
     return folder

@@ -276,12 +276,15 @@ def families(world: World, folder: str, *names: str) -> dict[str, dict[str, obje
 
     registry._run_in_subprocess = lambda function: function()  # it looks at a class of models, for 6 s the first time
     sizes = {"prompts_per_step": 4, "prompts_per_update": 4, "dtype": "float32", "learning_rate": 1e-2}
-    trials = {name: Trial(world, Path(folder) / name, **sizes) for name in names}
-    return {name: step_of_family(trial) for name, trial in trials.items()}
+    trials = {name: [Trial(world, Path(folder) / name, **sizes, lora_rank=rank) for rank in (0, 3)] for name in names}
+    return {name: step_of_family(*pair) for name, pair in trials.items()}
 
 
-def step_of_family(trial: Trial) -> dict[str, object]:
-    """A rollout, the trainer's log-probs of it before and after an update, and the gaps to the engine's."""
+def step_of_family(trial: Trial, adapted: Trial) -> dict[str, object]:
+    """A rollout, the trainer's log-probs of it before and after an update, and the gaps to the engine's.
+
+    `adapted`: the same model with an adapter, which makes a step on this rollout.
+    """
     policy, sampling = trial.policy, Sampling(4, TEMPERATURE, 12)
 
     def gap(rollout: Rollout) -> float:
@@ -301,8 +304,11 @@ def step_of_family(trial: Trial) -> dict[str, object]:
     found |= {"gap of a stale engine": gap(rollout), "logprobs after": trainer_logprobs(policy, rollout)}
     engine.sync(policy.full_weights())
     found["gap after"] = gap(engine.sample(rows, sampling, (1, 2)))
-    weights, exported = checkpoint.gather_weights(policy, trial.world), f"{trial.path} exported"
-    checkpoint.export(policy, weights, checkpoint.files_of([engine.tokenizer]), Path(exported))
+    adapted.train(rollout, rate=1e-2)
+    found["logprobs with LoRA"] = trainer_logprobs(adapted.policy, rollout)
+    for trained, name in ((policy, "exported"), (adapted.policy, "with LoRA exported")):
+        weights = checkpoint.gather_weights(trained, trial.world)
+        checkpoint.export(trained, weights, checkpoint.files_of([engine.tokenizer]), Path(f"{trial.path} {name}"))
     return found
 
 

@@ -40,7 +40,7 @@ SIMPLERL = COMMON | {
 }  # fmt: skip
 
 
-REFUSED = ("Qwen/Qwen3-30B-A3B", "google/gemma-3-1b-it", "google/gemma-3-4b-it", "allenai/Olmo-3-1025-7B")
+REFUSED = ("Qwen/Qwen3-30B-A3B", "google/gemma-3-4b-it")
 
 
 def setup(values: dict, **changes: object) -> Setup:
@@ -107,9 +107,18 @@ def test_the_shapes_have_as_many_parameters_as_the_real_models():
         "Qwen/Qwen3-8B": 8_190_735_360,
         "Qwen/Qwen3-14B": 14_768_307_200,
         "Qwen/Qwen3-32B": 32_762_123_264,
+        "google/gemma-3-270m": 268_098_176,
+        "google/gemma-3-1b-it": 999_885_952,
+        "allenai/Olmo-3-1025-7B": 7_298_011_136,
     }
     assert shapes["Qwen/Qwen3-4B"].projections["q_proj"] == (2560, 4096), "32 heads of 128 are wider than the model"
     assert shapes["Qwen/Qwen2.5-1.5B"].root_parameters == 151_936 * 1536 + 1536, "tied embedding, last norm"
+    norms = {name: (shapes[name].norms, shapes[name].norm_bytes) for name in sizes}
+    assert {name: each for name, each in norms.items() if each != (2, 6)} == {
+        "google/gemma-3-270m": (4, 8),
+        "google/gemma-3-1b-it": (4, 8),
+        "allenai/Olmo-3-1025-7B": (2, 8),
+    }
     vision = shapes["Qwen/Qwen2.5-VL-72B-Instruct"]
     assert vision.root_parameters - vision.root_trained == 704_573_696
     assert setup(QWQ, lora_rank=8).trainable == 67_108_864
@@ -118,9 +127,7 @@ def test_the_shapes_have_as_many_parameters_as_the_real_models():
 
 @pytest.mark.parametrize(("name", "parameters", "reason"), [
     ("Qwen/Qwen3-30B-A3B", 30_532_122_624, r"--model Qwen/Qwen3-30B-A3B \(qwen3_moe\) has 128 experts; needed is"),
-    ("google/gemma-3-1b-it", 999_885_952, "its sliding-window attention of 512 tokens is not supported"),
-    ("google/gemma-3-4b-it", 4_300_079_472, "its sliding-window attention of 1024 tokens is not supported"),
-    ("allenai/Olmo-3-1025-7B", 7_298_011_136, "the dry run knows the architectures llama, .*, not 'olmo3'"),
+    ("google/gemma-3-4b-it", 4_300_079_472, r"\(gemma3\) has a vision tower of its own kind; use .* Gemma 3 1B"),
 ])  # fmt: skip
 def test_a_known_model_that_cannot_be_planned_is_refused_by_kind(name, parameters, reason):
     """A model that is known but cannot be planned is refused, with its kind as the reason."""

@@ -12,18 +12,28 @@ from batch import pack
 from helpers.made_up import RAGGED, load_policy, make_rollout, unpacked_logprobs
 from model import attention
 from model.attention import check_device
+from model.packed import Segment
 
+WINDOW = 16
+KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+FAMILY_SIZES = {  # what differs from the sizes of `random_model`
+    "gemma3_text": KINDS | {"query_pre_attn_scalar": 32},
+    "olmo3": KINDS | {"head_dim": None},
+    "ministral": KINDS,
+    "mistral": {"sliding_window": WINDOW},
+}
 SEVERAL_RECTANGLES = [70, 5, 100, 30, 66]  # on CPU: of lengths so different that they do not all share one
 
 
 def random_model(folder: Path, architecture: str) -> Path:
-    """A folder with a random model: grouped queries, and what is particular to its architecture (norms, biases)."""
+    """A folder with a random model: grouped queries, and what is particular to its architecture (norms, windows)."""
     torch.manual_seed(0)
     name, _, tied = architecture.partition(", ")
     sizes = {
         "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
         "num_attention_heads": 4, "head_dim": 32, "num_key_value_heads": 2, "tie_word_embeddings": bool(tied),
     }  # fmt: skip
+    sizes = {key: value for key, value in (sizes | FAMILY_SIZES.get(name, {})).items() if value is not None}
     config = AutoConfig.for_model(name, **sizes, initializer_range=0.12)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
@@ -33,15 +43,27 @@ def random_model(folder: Path, architecture: str) -> Path:
     return folder
 
 
+MODELS = [
+    ("policy", 1.0), ("policy", 0.7), ("untied_policy", 1.0), ("llama", 0.7), ("qwen3", 0.7), ("qwen3, tied", 1.0),
+    ("seed_oss", 1.0),  # whose residual_dropout of 0.1 must never be on
+]  # fmt: skip
+FORMS = [
+    (False, RAGGED, 4, 1), (True, RAGGED, 4, 1), (False, SEVERAL_RECTANGLES, 4, 1), (False, RAGGED, 4, 4),
+    (True, RAGGED, 50, 3), (False, SEVERAL_RECTANGLES, 40, 2), (False, RAGGED, 1, 8),
+]  # fmt: skip
+WINDOWED = [("gemma3_text, tied", 0.7), ("olmo3", 1.0), ("ministral", 1.0), ("mistral", 1.0)]
+# Inputs of one token less than the window, as many, one more (nobody reads what a last token predicts), and of several
+# windows; prompts that are longer than it.
+WINDOWED_FORMS = [
+    (False, [12, 13, 14], 4, 1), (False, [12, 13, 14, 60], 4, 1),
+    (True, [2, 3, 4, 50, 90, 33], 14, 3), (False, [5, 20, 40, 2], 30, 2),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "model, temperature",
-    [("policy", 1.0), ("policy", 0.7), ("untied_policy", 1.0), ("llama", 0.7), ("qwen3", 0.7), ("qwen3, tied", 1.0)]
-    + [("mistral", 1.0), ("seed_oss", 1.0)],  # whose residual_dropout of 0.1 must never be on
-)
-@pytest.mark.parametrize(
-    "gradient_checkpointing, lengths, prompt_length, group_size",
-    [(False, RAGGED, 4, 1), (True, RAGGED, 4, 1), (False, SEVERAL_RECTANGLES, 4, 1)]
-    + [(False, RAGGED, 4, 4), (True, RAGGED, 50, 3), (False, SEVERAL_RECTANGLES, 40, 2), (False, RAGGED, 1, 8)],
+    "model, temperature, gradient_checkpointing, lengths, prompt_length, group_size",
+    [(*model, *form) for model in MODELS for form in FORMS]
+    + [(*model, *form) for model in WINDOWED for form in WINDOWED_FORMS],
 )
 def test_packed_logprobs_and_gradients_equal_those_unpacked(
     model, temperature, gradient_checkpointing, lengths, prompt_length, group_size, request, tmp_path
@@ -51,7 +73,7 @@ def test_packed_logprobs_and_gradients_equal_those_unpacked(
     """
     path = str(request.getfixturevalue(model) if "policy" in model else random_model(tmp_path, model))
     packed = load_policy(path, torch.float64, gradient_checkpointing)
-    alone = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    alone = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
     rollout = make_rollout(lengths, prompt_length, group_size=group_size)
     batch = pack(rollout, list(range(len(lengths))), group_size)
     num_shared = (prompt_length - 1) * (len(lengths) - -(-len(lengths) // group_size))
@@ -77,23 +99,28 @@ def test_rectangles_hold_sequences_of_similar_length():
     assert attention.padded_packing(equal.segments_S).rectangles == [(50, 12)]
 
 
-def test_cuda_packing_gives_the_kernel_what_the_cpu_computes(policy, monkeypatch):
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma3_text"])
+def test_cuda_packing_gives_the_kernel_what_the_cpu_computes(name, tmp_path, monkeypatch):
     """Packing for CUDA gives the kernel what the rectangles give the CPU. The kernel by its documentation:
-    cumulative lengths, causal, the last query sees the last key.
+    cumulative lengths, causal, the last query sees the last key, and the window is the number of keys before a query.
     """
+    windows = set()
 
     def varlen_attn(query, key, value, cu_seqlens, cu_seqlens_k, max_q, max_k, scale, window_size, enable_gqa):
-        assert window_size == (-1, 0) and max_q >= cu_seqlens.diff().max() and max_k >= cu_seqlens_k.diff().max()
+        before, after = window_size
+        windows.add(before)
+        assert after == 0 and max_q >= cu_seqlens.diff().max() and max_k >= cu_seqlens_k.diff().max()
         assert cu_seqlens[-1] == len(query) and cu_seqlens_k[-1] == len(key) == len(value)
         out, pairs = [], ((query, cu_seqlens), (key, cu_seqlens_k), (value, cu_seqlens_k))
         for q, k, v in zip(*(x.split(cu.diff().tolist()) for x, cu in pairs), strict=True):
-            mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+            distances = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
+            mask = (distances >= 0) & (distances <= (len(k) if before == -1 else before))
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
             attended = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
             out.append(attended[0].transpose(0, 1))
         return torch.cat(out)
 
-    model, rollout = load_policy(policy), make_rollout(SEVERAL_RECTANGLES, 40, group_size=2)
+    model, rollout = load_policy(random_model(tmp_path, name)), make_rollout(SEVERAL_RECTANGLES, 40, group_size=2)
     for group_size in (1, 2):
         batch, found = pack(rollout, [3, 0, 4, 2, 1], group_size), []
         for kernel in (False, True):
@@ -105,6 +132,18 @@ def test_cuda_packing_gives_the_kernel_what_the_cpu_computes(policy, monkeypatch
             found.append([logprobs.detach(), *torch.autograd.grad(logprobs.square().sum(), [*model.parameters()])])
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5 * a.abs().max().item(), rtol=1e-4)
+    expected = {"qwen2": {-1}, "mistral": {WINDOW - 1}, "gemma3_text": {WINDOW - 1, -1}}
+    assert windows == expected[name]
+
+
+@pytest.mark.parametrize("option", [{"softcap": 50.0}, {"s_aux": torch.zeros(4)}, {"is_causal": False}])
+def test_attention_that_is_asked_for_something_else_ends_the_run(option):
+    """For a family whose config and layers do not show it before."""
+    packing = attention.padded_packing((Segment(0, 0, 3),))
+    inputs = [torch.randn(1, 4, 3, 32) for _ in range(3)]
+    with pytest.raises(ValueError, match="packed attention does not implement it"):
+        attention.packed_attention(torch.nn.Module(), *inputs, None, packing=packing, **option)
+    attention.packed_attention(torch.nn.Module(), *inputs, None, packing=packing, **dict.fromkeys(option))
 
 
 # The kernel on CUDA ---------------------------------------------------------------------------------------------------

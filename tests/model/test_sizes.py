@@ -59,12 +59,15 @@ def test_the_folder_of_a_run_is_refused_and_its_model_named(given, saved, words,
 
 NOT_COMPUTED = {  # words of the sentence -> config
     "2047 tokens; lower them by 1": Qwen2Config(max_position_embeddings=2047),
-    "sliding-window attention of 2047 tokens": MistralConfig(sliding_window=2047),
-    "has attn_logit_softcapping = 50.0": Gemma2Config(sliding_window=8192),
+    "has attn_logit_softcapping = 50.0; needed is .*: use Gemma 3, Qwen3": Gemma2Config(),
+    "has attention to tokens that follow": AutoConfig.for_model("gemma3_text", use_bidirectional_attention=True),
+    "has windows in some layers alone": Qwen2Config(use_sliding_window=True, max_window_layers=16),
+    "has windows in some layers alone, ": MistralConfig(layer_types=["sliding_attention", "full_attention"] * 16),
+    "has 128 experts; needed is .*: use OLMo 3, Qwen3": AutoConfig.for_model("gpt_oss"),
     "has dropout = 0.1": OPTConfig(),
     "has latent attention": PretrainedConfig(kv_lora_rank=64, num_attention_heads=4),
     "has logits_scaling = 8.0": AutoConfig.for_model("hyperclovax", logits_scaling=8.0),  # it multiplies by it
-    "has layers of different sizes": AutoConfig.for_model("gemma4_text"),
+    "has layers of different sizes; needed is .*: use Gemma 3, Qwen3": AutoConfig.for_model("gemma4_text"),
     "has quantized weights; needed ": Qwen2_5_VLConfig(quantization_config={"quant_method": "fp8"}),
 }
 
@@ -78,9 +81,12 @@ def test_a_model_beyond_the_packed_pass_is_refused(words):
 
 def test_models_at_the_limits_pass():
     check(Qwen2Config(max_position_embeddings=2048))
-    check(MistralConfig(sliding_window=2048))
+    check(MistralConfig(sliding_window=16))
     check(Qwen2Config(sliding_window=16, use_sliding_window=False))
-    for name in ("llama", "qwen3", "qwen2_5_vl", "olmo2", "glm4", "smollm3", "phi3", "gemma3_text", "starcoder2"):
+    check(Qwen2Config(sliding_window=16, use_sliding_window=True, max_window_layers=0))
+    for name in ("llama", "qwen3", "qwen2_5_vl", "olmo2", "glm4", "smollm3", "phi3", "starcoder2"):
+        check(AutoConfig.for_model(name))
+    for name in ("gemma3_text", "olmo3", "ministral", "exaone4", "cwm"):
         check(AutoConfig.for_model(name))
     check(AutoConfig.for_model("granite", logits_scaling=8.0))
 
@@ -122,6 +128,11 @@ def rope(kind: str, **overrides: object) -> dict[str, object]:
     return {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0} | overrides
 
 
+def of_kinds(name: str, length: int, angles: dict[str, object]) -> PretrainedConfig:
+    """Layers without a window have these angles."""
+    return AutoConfig.for_model(name, max_position_embeddings=length, rope_parameters={"full_attention": angles})
+
+
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 CONTEXTS = [  # config, longest sequence, of 2,048 tokens or less by one
     (
@@ -141,6 +152,10 @@ CONTEXTS = [  # config, longest sequence, of 2,048 tokens or less by one
     (Qwen2Config(max_position_embeddings=512, rope_parameters=rope("linear")), 2048),
     (LlamaConfig(max_position_embeddings=512, rope_parameters=rope("llama3", **LLAMA3)), 512),
     (Qwen2Config(max_position_embeddings=512), 512),
+    # Of each kind of layer. In Gemma 3's files the length is the one after scaling.
+    (of_kinds("gemma3_text", 1024, rope("linear")), 1024),
+    (of_kinds("olmo3", 2048, rope("yarn", original_max_position_embeddings=256)), 1024),
+    (of_kinds("olmo3", 512, {"rope_type": "default"}), 512),
     (LlamaConfig(max_position_embeddings=512, model_max_length=2048), 2048),
     (PretrainedConfig(num_attention_heads=4, vocab_size=64, intermediate_size=64), math.inf),
 ]
@@ -185,8 +200,9 @@ def test_rotary_angles_that_change_with_the_batch_are_refused():
     with pytest.raises(ValueError, match="longrope.* keep prompt and completion within 2047 tokens"):
         check(Phi3Config(original_max_position_embeddings=2047, **context))
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    with pytest.raises(ValueError, match=r"rotary angles \(dynamic\)"):
-        check(Qwen2Config(max_position_embeddings=4096, rope_parameters=rope))
+    for config in (Qwen2Config(max_position_embeddings=4096, rope_parameters=rope), of_kinds("olmo3", 4096, rope)):
+        with pytest.raises(ValueError, match=r"rotary angles \(dynamic\)"):
+            check(config)
 
 
 def test_dry_run_training_and_evaluation_refuse_them_alike(tmp_path, monkeypatch, capsys):

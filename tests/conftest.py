@@ -82,6 +82,14 @@ def untied_qwen3_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct, pretrained."""
+    from smollm2 import make_smollm2
+
+    return make_smollm2()
+
+
+@pytest.fixture(scope="session")
 def reward(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A --reward of our own: 1 for about a third of random completions."""
     file = tmp_path_factory.mktemp("reward") / "thirds.py"

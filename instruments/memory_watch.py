@@ -50,6 +50,9 @@ PHASES = {
 }
 INNER_PHASES = {"pack": "update", "sleep": "sync"}  # phase without figures of its own -> the one that has its flags
 NEAR = 0.95  # the share of the limit that is warned of
+# CPU: what the engine takes of a rank beside its tensors, libraries and buffers, and what the allocator keeps of the
+# weights that vLLM repacks, as a share of them. Measured: docs/hardware.md.
+ENGINE_LIBRARIES, REPACKING = 0.35 * GIB, 0.5
 RANKS, ENGINE_SHARE = "start fewer ranks", "lower --gpu_memory_utilization"
 BATCH, PASSES = "lower --micro_batch_tokens", "lower --micro_batch_tokens, add --gradient_checkpointing"
 WAYS_OUT = {  # phase -> what to change: on a GPU; on a CPU, where there is nothing to offload
@@ -245,7 +248,9 @@ def memory_kind(error: BaseException, is_cuda: bool) -> str:
 # What the dry run says of this machine -------------------------------------------------------------------------------
 
 
-def watch_memory(args: argparse.Namespace, num_rows: int, world: World) -> MemoryWatch:
+def watch_memory(
+    args: argparse.Namespace, num_rows: int, world: World, most_sequences: int | None = None
+) -> MemoryWatch:
     """The watch of this run. Raises ValueError if a GPU, the host or the disk cannot hold it."""
     memory = MemoryWatch(world, {})
     here = argparse.Namespace(**vars(args) | {"plan_gpus": None, "plan_nodes": None, "plan_rows": num_rows})
@@ -259,7 +264,7 @@ def watch_memory(args: argparse.Namespace, num_rows: int, world: World) -> Memor
     if memory.is_cuda:
         check_fit(setup, torch.cuda.mem_get_info()[0])
     check_disk(setup, Path(args.out_dir))
-    memory.predicted = predicted_bytes(setup, world)
+    memory.predicted = predicted_bytes(setup, world, most_sequences)
     return memory
 
 
@@ -289,7 +294,7 @@ def check_disk(setup: Setup, out_dir: Path) -> None:
         )
 
 
-def predicted_bytes(setup: Setup, world: World) -> dict[str, float]:
+def predicted_bytes(setup: Setup, world: World, most_sequences: int | None = None) -> dict[str, float]:
     """Phase of the loop -> bytes of a rank, and "host" -> bytes of a node. On a CPU without what is kept in reserve."""
     phases, on_host = gpu_phases(setup), host_phases(setup)
     if world.device.type == "cuda":
@@ -297,8 +302,11 @@ def predicted_bytes(setup: Setup, world: World) -> dict[str, float]:
         host = max(map(total, on_host.values()))
     else:  # what libraries take is there already; nothing is pinned; the engine never sleeps
         tp, ranks = setup.run.tensor_parallel_size, setup.hardware.ranks_per_node
-        cache = cpu_cache_bytes(load_config(setup.model.name), setup.engine.max_model_len, setup.compute_bytes, tp)
-        engine = 0 if setup.has_servers else setup.weight_bytes / tp + cache
+        demand = setup.engine.max_model_len, setup.compute_bytes, tp, most_sequences
+        # Beside the embedding and the head, vLLM keeps a repacked copy of each.
+        weights = ((1 + REPACKING) * setup.weight_bytes + 2 * setup.table_bytes) / tp
+        engine = weights + cpu_cache_bytes(load_config(setup.model.name), *demand) + ENGINE_LIBRARIES
+        engine = 0 if setup.has_servers else engine
         there = total(without(on_host["run"], "processes", "rounding of pinned memory")) / ranks
         there += peak_resident() + engine
         sizes = {name: total(without(parts, *ENGINE)) + there for name, parts in phases.items()}

@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from signal import SIGKILL
@@ -185,7 +184,9 @@ def test_the_adapter_and_the_merged_policy_give_them_too(runs, base):
     assert (expected - before).abs().max() > 0.1, "an adapter that does nothing would go unnoticed"
     merged = AutoModelForCausalLM.from_pretrained(runs / "lora" / "final")
     torch.testing.assert_close(logprobs_in(merged, rollout), expected, **TOLERANCE)
-    adapted = PeftModel.from_pretrained(merged.__class__.from_pretrained(base.name_or_path), runs / "lora/final/adapter")
+    adapted = PeftModel.from_pretrained(
+        merged.__class__.from_pretrained(base.name_or_path), runs / "lora/final/adapter"
+    )
     torch.testing.assert_close(logprobs_in(adapted, rollout), expected, **TOLERANCE)
 
 

@@ -50,9 +50,9 @@ PHASES = {
 }
 INNER_PHASES = {"pack": "update", "sleep": "sync"}  # phase without figures of its own -> the one that has its flags
 NEAR = 0.95  # the share of the limit that is warned of
-# CPU: what the engine takes of a rank beside its tensors, libraries and buffers, and what the allocator keeps of the
-# weights that vLLM repacks, as a share of them. Measured: docs/hardware.md.
-ENGINE_LIBRARIES, REPACKING = 0.35 * GIB, 0.5
+# CPU, fitted to runs of 135 M parameters: the engine's libraries, and what the allocator keeps of the weights that vLLM
+# has repacked, as a share of them.
+ENGINE_LIBRARIES, KEPT_WEIGHTS = 0.35 * GIB, 0.5
 RANKS, ENGINE_SHARE = "start fewer ranks", "lower --gpu_memory_utilization"
 BATCH, PASSES = "lower --micro_batch_tokens", "lower --micro_batch_tokens, add --gradient_checkpointing"
 WAYS_OUT = {  # phase -> what to change: on a GPU; on a CPU, where there is nothing to offload
@@ -304,13 +304,13 @@ def predicted_bytes(setup: Setup, world: World, most_sequences: int | None = Non
         tp, ranks = setup.run.tensor_parallel_size, setup.hardware.ranks_per_node
         demand = setup.engine.max_model_len, setup.compute_bytes, tp, most_sequences
         # Beside the embedding and the head, vLLM keeps a repacked copy of each.
-        weights = ((1 + REPACKING) * setup.weight_bytes + 2 * setup.table_bytes) / tp
+        weights = ((1 + KEPT_WEIGHTS) * setup.weight_bytes + 2 * setup.table_bytes) / tp
         engine = weights + cpu_cache_bytes(load_config(setup.model.name), *demand) + ENGINE_LIBRARIES
         engine = 0 if setup.has_servers else engine
         there = total(without(on_host["run"], "processes", "rounding of pinned memory")) / ranks
         there += peak_resident() + engine
         sizes = {name: total(without(parts, *ENGINE)) + there for name, parts in phases.items()}
-        host = max(sizes.values()) * ranks
+        host = (max(sizes.values()) + resident_of_children()) * ranks
     predicted = {}
     for phase, known in PHASES.items():
         if values := [sizes[name] for name in known if name in sizes]:

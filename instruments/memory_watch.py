@@ -23,6 +23,7 @@ from inputs.command_line import exit_with_error
 from instruments.dry_run import setup_of
 from instruments.plan_memory import (
     ENGINE,
+    FRAGMENTATION,
     checkpoint_bytes,
     disk_bytes,
     gpu_phases,
@@ -52,7 +53,7 @@ INNER_PHASES = {"pack": "update", "sleep": "sync"}  # phase without figures of i
 NEAR = 0.95  # the share of the limit that is warned of
 # CPU, fitted to runs of 135 M parameters: the engine's libraries, and what the allocator keeps of the weights that vLLM
 # has repacked, as a share of them.
-ENGINE_LIBRARIES, KEPT_WEIGHTS = 0.35 * GIB, 0.5
+ENGINE_LIBRARIES, KEPT_WEIGHTS = GIB / 3, 0.5
 RANKS, ENGINE_SHARE = "start fewer ranks", "lower --gpu_memory_utilization"
 BATCH, PASSES = "lower --micro_batch_tokens", "lower --micro_batch_tokens, add --gradient_checkpointing"
 WAYS_OUT = {  # phase -> what to change: on a GPU; on a CPU, where there is nothing to offload
@@ -295,7 +296,7 @@ def check_disk(setup: Setup, out_dir: Path) -> None:
 
 
 def predicted_bytes(setup: Setup, world: World, most_sequences: int | None = None) -> dict[str, float]:
-    """Phase of the loop -> bytes of a rank, and "host" -> bytes of a node. On a CPU without what is kept in reserve."""
+    """Phase of the loop -> bytes of a rank, and "host" -> bytes of a node. On a CPU without the reserve."""
     phases, on_host = gpu_phases(setup), host_phases(setup)
     if world.device.type == "cuda":
         sizes = {name: needed(parts) for name, parts in phases.items()}
@@ -309,7 +310,7 @@ def predicted_bytes(setup: Setup, world: World, most_sequences: int | None = Non
         engine = 0 if setup.has_servers else engine
         there = total(without(on_host["run"], "processes", "rounding of pinned memory")) / ranks
         there += peak_resident() + engine
-        sizes = {name: total(without(parts, *ENGINE)) + there for name, parts in phases.items()}
+        sizes = {name: FRAGMENTATION * total(without(parts, *ENGINE)) + there for name, parts in phases.items()}
         host = (max(sizes.values()) + resident_of_children()) * ranks
     predicted = {}
     for phase, known in PHASES.items():

@@ -41,8 +41,8 @@ def make_smollm2() -> Path:
                 if verify(folder, folder / LIST, 0, 1):
                     _make(gguf, folder)
         except (OSError, SafetensorError) as error:
-            room = f"{cause(error)}; {free_space(cache)}, and it takes 0.6"
-            pytest.fail(f"{folder} cannot be made: {room}. XDG_CACHE_HOME names another place.", pytrace=False)
+            reason = f"{cause(error)}; it takes 0.6 GiB, and {free_space(cache)}"
+            pytest.fail(f"{folder} cannot be made: {reason}. XDG_CACHE_HOME names another place.", pytrace=False)
     return folder
 
 

@@ -202,7 +202,7 @@ def test_evaluate_finds_what_the_run_found(runs):
 
 
 def test_the_memory_of_the_run_is_what_was_predicted(runs):
-    """Within 10 %, before and in the first update. A sync begins with what the allocator has kept of it, as it comes."""
+    """Within 10 %, up to the first update. A sync begins with what the allocator has kept of it: now more, now less."""
     predicted, steps = lines(runs / "full" / "starts.jsonl")[0]["predicted_gib"], metrics_of(runs / "full")
     used = steps[0] | steps[1]
     print({phase: (size, used[f"memory/{phase}_gib"]) for phase, size in predicted.items()})

@@ -205,6 +205,5 @@ def test_the_memory_of_the_run_is_what_was_predicted(runs):
     """Within 10 %, up to the first update. A sync begins with what the allocator has kept of it: now more, now less."""
     predicted, steps = lines(runs / "full" / "starts.jsonl")[0]["predicted_gib"], metrics_of(runs / "full")
     used = steps[0] | steps[1]
-    print({phase: (size, used[f"memory/{phase}_gib"]) for phase, size in predicted.items()})
     for phase in ("load", "evaluate", "sample", "update", "host"):
         assert predicted[phase] == pytest.approx(used[f"memory/{phase}_gib"], rel=0.1), phase

@@ -10,9 +10,11 @@ import os
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from signal import SIGKILL
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -27,8 +29,8 @@ import soak
 from batch import Rollout, pack
 from data import PromptData
 from flags import PromptFormat
-from forked import ENVIRONMENT, ROOT, begin, launched, run_ranks
-from helpers import command_line, lines, make_row, metrics_of, unpacked_logprobs, wait_for, without_times, write_lines
+from forked import ENVIRONMENT, ROOT, Forked, begin, launched
+from helpers import command_line, lines, make_row, metrics_of, unpacked_logprobs, without_times, write_lines
 from helpers import flags as parsed
 from instruments.rollout_files import file_of
 from policies import policy_of
@@ -51,9 +53,17 @@ def place(tmp_path_factory):
     shutil.rmtree(folder)
 
 
+Started = Forked | subprocess.Popen[bytes]
+
+
+class Runs(NamedTuple):
+    folder: Path  # with full/ and lora/, and later full_eval/ of `final` and lora_eval/ of the base
+    evaluations: list[Started]  # they may still go on
+
+
 @pytest.fixture(scope="module")
-def runs(smollm2, place) -> Path:
-    """The folder of both runs, and of what evaluate.py wrote: lora_eval/ is of the base, full_eval/ of `final`."""
+def runs(smollm2, place) -> Iterator[Runs]:
+    """Both runs, when they are complete: they go side by side, and then evaluate.py beside the first tests."""
     system = {"role": "system", "content": "Be brief."}
     talks = {thing: [system, {"role": "user", "content": f"Name a {thing}."}] for thing in THINGS}
     rows = [{"problem": talk, "answer": thing} for thing, talk in talks.items()]
@@ -65,39 +75,49 @@ def runs(smollm2, place) -> Path:
         "max_completion_tokens": 16, "micro_batch_tokens": 4 * (21 + 16), "total_steps": 2, "save_every": 1,
         "keep_checkpoints": 1, "eval_temperature": 0, "eval_max_completion_tokens": 8, "quiet": True,
     }  # fmt: skip
+    started = []
 
-    def train(kind: str) -> None:
-        out_dir, log = place / kind, place / f"{kind}.log"
-        command = launched(1, "train_grpo.py", *command_line(common | KINDS[kind] | {"out_dir": out_dir}))
-        if kind == "full":  # as a user starts it: how much memory a fork of the tests has is another matter
-            with log.open("w") as said:
-                options = {"cwd": ROOT, "env": ENVIRONMENT, "stdout": said, "stderr": said}
-                run = subprocess.Popen([sys.executable, *command], **options)
+    def start(log: Path, program: str, flags: dict[str, object], is_forked: bool = True) -> Started:
+        command = launched(1, program, *command_line(flags))
+        if is_forked:
+            started.append(begin(command, log, log, has_own_workers=True))
         else:
-            run = begin(command, log, log, has_own_workers=True)
+            with log.open("a") as said:
+                options = {"cwd": ROOT, "env": ENVIRONMENT, "stdout": said, "stderr": said}
+                started.append(subprocess.Popen([sys.executable, *command], **options))
+        return started[-1]
 
-        def is_logged() -> bool:
+    def train(kind: str) -> Iterator[None]:
+        """Yields while it waits: one thread has to look after both."""
+        out_dir, log, metrics = place / kind, place / f"{kind}.log", place / kind / "metrics.jsonl"
+        flags = common | KINDS[kind] | {"out_dir": out_dir}
+        # One of them as a user starts it: a fork of the tests takes other memory.
+        run = start(log, "train_grpo.py", flags, is_forked=kind == "lora")
+        while not (metrics.exists() and 2 in metrics_of(out_dir)):
             assert run.poll() is None, log.read_text()[-3000:]
-            return (out_dir / "metrics.jsonl").exists() and 2 in metrics_of(out_dir)
-
-        wait_for(is_logged, 300)
+            yield
         os.kill(soak.ranks_of(run)[0], SIGKILL)
         assert run.wait(60) == 1 and not (out_dir / "step_2").exists(), log.read_text()[-3000:]
-        again = begin(command, log, log)
-        assert again.wait(300) == 0 and f"continues from {out_dir}/step_1" in log.read_text(), log.read_text()[-3000:]
+        again = start(log, "train_grpo.py", flags)
+        while again.poll() is None:
+            yield
+        said = log.read_text()
+        assert again.poll() == 0 and f"continues from {out_dir}/step_1" in said, said[-3000:]
+        model = smollm2 if kind == "lora" else out_dir / "final"
+        flags = {"model": model, "data": common["eval_data"], "like": out_dir, "out_dir": place / f"{kind}_eval"}
+        evaluations.append(start(place / f"{kind}_eval.log", "evaluate.py", flags))
 
-    def evaluate(kind: str, model: Path) -> None:
-        flags = {"model": model, "data": common["eval_data"], "like": place / kind, "out_dir": place / f"{kind}_eval"}
-        done = run_ranks(1, "evaluate.py", command_line(flags), 300)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-
-    def train_and_evaluate(kind: str) -> None:
-        train(kind)
-        evaluate(kind, smollm2 if kind == "lora" else place / "full" / "final")
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(train_and_evaluate, KINDS))
-    return place
+    evaluations, trainings, deadline = [], [train(kind) for kind in KINDS], time.monotonic() + 400
+    try:
+        while trainings:
+            trainings = [each for each in trainings if next(each, "over") != "over"]
+            assert time.monotonic() < deadline, [log.read_text()[-3000:] for log in place.glob("*.log")]
+            time.sleep(0.01)
+        yield Runs(place, evaluations)
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +172,9 @@ def test_the_chat_template_gives_the_tokens_of_transformers(smollm2, tmp_path):
 
 def test_sampler_trainer_and_transformers_agree(runs, base):
     for kind in KINDS:
-        steps = metrics_of(runs / kind)
+        steps = metrics_of(runs.folder / kind)
         assert all(0 < steps[step]["policy/rollout_gap_mean"] < 1e-4 for step in (1, 2)), kind
-        rollout, rows = sampled(runs / kind, 1, [0, 3, 4, 7] if kind == "full" else [0])
+        rollout, rows = sampled(runs.folder / kind, 1, [0, 3, 4, 7] if kind == "full" else [0])
         expected = logprobs_in(base, rollout)
         for name in ("rollout_logprobs", "old_logprobs"):
             found = torch.tensor([logprob for row in rows for logprob in row[name]])
@@ -164,46 +184,50 @@ def test_sampler_trainer_and_transformers_agree(runs, base):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_killed_repeats_its_step_bit_for_bit(runs, kind):
     """Also its evaluation after the update, where there is one."""
-    *before, killed, repeated = map(without_times, lines(runs / kind / "metrics.jsonl"))
+    *before, killed, repeated = map(without_times, lines(runs.folder / kind / "metrics.jsonl"))
     assert killed == repeated and killed["step"] == 2 and before[-1]["step"] == 1
     assert killed["reward/std"] > 0 and killed["optim/grad_norm"] > 0 and killed["policy/entropy"] > 1
     assert kind != "full" or "eval/heldout/avg@1" in killed
 
 
 def test_final_gives_the_log_probs_of_the_run(runs, base, smollm2):
-    rollout, _ = sampled(runs / "full", 2, [0, 4])
-    final = AutoModelForCausalLM.from_pretrained(runs / "full" / "final")
+    rollout, _ = sampled(runs.folder / "full", 2, [0, 4])
+    final = AutoModelForCausalLM.from_pretrained(runs.folder / "full" / "final")
     assert final.dtype == torch.float32
     found = logprobs_in(final, rollout)
-    torch.testing.assert_close(found, trained_logprobs(runs / "full", smollm2, rollout), **TOLERANCE)
+    torch.testing.assert_close(found, trained_logprobs(runs.folder / "full", smollm2, rollout), **TOLERANCE)
     assert (found - logprobs_in(base, rollout)).abs().max() > 0.1, "two steps have moved it"
 
 
 def test_the_adapter_and_the_merged_policy_give_them_too(runs, base, smollm2):
-    rollout, _ = sampled(runs / "lora", 2, [0, 4])
-    expected, before = trained_logprobs(runs / "lora", smollm2, rollout, lora_rank=8), logprobs_in(base, rollout)
+    rollout, _ = sampled(runs.folder / "lora", 2, [0, 4])
+    expected, before = trained_logprobs(runs.folder / "lora", smollm2, rollout, lora_rank=8), logprobs_in(base, rollout)
     assert (expected - before).abs().max() > 0.1, "an adapter that does nothing would go unnoticed"
-    merged = AutoModelForCausalLM.from_pretrained(runs / "lora" / "final")
+    merged = AutoModelForCausalLM.from_pretrained(runs.folder / "lora" / "final")
     torch.testing.assert_close(logprobs_in(merged, rollout), expected, **TOLERANCE)
-    adapted = PeftModel.from_pretrained(base, runs / "lora" / "final" / "adapter")
+    adapted = PeftModel.from_pretrained(base, runs.folder / "lora" / "final" / "adapter")
     torch.testing.assert_close(logprobs_in(adapted, rollout), expected, **TOLERANCE)
     adapted.unload()  # other tests have the same base
 
 
 def test_evaluate_finds_what_the_run_found(runs):
     """Greedily, of the base before the first step and of `final` after the last one."""
+    assert [evaluation.wait(300) for evaluation in runs.evaluations] == [0, 0]
     found = {}
     for step, folder in ((0, "lora_eval"), (2, "full_eval")):
-        found[step] = lines(runs / folder / "heldout.jsonl")
-        assert found[step] == lines(runs / "full" / "eval" / f"step_{step}" / "heldout.jsonl")
-        figures = json.loads((runs / folder / "results.json").read_text())["sets"]["heldout"]
-        assert figures["avg@1"]["mean"] == metrics_of(runs / "full")[step]["eval/heldout/avg@1"]
+        found[step] = lines(runs.folder / folder / "heldout.jsonl")
+        assert found[step] == lines(runs.folder / "full" / "eval" / f"step_{step}" / "heldout.jsonl")
+        figures = json.loads((runs.folder / folder / "results.json").read_text())["sets"]["heldout"]
+        assert figures["avg@1"]["mean"] == metrics_of(runs.folder / "full")[step]["eval/heldout/avg@1"]
     assert found[0] != found[2]
 
 
 def test_the_memory_of_the_run_is_what_was_predicted(runs):
     """Within 10 %, up to the first update. A sync begins with what the allocator has kept of it: now more, now less."""
-    predicted, steps = lines(runs / "full" / "starts.jsonl")[0]["predicted_gib"], metrics_of(runs / "full")
+    predicted, steps = (
+        lines(runs.folder / "full" / "starts.jsonl")[0]["predicted_gib"],
+        metrics_of(runs.folder / "full"),
+    )
     used = steps[0] | steps[1]
     for phase in ("load", "evaluate", "sample", "update", "host"):
         assert predicted[phase] == pytest.approx(used[f"memory/{phase}_gib"], rel=0.1), phase

@@ -98,6 +98,7 @@ def main(kind: str, engines: str, output: str) -> None:
     import torch
     import vllm.envs
 
+    import rollout  # noqa: F401  it sets the environment of vLLM
     from engine.options import Demand, engine_options, largest_share
     from flags import EngineSettings
     from fsdp_utils import World

@@ -32,7 +32,7 @@ import numpy as np
 
 from batch import Metrics, Rollout
 from data import PromptData, most_images
-from engine.options import Demand
+from engine.options import Demand, largest_share
 from flags import FLAGS as TRAINING_FLAGS
 from flags import GROUPS, INF, EngineSettings, Sampling, Settings, flag
 from fsdp_utils import gather_from_ranks, init_world, is_main_process
@@ -269,12 +269,12 @@ def main() -> None:
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
 
-    from rollout import Engine, largest_share  # vLLM takes seconds to import: errors come first
+    from rollout import Engine  # vLLM takes seconds to import: errors come first
 
     longest = args.max_prompt_tokens + max(args.max_completion_tokens)
     settings = EngineSettings.from_flags(args, max_model_len=longest, load_format="auto")
     sizes = [(len(data.rows), sampling.num_samples) for data, sampling in zip(sets, samplings, strict=True)]
-    demand = Demand(largest_share(sizes, world), most_images(sets), vision)
+    demand = Demand(largest_share(sizes, world.num_engines), most_images(sets), vision)
     try:
         engine = Engine(args.model, tokenizer, world, settings, demand, turns.play if turns else None)
     except ValueError as error:

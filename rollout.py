@@ -306,11 +306,6 @@ def _engine_input(row: Row, ids: list[int], images: dict[str, object]) -> Tokens
     return TokensPrompt(prompt_token_ids=[*prompt.tolist(), *ids], **images)
 
 
-def largest_share(calls: list[tuple[int, int]], world: World) -> int:
-    """The most completions that one engine makes in a call, from the (prompts, samples of each) of every call."""
-    return max(-(-prompts // world.num_engines) * num_samples for prompts, num_samples in calls)
-
-
 def _repack_head(model: nn.Module) -> None:
     """CPU: renews vLLM's repacked copy of the head, which `reload_weights` leaves as it was if the head is tied."""
     for module in model.modules():

@@ -24,7 +24,7 @@ ARGS, ALGORITHM = command.start() if __name__ == "__main__" else (None, None)
 from checkpoint import Writer, latest, load, set_link
 from data import PromptData, most_images
 from engine.drift import DriftGuard
-from engine.options import Demand
+from engine.options import Demand, largest_share
 from evaluate import Evaluator
 from flags import (
     AdamW,
@@ -39,7 +39,7 @@ from flags import (
     free_on_resume,
     make_plan,
 )
-from fsdp_utils import close_world, init_world, is_main_process, set_allocator
+from fsdp_utils import World, close_world, init_world, is_main_process, set_allocator
 from grpo import Algorithm
 from inputs.checks import ranks_per_engine
 from inputs.command_line import exit_with_error
@@ -72,14 +72,10 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run, save
 
         servers, weights = Servers.from_flags(args), policy.describe_weights()
         return build_servers(args.model, settings, servers, inputs, weights, run, saved_step)
-    from rollout import Engine, largest_share  # vLLM takes seconds to import: mistakes are reported before
+    from rollout import Engine  # vLLM takes seconds to import: mistakes are reported before
 
-    held_out = zip(inputs.eval_sets, inputs.eval_samplings, strict=True)
-    prompts, num_engines = args.prompts_per_step, run.world.num_engines
-    at_once = num_unfinished_prompts(prompts, num_engines) if args.partial_rollouts else prompts
-    calls = [(at_once, args.group_size)] + [(len(data.rows), each.num_samples) for data, each in held_out]
     max_images = most_images([*inputs.train_data, *inputs.eval_sets])
-    demand = Demand(largest_share(calls, run.world), max_images, inputs.vision)
+    demand = Demand(most_sequences(args, inputs, run.world), max_images, inputs.vision)
     play = inputs.turns.play if inputs.turns else None  # who says what comes after a completion; None: nobody
     make_guard = partial(DriftGuard, policy, run.world, run.phase)
     engine = Engine(args.model, inputs.tokenizer, run.world, settings, demand, play, make_guard)
@@ -87,6 +83,15 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run, save
         run.say(f"the engine's {', '.join(names[:3])} and {len(names)} tensors in all cannot be compared bit by bit")
     engine.sleep()  # until the first sync: what that gathers and the engine's cache are never held together
     return engine
+
+
+def most_sequences(args: Namespace, inputs: Inputs, world: World) -> int:
+    """The most completions that one engine makes at a time."""
+    prompts, num_engines = args.prompts_per_step, world.num_engines
+    at_once = num_unfinished_prompts(prompts, num_engines) if args.partial_rollouts else prompts
+    held_out = zip(inputs.eval_sets, inputs.eval_samplings, strict=True)
+    calls = [(at_once, args.group_size)] + [(len(data.rows), each.num_samples) for data, each in held_out]
+    return largest_share(calls, num_engines)
 
 
 def build_sampler(
@@ -146,7 +151,7 @@ def open_run(args: Namespace) -> tuple[Inputs, PromptData, list[PromptData], Pla
         train_data = PromptData.mix([inputs.grader.check_keys(data, world) for data in inputs.train_data])
         eval_sets = [inputs.grader.check_keys(data, world) for data in inputs.eval_sets]
         plan = make_plan(args, len(train_data.rows))
-        watch = watch_memory(args, len(train_data.rows), world)
+        watch = watch_memory(args, len(train_data.rows), world, most_sequences(args, inputs, world))
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
     run = Run(out_dir, lock, world, watch, plan.total_steps, Recording.from_flags(args), inputs.tokenizer)

@@ -23,6 +23,7 @@ from inputs.command_line import exit_with_error
 from instruments.dry_run import setup_of
 from instruments.plan_memory import (
     ENGINE,
+    FRAGMENTATION,
     checkpoint_bytes,
     disk_bytes,
     gpu_phases,
@@ -50,6 +51,9 @@ PHASES = {
 }
 INNER_PHASES = {"pack": "update", "sleep": "sync"}  # phase without figures of its own -> the one that has its flags
 NEAR = 0.95  # the share of the limit that is warned of
+# CPU, fitted to runs of 135 M parameters: the engine's libraries, and what the allocator keeps of the weights that vLLM
+# has repacked, as a share of them.
+ENGINE_LIBRARIES, KEPT_WEIGHTS = GIB / 3, 0.5
 RANKS, ENGINE_SHARE = "start fewer ranks", "lower --gpu_memory_utilization"
 BATCH, PASSES = "lower --micro_batch_tokens", "lower --micro_batch_tokens, add --gradient_checkpointing"
 WAYS_OUT = {  # phase -> what to change: on a GPU; on a CPU, where there is nothing to offload
@@ -245,7 +249,9 @@ def memory_kind(error: BaseException, is_cuda: bool) -> str:
 # What the dry run says of this machine -------------------------------------------------------------------------------
 
 
-def watch_memory(args: argparse.Namespace, num_rows: int, world: World) -> MemoryWatch:
+def watch_memory(
+    args: argparse.Namespace, num_rows: int, world: World, most_sequences: int | None = None
+) -> MemoryWatch:
     """The watch of this run. Raises ValueError if a GPU, the host or the disk cannot hold it."""
     memory = MemoryWatch(world, {})
     here = argparse.Namespace(**vars(args) | {"plan_gpus": None, "plan_nodes": None, "plan_rows": num_rows})
@@ -259,7 +265,7 @@ def watch_memory(args: argparse.Namespace, num_rows: int, world: World) -> Memor
     if memory.is_cuda:
         check_fit(setup, torch.cuda.mem_get_info()[0])
     check_disk(setup, Path(args.out_dir))
-    memory.predicted = predicted_bytes(setup, world)
+    memory.predicted = predicted_bytes(setup, world, most_sequences)
     return memory
 
 
@@ -289,20 +295,23 @@ def check_disk(setup: Setup, out_dir: Path) -> None:
         )
 
 
-def predicted_bytes(setup: Setup, world: World) -> dict[str, float]:
-    """Phase of the loop -> bytes of a rank, and "host" -> bytes of a node. On a CPU without what is kept in reserve."""
+def predicted_bytes(setup: Setup, world: World, most_sequences: int | None = None) -> dict[str, float]:
+    """Phase of the loop -> bytes of a rank, and "host" -> bytes of a node. On a CPU without the reserve."""
     phases, on_host = gpu_phases(setup), host_phases(setup)
     if world.device.type == "cuda":
         sizes = {name: needed(parts) for name, parts in phases.items()}
         host = max(map(total, on_host.values()))
     else:  # what libraries take is there already; nothing is pinned; the engine never sleeps
         tp, ranks = setup.run.tensor_parallel_size, setup.hardware.ranks_per_node
-        cache = cpu_cache_bytes(load_config(setup.model.name), setup.engine.max_model_len, setup.compute_bytes, tp)
-        engine = 0 if setup.has_servers else setup.weight_bytes / tp + cache
+        demand = setup.engine.max_model_len, setup.compute_bytes, tp, most_sequences
+        # Beside the embedding and the head, vLLM keeps a repacked copy of each.
+        weights = ((1 + KEPT_WEIGHTS) * setup.weight_bytes + 2 * setup.table_bytes) / tp
+        engine = weights + cpu_cache_bytes(load_config(setup.model.name), *demand) + ENGINE_LIBRARIES
+        engine = 0 if setup.has_servers else engine
         there = total(without(on_host["run"], "processes", "rounding of pinned memory")) / ranks
         there += peak_resident() + engine
-        sizes = {name: total(without(parts, *ENGINE)) + there for name, parts in phases.items()}
-        host = max(sizes.values()) * ranks
+        sizes = {name: FRAGMENTATION * total(without(parts, *ENGINE)) + there for name, parts in phases.items()}
+        host = (max(sizes.values()) + resident_of_children()) * ranks
     predicted = {}
     for phase, known in PHASES.items():
         if values := [sizes[name] for name in known if name in sizes]:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what the tests need, if it is missing, and runs them: all (three files at a time), or the files that are named.
-# Arguments go to pytest: `bash scripts/test.sh tests/test_batch.py -k packing`.
+# Arguments go to pytest: `bash scripts/test.sh tests/test_batch.py -k micro_batches`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup.sh

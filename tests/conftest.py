@@ -25,10 +25,10 @@ for ignored in (signal.SIGINT, signal.SIGHUP):  # by a suite in the background, 
         signal.signal(ignored, lambda *_: None)  # which children do not inherit
 
 LONGEST = [
-    "test_setups", "test_kills", "test_turns", "test_compile", "test_main_job", "test_engine", "test_drift",
-    "test_train", "test_benchmarks", "test_lora", "test_memory_watch", "test_families", "test_fsdp", "test_rollout",
-    "test_partial", "test_owner", "test_math", "test_check_gpu", "test_evaluate", "test_reshard", "test_hacks",
-    "test_contract", "test_replay", "test_stall", "test_page",
+    "test_setups", "test_real_model", "test_kills", "test_turns", "test_compile", "test_main_job", "test_engine",
+    "test_drift", "test_train", "test_benchmarks", "test_lora", "test_memory_watch", "test_families", "test_fsdp",
+    "test_rollout", "test_partial", "test_owner", "test_math", "test_check_gpu", "test_evaluate", "test_reshard",
+    "test_hacks", "test_contract", "test_replay", "test_stall", "test_page",
 ]  # fmt: skip
 
 
@@ -79,6 +79,14 @@ def qwen3_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def untied_qwen3_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with a head of its own, as from 8B on."""
     return make_model(tmp_path_factory.mktemp("untied_qwen3"), tied=False, **QWEN3)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct, pretrained."""
+    from helpers.smollm2 import make_smollm2
+
+    return make_smollm2()
 
 
 @pytest.fixture(scope="session")

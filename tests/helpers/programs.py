@@ -200,11 +200,11 @@ def resolved(kind: str, engines: str, output: str) -> None:
     import torch
     import vllm.envs
 
-    from engine.options import Demand, engine_options
+    import rollout  # noqa: F401  it sets the environment of vLLM
+    from engine.options import Demand, engine_options, largest_share
     from flags import EngineSettings
     from fsdp_utils import World
     from inputs.command_line import parse_flags
-    from rollout import largest_share
 
     found = {"log level": os.environ["VLLM_LOGGING_LEVEL"]}
     found["adds with FlashInfer"] = vllm.envs.VLLM_ALLREDUCE_USE_FLASHINFER
@@ -214,7 +214,7 @@ def resolved(kind: str, engines: str, output: str) -> None:
         limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
         settings = EngineSettings.from_flags(args, max_model_len=sum(limits))
         vision = SimpleNamespace(size={"shortest_edge": 3136, "longest_edge": args.max_pixels})
-        sequences = largest_share([(args.prompts_per_step, args.group_size)], world)
+        sequences = largest_share([(args.prompts_per_step, args.group_size)], world.num_engines)
         demand = Demand(sequences, 1, vision) if args.image_column else Demand(sequences)
         options = engine_options(engine["folder"], settings, True, world.tp_size, demand)
         found[name] = described(configuration(options, engine["ranks"]))

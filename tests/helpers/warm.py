@@ -13,9 +13,11 @@ sys.path += [str(TESTS), str(TESTS.parent / "scripts")]
 for name in (
     "train_grpo", "evaluate", "rollout", "report", "matplotlib.figure", "vllm.v1.worker.cpu_worker",
     "vllm.v1.core.sched.scheduler", "vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.models.qwen2",
+    "vllm.model_executor.models.llama",
     "vllm.utils.cpu_triton_utils", "vllm.distributed.elastic_ep.elastic_execute",
     "vllm.model_executor.layers.quantization.online.base", "vllm.entrypoints.launchers.cli_args",
-    "transformers.models.qwen2.modeling_qwen2", "torch.distributed.checkpoint._fsspec_filesystem",
+    "transformers.models.qwen2.modeling_qwen2", "transformers.models.llama.modeling_llama",
+    "torch.distributed.checkpoint._fsspec_filesystem",
     "vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm", "vllm.v1.executor.multiproc_executor",
     "servers.engine", "servers.weights", "torch.distributed.run", "grading.equality", "datasets",
     "helpers.runs", "launch",

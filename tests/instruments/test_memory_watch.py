@@ -152,12 +152,16 @@ def test_on_a_cpu_the_prediction_leaves_the_reserve_out(monkeypatch, tmp_path):
     flags = f"--model {tmp_path} --train_data x#100 --out_dir o --total_steps 1 --plan_gpus 2 --prompts_per_step 8"
     plain, moved = (setup_of(parse_flags(f"{flags} {more}".split()), config) for more in ("", "--offload all"))
     monkeypatch.setattr(watch, "peak_resident", lambda: GIB)
+    monkeypatch.setattr(watch, "resident_of_children", lambda: GIB // 8)
     world = replace(CPU, num_trainers=2)
     found, offloaded = predicted_bytes(plain, world), predicted_bytes(moved, world)
-    assert found["host"] == 2 * max(size for name, size in found.items() if name != "host")
-    assert found["sample"] < GIB + 12 * plain.model.parameters / 2 + 2 * plain.model.parameters + 1.01 * GIB
-    kept = 12 * plain.model.parameters / 2
-    assert found["sample"] - kept == pytest.approx(offloaded["sample"] - kept - 4 * plain.model.parameters / 2)
+    assert found["host"] == 2 * (GIB // 8 + max(size for name, size in found.items() if name != "host"))
+    kept, weights, tables = 12 * plain.model.parameters / 2, 2 * plain.model.parameters, 2 * 2 * plain.model.table
+    for sequences, cache in ((None, GIB), (8, 16 * 2048 * plain.model.kv_per_token * 2)):
+        size = predicted_bytes(plain, world, sequences)["sample"]
+        assert size == pytest.approx((1 + 1 / 3) * GIB + 1.05 * kept + 1.5 * weights + tables + cache)
+    gradients = 4 * plain.model.parameters / 2  # they are always there
+    assert found["sample"] - 1.05 * kept == pytest.approx(offloaded["sample"] - kept - gradients)
 
 
 def test_a_run_on_a_gpu_asks_for_the_memory_of_that_gpu(tmp_path, monkeypatch):

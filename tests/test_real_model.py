@@ -1,0 +1,234 @@
+"""A pretrained model from end to end, SmolLM2-135M-Instruct in float32 on one rank: all its weights, and LoRA.
+
+Each run has two steps of 2 prompts x 4 completions of at most 16 tokens. It is killed (-9) when its second step is
+logged and not yet saved: the same command repeats that step. What it samples, computes and saves is what transformers
+and peft make of the same tokens.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from signal import SIGKILL
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from peft import PeftModel
+from pyarrow import parquet
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import soak
+from batch import Rollout, pack
+from data import PromptData
+from flags import PromptFormat
+from helpers.made_up import command_line, make_row, policy_of, unpacked_logprobs, write_lines
+from helpers.made_up import flags as parsed
+from helpers.runs import ENVIRONMENT, ROOT, Forked, begin, launched, lines, metrics_of, without_times
+from instruments.rollout_files import file_of
+
+# Not a correct answer, but a number that differs from completion to completion.
+REWARD = "def score(completion, answer, columns):\n    return len(set(completion)) / 10\n"
+THINGS = ("bird", "fish", "tree", "king")  # a token each: all prompts are of one length, 21 tokens
+KINDS = {
+    "full": {"learning_rate": 1e-4, "eval_every": 2, "eval_before_training": True},
+    "lora": {"learning_rate": 1e-3, "lora_rank": 8, "eval_data": None},
+}
+TOLERANCE = {"atol": 1e-4, "rtol": 0}  # of a log-prob
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder of the test run, removed at once: pytest would keep its 5 GB."""
+    folder = tmp_path_factory.mktemp("real_model")
+    yield folder
+    shutil.rmtree(folder)
+
+
+Started = Forked | subprocess.Popen[bytes]
+
+
+class Runs(NamedTuple):
+    folder: Path  # with full/ and lora/, and later full_eval/ of `final` and lora_eval/ of the base
+    evaluations: list[Started]  # they may still go on
+
+
+@pytest.fixture(scope="module")
+def runs(smollm2, place) -> Iterator[Runs]:
+    """Both runs, when they are complete: they go side by side, and then evaluate.py beside the first tests."""
+    system = {"role": "system", "content": "Be brief."}
+    talks = {thing: [system, {"role": "user", "content": f"Name a {thing}."}] for thing in THINGS}
+    rows = [{"problem": talk, "answer": thing} for thing, talk in talks.items()]
+    (place / "reward.py").write_text(REWARD)
+    common = {
+        "model": smollm2, "train_data": write_lines(place / "train.jsonl", rows[:2]), "dtype": "float32",
+        "eval_data": write_lines(place / "heldout.jsonl", rows[2:]), "reward": f"{place}/reward.py:score",
+        "reward_workers": 1, "prompts_per_step": 2, "group_size": 4, "max_prompt_tokens": 21,
+        "max_completion_tokens": 16, "micro_batch_tokens": 4 * (21 + 16), "total_steps": 2, "save_every": 1,
+        "keep_checkpoints": 1, "eval_temperature": 0, "eval_max_completion_tokens": 8, "quiet": True,
+    }  # fmt: skip
+    started = []
+
+    def start(log: Path, program: str, flags: dict[str, object], is_forked: bool = True) -> Started:
+        command = launched(1, program, *command_line(flags))
+        if is_forked:
+            started.append(begin(command, log, log, has_own_workers=True))
+        else:
+            with log.open("a") as said:
+                options = {"cwd": ROOT, "env": ENVIRONMENT, "stdout": said, "stderr": said}
+                started.append(subprocess.Popen([sys.executable, *command], **options))
+        return started[-1]
+
+    def train(kind: str) -> Iterator[None]:
+        """Yields while it waits: one thread has to look after both."""
+        out_dir, log, metrics = place / kind, place / f"{kind}.log", place / kind / "metrics.jsonl"
+        flags = common | KINDS[kind] | {"out_dir": out_dir}
+        # One of them as a user starts it: a fork of the tests takes other memory.
+        run = start(log, "train_grpo.py", flags, is_forked=kind == "lora")
+        while not (metrics.exists() and 2 in metrics_of(out_dir)):
+            assert run.poll() is None, log.read_text()[-3000:]
+            yield
+        os.kill(soak.ranks_of(run)[0], SIGKILL)
+        assert run.wait(60) == 1 and not (out_dir / "step_2").exists(), log.read_text()[-3000:]
+        again = start(log, "train_grpo.py", flags)
+        while again.poll() is None:
+            yield
+        said = log.read_text()
+        assert again.poll() == 0 and f"continues from {out_dir}/step_1" in said, said[-3000:]
+        model = smollm2 if kind == "lora" else out_dir / "final"
+        flags = {"model": model, "data": common["eval_data"], "like": out_dir, "out_dir": place / f"{kind}_eval"}
+        evaluations.append(start(place / f"{kind}_eval.log", "evaluate.py", flags))
+
+    evaluations, trainings, deadline = [], [train(kind) for kind in KINDS], time.monotonic() + 400
+    try:
+        while trainings:
+            trainings = [each for each in trainings if next(each, "over") != "over"]
+            assert time.monotonic() < deadline, [log.read_text()[-3000:] for log in place.glob("*.log")]
+            time.sleep(0.01)
+        yield Runs(place, evaluations)
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+
+
+@pytest.fixture(scope="module")
+def base(smollm2):
+    return AutoModelForCausalLM.from_pretrained(smollm2)
+
+
+def sampled(run: Path, step: int, indices: list[int]) -> tuple[Rollout, list[dict]]:
+    """These completions of the step as the run has kept them."""
+    kept = parquet.read_table(file_of(run, step)).to_pylist()
+    rows = [kept[b] for b in indices]
+    return Rollout(
+        rows=[make_row(row["prompt_ids"]) for row in rows],
+        completions=[np.array(row["token_ids"], dtype=np.int32) for row in rows],
+        rollout_logprobs=[np.array(row["rollout_logprobs"], dtype=np.float32) for row in rows],
+        texts=[row["completion"] for row in rows],
+        is_truncated_B=np.zeros(len(rows), dtype=bool),
+        is_sampled=[np.array(row["is_sampled"], dtype=bool) for row in rows],
+        is_trained_B=np.ones(len(rows), dtype=bool),
+        loss_weights_B=np.ones(len(rows), dtype=np.float32),
+        advantages=[np.zeros(len(row["token_ids"]), dtype=np.float32) for row in rows],
+    ), rows
+
+
+def trained_logprobs(run: Path, model: Path, rollout: Rollout, **lora: object) -> Tensor:
+    """By the trainer's own policy, with the parameters of the last step that a resume would have."""
+    policy = policy_of(parsed(model=model, **lora))
+    trained = {name: each.data for name, each in policy.named_parameters() if each.requires_grad}
+    dcp.load({"model": trained}, checkpoint_id=run / "step_2" / "trainer", no_dist=True)
+    batch = pack(rollout, list(range(len(rollout.texts))))
+    return policy(batch, 1.0)[0][batch.loss_mask_N].detach()
+
+
+@torch.no_grad()
+def logprobs_in(model: torch.nn.Module, rollout: Rollout) -> Tensor:
+    return unpacked_logprobs(model, rollout, 1.0)
+
+
+def test_the_chat_template_gives_the_tokens_of_transformers(smollm2, tmp_path):
+    """Its default system prompt, one of the data and one of a flag, an answer in between, and other scripts."""
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    system = {"role": "system", "content": "Be brief."}
+    question, answer = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": " Because.\n"}
+    texts = ["Hi", "  two  spaces ", "naïve 東京 🦜 \u200b", "def f(x):\n\treturn x"]
+    talks = [[{"role": "user", "content": text}] for text in texts] + [[system, question], [question, answer, question]]
+    file = write_lines(tmp_path / "talks.jsonl", [{"problem": talk, "answer": "1"} for talk in talks])
+    for prompt in (None, "Answer in French."):
+        found = PromptData.load(file, PromptFormat(system_prompt=prompt), tokenizer, seed=0).rows
+        for row, talk in zip(found, talks, strict=True):
+            if prompt is not None:
+                talk = [system | {"content": prompt}, *(message for message in talk if message["role"] != "system")]
+            assert row.ids.tolist() == tokenizer.apply_chat_template(talk, add_generation_prompt=True)["input_ids"]
+
+
+def test_sampler_trainer_and_transformers_agree(runs, base):
+    for kind in KINDS:
+        steps = metrics_of(runs.folder / kind)
+        assert all(0 < steps[step]["policy/rollout_gap_mean"] < 1e-4 for step in (1, 2)), kind
+        rollout, rows = sampled(runs.folder / kind, 1, [0, 3, 4, 7] if kind == "full" else [0])
+        expected = logprobs_in(base, rollout)
+        for name in ("rollout_logprobs", "old_logprobs"):
+            found = torch.tensor([logprob for row in rows for logprob in row[name]])
+            torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_killed_repeats_its_step_bit_for_bit(runs, kind):
+    """Also its evaluation after the update, where there is one."""
+    *before, killed, repeated = map(without_times, lines(runs.folder / kind / "metrics.jsonl"))
+    assert killed == repeated and killed["step"] == 2 and before[-1]["step"] == 1
+    assert killed["reward/std"] > 0 and killed["optim/grad_norm"] > 0 and killed["policy/entropy"] > 1
+    assert kind != "full" or "eval/heldout/avg@1" in killed
+
+
+def test_final_gives_the_log_probs_of_the_run(runs, base, smollm2):
+    rollout, _ = sampled(runs.folder / "full", 2, [0, 4])
+    final = AutoModelForCausalLM.from_pretrained(runs.folder / "full" / "final")
+    assert final.dtype == torch.float32
+    found = logprobs_in(final, rollout)
+    torch.testing.assert_close(found, trained_logprobs(runs.folder / "full", smollm2, rollout), **TOLERANCE)
+    assert (found - logprobs_in(base, rollout)).abs().max() > 0.1, "two steps have moved it"
+
+
+def test_the_adapter_and_the_merged_policy_give_them_too(runs, base, smollm2):
+    rollout, _ = sampled(runs.folder / "lora", 2, [0, 4])
+    expected, before = trained_logprobs(runs.folder / "lora", smollm2, rollout, lora_rank=8), logprobs_in(base, rollout)
+    assert (expected - before).abs().max() > 0.1, "an adapter that does nothing would go unnoticed"
+    merged = AutoModelForCausalLM.from_pretrained(runs.folder / "lora" / "final")
+    torch.testing.assert_close(logprobs_in(merged, rollout), expected, **TOLERANCE)
+    adapted = PeftModel.from_pretrained(base, runs.folder / "lora" / "final" / "adapter")
+    torch.testing.assert_close(logprobs_in(adapted, rollout), expected, **TOLERANCE)
+    adapted.unload()  # other tests have the same base
+
+
+def test_evaluate_finds_what_the_run_found(runs):
+    """Greedily, of the base before the first step and of `final` after the last one."""
+    assert [evaluation.wait(300) for evaluation in runs.evaluations] == [0, 0]
+    found = {}
+    for step, folder in ((0, "lora_eval"), (2, "full_eval")):
+        found[step] = lines(runs.folder / folder / "heldout.jsonl")
+        assert found[step] == lines(runs.folder / "full" / "eval" / f"step_{step}" / "heldout.jsonl")
+        figures = json.loads((runs.folder / folder / "results.json").read_text())["sets"]["heldout"]
+        assert figures["avg@1"]["mean"] == metrics_of(runs.folder / "full")[step]["eval/heldout/avg@1"]
+    assert found[0] != found[2]
+
+
+def test_the_memory_of_the_run_is_what_was_predicted(runs):
+    """Within 10 %, up to the first update. A sync begins with what the allocator has kept of it: now more, now less."""
+    predicted, steps = (
+        lines(runs.folder / "full" / "starts.jsonl")[0]["predicted_gib"],
+        metrics_of(runs.folder / "full"),
+    )
+    used = steps[0] | steps[1]
+    for phase in ("load", "evaluate", "sample", "update", "host"):
+        assert predicted[phase] == pytest.approx(used[f"memory/{phase}_gib"], rel=0.1), phase

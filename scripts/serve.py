@@ -59,7 +59,7 @@ def main() -> None:
         exit_with_error(error)
     backend = "nccl_with_deadline" if is_cuda else "gloo"
     if args.host in LOOPBACK:
-        choose_interface()  # of the sockets that take weights
+        choose_interface()  # the sockets that take weights use it
     if not os.environ.get("VLLM_API_KEY"):
         os.environ["VLLM_API_KEY"] = key = secrets.token_hex()  # not a flag, which `ps` would show to all
         host = socket.gethostname() if args.host in ("0.0.0.0", "::") else args.host

@@ -18,7 +18,7 @@
 # Submit it in a folder with a folder `runs`, as the repository's root, on a file system that all nodes share, after
 # `DEVICE=cuda bash scripts/setup.sh` (where you log in, there may be no GPU). Not tried on a cluster yet.
 set -euo pipefail
-REPO=$(dirname "$1")/.. # of the launch script: Slurm runs a copy of this one
+REPO=$(dirname "$1")/.. # the launch script's: Slurm runs a copy of this one
 export REPO
 
 SERVER_NODES=${SERVER_NODES:-0}
@@ -61,7 +61,7 @@ while [ -n "$is_interrupted" ]; do # a trap ends `wait`
 done
 # 75: saved, not finished; srun has then ended launchers that were still leaving. 1: it could not save.
 if [ -n "$is_ended" ] && [ "$status" -ne 1 ]; then
-    # Of an array this task alone: the job's number may be that of the whole array.
+    # In an array, this task alone: the job's number may be that of the whole array.
     scontrol requeue "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 fi
 exit "$status"

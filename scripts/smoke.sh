@@ -23,8 +23,8 @@ elif [[ $name = *_1gpu || $name = *_speedrun ]]; then
     ranks=1
 fi
 export NNODES=1 NGPU=${NGPU:-$ranks} TP=${TP:-$tp} MODEL=$folder/model DATA=$folder/data OUT_DIR
-export TEACHER=$folder/teacher # of the scripts that have one
-export EVAL_DATA=$DATA@test # of the scripts that evaluate on another data set than they train on
+export TEACHER=$folder/teacher # some scripts have one
+export EVAL_DATA=$DATA@test # some scripts evaluate on another data set than they train on
 
 # What a random model and a laptop need: short texts. Everything else is the script's.
 ARGS=(

@@ -29,14 +29,14 @@ from runtime.start import RunError
 
 
 @pytest.fixture(scope="module")
-def tokenizer(policy):  # of all tiny policies
+def tokenizer(policy):  # all tiny policies have it
     return AutoTokenizer.from_pretrained(policy)
 
 
 def trained(path, seed: int = 1):
     """A policy and its optimizer after a step on random gradients."""
     model = load_policy(path)
-    model.dtype = torch.bfloat16  # of the engine
+    model.dtype = torch.bfloat16  # the engine's
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(seed)
     for parameter in model.parameters():
@@ -123,7 +123,7 @@ def test_a_policy_of_which_nothing_is_finite_is_not_saved(tokenizer, tmp_path):
 
 def test_only_the_newest_and_the_final_checkpoint_are_kept(pair, tokenizer, tmp_path):
     """Only the newest checkpoints are kept, and the one that `final` points to."""
-    (tmp_path / "unfinished_step_1").mkdir()  # of a killed run
+    (tmp_path / "unfinished_step_1").mkdir()  # a killed run has left it
     assert latest(tmp_path) == (0, None)
     saving = writer(tmp_path, tokenizer, keep_checkpoints=2)
     for step in (1, 2, 9, 10):

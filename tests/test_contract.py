@@ -42,11 +42,11 @@ from test_setups import launched
 # How vLLM resolves our options ----------------------------------------------------------------------------------------
 
 ENGINES = {  # set-up -> ranks per engine, sequences that it runs at a time: its share of a step, at most 512
-    "qwq32b_8xh100": (8, 512),  # of 2,560
+    "qwq32b_8xh100": (8, 512),  # 2,560 in all
     "deepseek32b_lora_8gpu": (4, 32),
     "qwen25vl72b_lora_8xa100": (8, 8),
     "tulu8b_rlvr_7plus1": (1, 32),
-    "qwen7b_simplerl_2x8xh100": (2, 512),  # of 1,024
+    "qwen7b_simplerl_2x8xh100": (2, 512),  # 1,024 in all
 }
 FP32_LOGITS = ("qwen7b_simplerl_2x8xh100", "qwen25vl72b_lora_8xa100")  # are given --head_dtype float32 here
 ARCHITECTURES = {
@@ -276,7 +276,7 @@ def calls() -> Iterator[tuple[str, str, int, list[str]]]:
             if not isinstance(node, ast.Call):
                 continue
             name, keywords = ast.unparse(node.func), {keyword.arg: keyword.value for keyword in node.keywords}
-            # Of `*ends` the number is not in the source: two everywhere (varlen_attn's lengths of queries and keys).
+            # The number of `*ends` is not in the source: two everywhere (varlen_attn's lengths of queries and keys).
             num_positional = sum(2 if isinstance(each, ast.Starred) else 1 for each in node.args)
             if name == "self.llm.collective_rpc":  # tells the workers what to call
                 name, num_positional = node.args[0].value, 0
@@ -422,7 +422,7 @@ def test_what_we_name_in_vllm_is_there():
     """Warnings that are not shown, and the option that scripts/check_gpu.sh tries."""
     for module, beginning in vllm_setup.NOISE + vllm_setup.NOISE_ON_CPU:
         source = Path(find_spec(module).origin).read_text()
-        assert beginning in re.sub(r'"\s+f?"', "", source), f"{module}: {beginning}"  # of several literals
+        assert beginning in re.sub(r'"\s+f?"', "", source), f"{module}: {beginning}"  # a text of several literals
     version = next(line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("vllm=="))
     assert f"vLLM {version.split()[0].removeprefix('vllm==')}," in vllm_setup.__doc__, "look at each line of it again"
     assert pkgutil.resolve_name("vllm.engine.arg_utils:EngineArgs").sleep_mode_offload_cudagraph is False

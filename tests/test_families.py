@@ -75,7 +75,7 @@ ROPES = {  # rotary angles that are scaled: sequences are up to 57 tokens long
     ),
 }
 MODELS = FAMILIES | ROPES
-LARGEST_GAP = 1e-5  # of the log-prob of a token
+LARGEST_GAP = 1e-5  # between two log-probs of a token
 
 
 @pytest.fixture(scope="module")

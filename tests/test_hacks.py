@@ -181,7 +181,7 @@ def test_the_hacks_of_the_page_train_together(tmp_path, policy):
     assert "done, step 2/4" in run(copy, "train_grpo.py", *given)
     found, updates = metrics_of(tmp_path / "run"), 8
     assert list(found) == [1, 2] and (tmp_path / "run" / "final").readlink() == Path("step_2")
-    rates = [1e-3 * (1 - math.sqrt((2 * step - 1) / updates)) for step in found]  # of the second update of a step
+    rates = [1e-3 * (1 - math.sqrt((2 * step - 1) / updates)) for step in found]  # the second update of a step has it
     assert [metrics["optim/lr"] for metrics in found.values()] == pytest.approx(rates)
     rollouts = [pq.read_table(tmp_path / "run" / "rollouts" / f"step_{step}.parquet") for step in found]
     first, second = (table["row"].to_pylist() for table in rollouts)

@@ -25,7 +25,7 @@ SAID = [
 
 @pytest.fixture(scope="module")
 def flags(policy, tmp_path_factory) -> list[str]:
-    """Of a run on two ranks, half a second a step; bf16, which some CPUs emulate, is for others to test."""
+    """A run on two ranks, half a second a step; bf16, which some CPUs emulate, is for others to test."""
     (reward := tmp_path_factory.mktemp("reward") / "slow_reward.py").write_text(soak.REWARD)
     return [*soak.flags_of(policy, steps=10), "--dtype", "float32", "--reward", f"{reward}:score"]
 

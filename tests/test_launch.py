@@ -116,7 +116,7 @@ def test_the_last_line_is_the_reason_of_the_first_failed_rank(body, last_line, t
 @pytest.mark.parametrize(("writes", "then", "now"), [
     ("os.getpid()", "sys.exit(3)", "failed: rank 0 ended with exit status 3."),
     ("os.getpid()", "os.kill(os.getpid(), signal.SIGSEGV)", "failed: rank 0 was ended by signal 11 (SIGSEGV)"),
-    ("1", "sys.exit(3)", "update"),  # of another run, into whose folder this one may not write
+    ("1", "sys.exit(3)", "update"),  # another run's, into whose folder this one may not write
     ("os.getpid()", "sys.exit(0)", "update"),  # what has ended in order has said so itself
 ])  # fmt: skip
 def test_the_launcher_says_in_the_runs_status_why_it_failed(writes, then, now, tmp_path):

@@ -141,7 +141,7 @@ def parameters(function: ast.FunctionDef) -> list[ast.arg]:
     return [each for each in found if each.arg not in ("self", "cls", "ctx")]
 
 
-ENTRIES = {"instruments.dry_run", "instruments.memory_watch"}  # of the dry run, which plans from flags
+ENTRIES = {"instruments.dry_run", "instruments.memory_watch"}  # the dry run's, which plans from flags
 
 
 @pytest.mark.parametrize("name", TREES)

@@ -17,7 +17,7 @@ from helpers.runs import ROOT
 from inputs.choices import algorithm_of
 
 FOLDER = ROOT / "losses"
-LENGTHS = [5, 3, 4, 2]  # of sequences; the last token of the first is not trained
+LENGTHS = [5, 3, 4, 2]  # tokens of sequences; the last token of the first is not trained
 CLIP = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 2.0}
 
 
@@ -142,7 +142,7 @@ def test_clip_cov_leaves_out_some_tokens_of_high_covariance():
 
 
 def advantages(given: str, rewards: list[list[float]], **changes: object) -> list[list[float]]:
-    """Of groups of completions, with 1, 2, 3, ... tokens; `parts` among the changes are those of the reward."""
+    """A case of groups of completions, with 1, 2, 3, ... tokens; `parts` among the changes are those of the reward."""
     parts = {name: torch.tensor(x, dtype=torch.float64) for name, x in changes.pop("parts", {}).items()}
     rewards_PG = torch.tensor(rewards, dtype=torch.float64)
     lengths_B = torch.arange(rewards_PG.numel()) + 1

@@ -41,7 +41,7 @@ KINDS = {
     "full": {"learning_rate": 1e-4, "eval_every": 2, "eval_before_training": True},
     "lora": {"learning_rate": 1e-3, "lora_rank": 8, "eval_data": None},
 }
-TOLERANCE = {"atol": 1e-4, "rtol": 0}  # of a log-prob
+TOLERANCE = {"atol": 1e-4, "rtol": 0}  # for a log-prob
 
 
 @pytest.fixture(scope="module")

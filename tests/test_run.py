@@ -250,7 +250,7 @@ def test_without_git_there_is_no_commit_and_no_error(tmp_path, monkeypatch):
 
 def test_the_log_is_append_only_and_a_steps_last_line_counts(tmp_path):
     """The log is only appended to, and the last line of a step counts."""
-    before = '{"step": 1, "reward/mean": 0.1}\n{"step": 2, "rewa'  # of a run that was killed in mid-line
+    before = '{"step": 1, "reward/mean": 0.1}\n{"step": 2, "rewa'  # a run was killed in mid-line
     (tmp_path / "metrics.jsonl").write_text(before)
     run = make_run(tmp_path)
     for step, reward in ((1, 0.2), (2, math.nan)):

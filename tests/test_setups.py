@@ -18,7 +18,7 @@ from helpers.runs import ENVIRONMENT, ROOT, lines, metrics_of, run_command, run_
 
 TEST_VARIABLES = ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")  # a user's environment does not have them
 
-DOCUMENTED = {  # of the algorithm and the optimizer, what the sources say, see the scripts
+DOCUMENTED = {  # what the sources say of algorithm and optimizer, see the scripts
     "qwq32b_8xh100": {
         "prompts_per_step": 512, "prompts_per_update": 128, "learning_rate": 1e-6, "weight_decay": 1e-2,
         "adam_beta2": 0.999, "lr_schedule": "constant", "max_grad_norm": 1.0, "kl_coef": 1e-2, "kl_estimator": "k3",

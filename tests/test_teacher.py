@@ -42,7 +42,7 @@ from update import add_reference, run_teacher
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of another architecture and width than the fixture `policy`; the vocabulary is the same."""
+    """A policy of another architecture and width than the fixture `policy`; the vocabulary is the same."""
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     return make_model(tmp_path_factory.mktemp("teacher"), tied=False, **sizes)
 
@@ -92,7 +92,7 @@ def test_log_probs_and_kl_are_those_of_full_logits(form, direction, policy, teac
     for i, expected in enumerate(wanted):
         ours = in_order([(batch, values[i].detach()) for batch, values in found], len(RAGGED))
         torch.testing.assert_close(ours.double(), expected, atol=1e-4, rtol=1e-5)
-    sampled = add_reference(update, reference, algorithm_of(flags(temperature=0.8, kl_coef=1)))  # of these tokens alone
+    sampled = add_reference(update, reference, algorithm_of(flags(temperature=0.8, kl_coef=1)))  # these tokens alone
     ours = in_order([(batch, batch.ref_logprobs_N) for batch in sampled.batches], len(RAGGED))
     torch.testing.assert_close(ours.double(), label_logprobs[1], atol=1e-4, rtol=1e-5)
 

@@ -402,7 +402,7 @@ def test_rewards_of_turns_become_returns_to_go():
         compute_advantages(rollout, None, algorithm_of(flags(advantage=name, group_size=2, **more)))
         for name, more in (("reinforce++", {}), ("mt_grpo", {"environment": f"{FILE}:Counts", "advantage_eps": 0}))
     )
-    returns = np.array([3.0, 3.0, 2.0, 0.5, 0.5])  # of the sampled tokens
+    returns = np.array([3.0, 3.0, 2.0, 0.5, 0.5])  # one for each sampled token
     wanted = (returns - returns.mean()) / (returns.std(ddof=1) + 1e-6)
     assert np.concatenate(rollout.sampled_only(by_return)) == pytest.approx(wanted, abs=1e-6)
     one = 0.5**0.5  # (1 - 0.75) / std of 1 and 0.5; the second turn has nothing to be compared with
@@ -475,7 +475,7 @@ def test_evaluation_plays_the_same_episodes(game):
     rows = lines(out_dir / "eval" / "step_4" / "heldout.jsonl")
     assert all(row["completion"].count("<user>turn") == 2 and "turn_3" in row["reward_parts"] for row in rows)
     assert metrics_of(out_dir)[4]["eval/heldout/avg@1"] == pytest.approx(np.mean([row["reward"] for row in rows]))
-    raw = zlib.decompress(base64.b64decode(pack_samples(out_dir, 10**6)[1][4]))  # of the report's page
+    raw = zlib.decompress(base64.b64decode(pack_samples(out_dir, 10**6)[1][4]))  # what the report's page has
     length = int.from_bytes(raw[:4], "little")
     (_, _, num_bytes), (_, _, sizes), (_, _, codes) = json.loads(raw[4 : 4 + length])["arrays"]
     text, codes = raw[4 + length :][:num_bytes].decode(), np.frombuffer(raw[-codes:], np.uint8)

@@ -291,7 +291,7 @@ def test_standard_errors_come_from_sums_of_prompts(policy, micros, share):
     rollout = replace(make_rollout(group_size=2), is_trained_B=np.array([1, 1, 1, 0, 1, 1, 1, 1], dtype=bool))
     model = load_policy(policy)
     batches = [with_advantages(rollout, pack(rollout, micro, share)) for micro in micros]
-    update = Update(batches, int(rollout.trained_lengths_B.sum()), num_prompts=6)  # of these, two are of other updates
+    update = Update(batches, int(rollout.trained_lengths_B.sum()), num_prompts=6)  # two of these are in other updates
     metrics = train_once(model, torch.optim.AdamW(model.parameters()), update, flags(group_size=2))
     own = unpacked_logprobs(AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32), rollout, 1.0)
     gap_T = (own.exp() - torch.from_numpy(np.concatenate(rollout.rollout_logprobs)).exp()).abs().detach().numpy()

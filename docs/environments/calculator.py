@@ -22,7 +22,7 @@ def calculator(expression: str) -> float:
 
 
 def value_of(node: ast.expr) -> float:
-    """Of numbers and of the operators above alone: whatever a model writes, nothing else is run."""
+    """The value of numbers and of the operators above alone: whatever a model writes, nothing else is run."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:

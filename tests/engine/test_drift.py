@@ -31,7 +31,7 @@ FAULTS = {  # fault -> what its sentence says
     "prefix cache kept": f"blocks of keys and values of old weights{BEFORE}",
     **dict.fromkeys(("wrong temperature", "kernel"), "not made: sampler and trainer give other log-probs to the same"),
 }
-# Of clean steps with about two hundred tokens of an uncertain policy: a temperature counts by what it explains.
+# Figures of clean steps with about two hundred tokens of an uncertain policy: a temperature counts by what it explains.
 CLEAN = [(0.0035, 1.053, 0.14), (0.0069, 0.939, 0.51), (0.0126, 1.088, 0.3)]
 
 

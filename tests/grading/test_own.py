@@ -212,7 +212,7 @@ def test_row_changes_are_hidden_from_other_functions(tmp_path):
     (tmp_path / "my.py").write_text(code)
     handler = RewardWorker(",".join(f"{tmp_path}/my.py:{name}" for name in ("takes", "left")), None)
     shared = Case("", "4", {"tests": ["a", "b"], "answer": "4"})
-    for case in (shared, shared):  # of one prompt, which with --reward_in_flight arrive together
+    for case in (shared, shared):  # two completions of one prompt, which --reward_in_flight brings together
         assert handler(("grade", case)).reward == 1.0 + 3.0
 
 

@@ -494,7 +494,7 @@ def bytes_grown(small: str, large: str, world: World) -> int:
 
 
 def loading(world: World, large: str, *folders: str) -> list[dict[str, object]]:
-    """Of each rank. Memory comes first, before what others leave."""
+    """The findings of each rank. Memory comes first, before what others leave."""
     num_bytes = bytes_grown(folders[0], large, world)
     cases = itertools.product(folders, (torch.float32, torch.bfloat16), (False, True))
     results = {str(case): differences(*case, world) for case in cases}

@@ -119,7 +119,7 @@ class Trial:
 # vLLM itself the buffers (`gpu_worker.Worker.sleep`); whatever else there is holds garbage then. ----------------------
 
 NOT_LOST = {
-    "_parameters", "_buffers", "_modules",  # of every nn.Module
+    "_parameters", "_buffers", "_modules",  # every nn.Module has them
     "kv_cache",  # in memory of its own; after a sleep it is empty, and vLLM knows that
     "_rope_by_thw_cache",  # Qwen2.5-VL's tower fills it when it runs: not in the memory that a sleep drops
     "_k_scale_cpu", "_v_scale_cpu",  # read by ROCm's kernels alone
@@ -202,7 +202,7 @@ def samples(world: World, path: str, dtype: str, head_dtype: str) -> dict[str, o
     policy = load_policy(path)
     policy.dtype, policy.head_dtype = getattr(torch, dtype), getattr(torch, head_dtype)
     sharded(policy, world, policy.dtype)
-    most_sequences = 32 if world.num_engines == 2 else None  # of the 64 that are sampled below
+    most_sequences = 32 if world.num_engines == 2 else None  # 64 are sampled below
     engine = start_engine(path, world, dtype, head_dtype, demand=Demand(most_sequences))
     engine.sync(policy.full_weights())
     tokenizer = engine.tokenizer
@@ -559,13 +559,13 @@ def images(world: World, path: str, exported: str) -> dict[str, object]:
     rollout = engine.sample(rows, Sampling(2, 0.7, 8), (1, 1))
 
     def largest_gaps(rows: list[Row]) -> list[float]:
-        """Of each completion, if the trainer sees these rows."""
+        """The largest gap in each completion, if the trainer sees these rows."""
         seen = replace(rollout, rows=rows)
         return [gaps(policy, seen.select(np.array([b]))).max().item() for b in range(len(rows))]
 
     found["gaps"] = largest_gaps(rollout.rows)
     three = rows[1].images
-    # Of the same size: only pixels differ.
+    # An image of the same size: only pixels differ.
     swapped = replace(rows[1], images=replace(three, encoded=(three.encoded[0], three.encoded[2], three.encoded[1])))
     found["gaps, images swapped"] = largest_gaps([swapped if row is rows[1] else row for row in rollout.rows])
     found["prompts"] = [row.ids for row in rollout.rows]

@@ -32,7 +32,7 @@ from servers.weights import Gloo
 from warm_start import build_tokenizer
 
 TOKEN = 7
-KEY = "secret"  # of all servers
+KEY = "secret"  # all servers have it
 WEIGHTS = {"layer.weight": torch.arange(6.0).reshape(2, 3), "norm.weight": torch.ones(3)}
 DESCRIPTION = {"names": list(WEIGHTS), "dtype_names": ["float32"] * 2, "shapes": [[2, 3], [3]]}
 A, B = "/runs/a on node-a (process 7)", "/runs/b on node-b (process 8)"  # two runs
@@ -60,11 +60,11 @@ class FakeServer:
         # Connections: it hangs up when one is used again, as vLLM's does with idle ones.
         self.used: set[asyncio.Transport] = set()
         self.asked: list[str] = []  # the paths of all requests, as they came
-        self.prompts: list[list[int]] = []  # of the completions that it gave
-        self.received: list[torch.Tensor] = []  # of the last update
+        self.prompts: list[list[int]] = []  # those of the completions that it gave
+        self.received: list[torch.Tensor] = []  # the tensors of the last update
         self.hangs: str | None = None  # a path: requests of it wait for the event
         self.event = threading.Event()
-        self.changes: dict[str, object] = {}  # of an answer or its choice; "status", "text" of the whole; or "stuck"
+        self.changes: dict[str, object] = {}  # in an answer or its choice; "status", "text" of the whole; or "stuck"
         self.pool = ThreadPoolExecutor(1)  # receives weights
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()

@@ -67,7 +67,7 @@ def test_a_file_whose_name_is_no_utf8_is_named_by_its_bytes(tmp_path):
     assert read_json_file(file)[0].where == f"{tmp_path}/a\\udcff.jsonl, line 1"
 
 
-@pytest.mark.parametrize(("end", "content", "rows"), [  # of a row: place and prompt
+@pytest.mark.parametrize(("end", "content", "rows"), [  # each row: place and prompt
     (".jsonl", BOM + BYTES, {"line 1": "1+1"}),
     (".jsonl", GOOD.replace("\n", "\r\n") * 2, {"line 1": "1+1", "line 2": "1+1"}),
     (".jsonl", GOOD + "\n\n" + GOOD.rstrip("\n"), {"line 1": "1+1", "line 4": "1+1"}),

@@ -39,7 +39,7 @@ def write(file: Path, *runs: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def three_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Of 500 steps. a and b differ by their seed, c by a flag and its code. a has 10,000 completions of 50 steps."""
+    """500 steps each. a and b differ by their seed, c by a flag and its code. a has 10,000 completions of 50 steps."""
     root = tmp_path_factory.mktemp("runs")
     runs = [make_run(root / "a", 1), make_run(root / "b", 2), make_run(root / "c", 3, patch=HOSTILE, clip_high=0.28)]
     make_rollouts(runs[0], list(range(10, 501, 10)), prompts=25, tokens=300, vocabulary=make_vocabulary(151_000))
@@ -92,7 +92,7 @@ def test_files_that_cannot_be_read_are_left_out_and_named(tmp_path, capsys):
     content[len(content) // 3] ^= 255
     files[2].write_bytes(content)
     files[3].write_bytes(files[3].read_bytes()[:5000])
-    pq.write_table(pq.read_table(files[4]).drop_columns("reward"), files[4])  # of another program
+    pq.write_table(pq.read_table(files[4]).drop_columns("reward"), files[4])  # a file of another program
     (run / "rollouts" / "tokens.parquet").write_bytes(b"no table")
     found = headers(write(tmp_path / "page.html", run))["runs"]["runs"][0]["samples"]
     assert found["steps"] == [1] and not found["has_tokens"]

@@ -35,7 +35,7 @@ SETUPS = {
     "copies": "Qwen/Qwen2.5-7B --prompts_per_step 256 --plan_gpus 16 --plan_nodes 2",
 }
 SERVERS = "--engine server --generation_gpus 2 3 4 5 6 7 "
-PARAMETERS = 7_615_616_512  # of Qwen2.5-7B
+PARAMETERS = 7_615_616_512  # Qwen2.5-7B has so many
 
 
 @functools.cache

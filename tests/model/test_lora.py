@@ -101,7 +101,7 @@ def test_lora_loss_and_gradient_are_those_of_the_formula(results, policy):
             assert metrics["policy/loss"] == pytest.approx(loss, abs=2e-6)
             assert metrics["policy/ratio_max"] == metrics["policy/ratio_min"] == 1.0
             assert {gradient.dtype for gradient in ours.values()} == {torch.float32}
-            torch.testing.assert_close(ours, gradients, **TOLERANCE)  # of the same names: only A and B are trained
+            torch.testing.assert_close(ours, gradients, **TOLERANCE)  # and names: only A and B are trained
 
 
 def test_gradients_are_reduced_in_fp32_after_a_reference_pass(results):
@@ -110,7 +110,7 @@ def test_gradients_are_reduced_in_fp32_after_a_reference_pass(results):
     """
     for first, second in (found["bf16"].values() for found in results.values()):
         assert {gradient.dtype for gradient in first.values()} == {torch.float32}
-        torch.testing.assert_close(second, first, atol=0, rtol=0)  # of the same dtype
+        torch.testing.assert_close(second, first, atol=0, rtol=0)  # also the dtype
 
 
 def test_the_reference_is_exactly_the_base_model(results):

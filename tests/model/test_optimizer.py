@@ -46,7 +46,7 @@ def test_bf16_parameter_and_remainder_make_the_fp32_number():
 def test_bf16_parameters_move_by_updates_of_a_millionth():
     """Parameters in bf16 move by updates of a millionth, as fp32 ones do."""
     start = (torch.rand(100, generator=torch.Generator().manual_seed(1)) / 2 + 1.5).bfloat16()  # steps of 1/128
-    tiny = {"lr": 2e-6, "weight_decay": 0.0}  # of a parameter, 1e-6 to 1.3e-6
+    tiny = {"lr": 2e-6, "weight_decay": 0.0}  # a parameter moves by 1e-6 to 1.3e-6
     ones = [torch.ones(100)] * 4000  # each update is lr, all together are a little more than 1/128
     plain = torch.nn.Parameter(start.clone())
     assert train(torch.optim.AdamW([plain], **SETTINGS | tiny), ones).equal(start), "plain bf16 does not move at all"

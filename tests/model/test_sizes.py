@@ -116,7 +116,7 @@ def test_an_engine_has_as_many_ranks_as_vllm_can_divide_it_among(sizes, fitting)
 
 
 def test_the_heads_of_a_vision_tower_are_divided_too():
-    tower = {"num_heads": 16, "intermediate_size": 3420}  # of Qwen2.5-VL-3B
+    tower = {"num_heads": 16, "intermediate_size": 3420}  # as in Qwen2.5-VL-3B
     text = {"num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 11008}
     config = Qwen2_5_VLConfig(vision_config=tower, text_config=text)
     check(config, 4)
@@ -128,7 +128,7 @@ def rope(kind: str, **overrides: object) -> dict[str, object]:
     return {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0} | overrides
 
 
-def of_kinds(name: str, length: int, angles: dict[str, object]) -> PretrainedConfig:
+def mixed_config(name: str, length: int, angles: dict[str, object]) -> PretrainedConfig:
     """Layers without a window have these angles."""
     return AutoConfig.for_model(name, max_position_embeddings=length, rope_parameters={"full_attention": angles})
 
@@ -148,14 +148,14 @@ CONTEXTS = [  # config, longest sequence, of 2,048 tokens or less by one
         1024,
     ),
     (Qwen2Config(max_position_embeddings=512, rope_parameters=rope("yarn")), 2048),  # the original length is that
-    (Qwen2Config(max_position_embeddings=512, rope_scaling={"type": "yarn", "factor": 4.0}), 2048),  # of older files
+    (Qwen2Config(max_position_embeddings=512, rope_scaling={"type": "yarn", "factor": 4.0}), 2048),  # as in older files
     (Qwen2Config(max_position_embeddings=512, rope_parameters=rope("linear")), 2048),
     (LlamaConfig(max_position_embeddings=512, rope_parameters=rope("llama3", **LLAMA3)), 512),
     (Qwen2Config(max_position_embeddings=512), 512),
-    # Of each kind of layer. In Gemma 3's files the length is the one after scaling.
-    (of_kinds("gemma3_text", 1024, rope("linear")), 1024),
-    (of_kinds("olmo3", 2048, rope("yarn", original_max_position_embeddings=256)), 1024),
-    (of_kinds("olmo3", 512, {"rope_type": "default"}), 512),
+    # Angles of each kind of layer. In Gemma 3's files the length is the one after scaling.
+    (mixed_config("gemma3_text", 1024, rope("linear")), 1024),
+    (mixed_config("olmo3", 2048, rope("yarn", original_max_position_embeddings=256)), 1024),
+    (mixed_config("olmo3", 512, {"rope_type": "default"}), 512),
     (LlamaConfig(max_position_embeddings=512, model_max_length=2048), 2048),
     (PretrainedConfig(num_attention_heads=4, vocab_size=64, intermediate_size=64), math.inf),
 ]
@@ -200,7 +200,7 @@ def test_rotary_angles_that_change_with_the_batch_are_refused():
     with pytest.raises(ValueError, match="longrope.* keep prompt and completion within 2047 tokens"):
         check(Phi3Config(original_max_position_embeddings=2047, **context))
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    for config in (Qwen2Config(max_position_embeddings=4096, rope_parameters=rope), of_kinds("olmo3", 4096, rope)):
+    for config in (Qwen2Config(max_position_embeddings=4096, rope_parameters=rope), mixed_config("olmo3", 4096, rope)):
         with pytest.raises(ValueError, match=r"rotary angles \(dynamic\)"):
             check(config)
 

@@ -51,7 +51,7 @@ def found(model, tmp_path_factory) -> dict:
 def reference_logprobs(
     hugging_face: nn.Module, processor: ProcessorMixin, data: PromptData, rollout: Rollout, b: int
 ) -> torch.Tensor:
-    """Of completion b by transformers alone: its processor makes tokens and pixels, its model the positions."""
+    """Completion b by transformers alone: its processor makes tokens and pixels, its model the positions."""
     images = [decode(image) for image in data.rows[b].encoded_images]
     size = {"longest_edge": data.rows[0].images.vision.max_pixels, "shortest_edge": 56 * 56}
     text = processor.apply_chat_template(data.rows[b].messages, add_generation_prompt=True)
@@ -254,7 +254,7 @@ def grey(values: list[float], kind: str, form: str) -> bytes:
 
 @pytest.mark.parametrize(("values", "kind", "form", "found"), [
     ([0, 257 * 100, 65535], "u2", "PNG", [0, 100, 255]),
-    ([0, 1000, 4095], "u2", "PNG", [0, 62, 255]),  # of a camera of 12 bits
+    ([0, 1000, 4095], "u2", "PNG", [0, 62, 255]),  # a camera of 12 bits
     ([65535, 65535, 65535], "u2", "TIFF", [255] * 3),
     ([0, 0, 0], ">u2", "TIFF", [0] * 3),
     ([0, 50_000, 100_000], "i4", "TIFF", [0, 128, 255]),

@@ -76,7 +76,7 @@ def test_a_launch_that_does_not_fit_the_gpus_is_refused(seen, num_ranks, asked, 
     gpus(**seen)
     monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(num_ranks, 8)))
-    with pytest.raises(ValueError, match=f"^.*{said}.*$") if said else nullcontext():  # of one line
+    with pytest.raises(ValueError, match=f"^.*{said}.*$") if said else nullcontext():  # one line
         check(**asked)
 
 

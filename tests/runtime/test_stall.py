@@ -17,7 +17,7 @@ from rollout import Engine
 from runtime import stall
 from runtime.stall import WAITS, Board, Rank, StallWatch, beat, in_phase, report
 
-FAULTS = {  # of rank 1 of 3 -> what is said of it
+FAULTS = {  # a fault of rank 1 of 3 -> what is said of it
     "hang": "rank 1 runs a backward pass on HOST, in update of step 3, at tests/helpers/programs.py:99 hang; the",
     "stop": "rank 1 is stopped, by SIGSTOP or a debugger (`kill -CONT PID` resumes it) on HOST, in update of step 3",
     "exception": "rank 1 has ended on HOST, in update of step 3",
@@ -28,7 +28,7 @@ FAULTS = {  # of rank 1 of 3 -> what is said of it
 
 @pytest.fixture(scope="module")
 def halted(tmp_path_factory):
-    """Of each fault: the folder of `halt`, with what its ranks have `said`, and the ranks."""
+    """For each fault: the folder of `halt`, with what its ranks have `said`, and the ranks."""
     started = {fault: (tmp_path_factory.mktemp("ranks"), []) for fault in FAULTS}
     for fault, (folder, ranks) in started.items():
         command, output = [sys.executable, ROOT / PROGRAMS, "halt", fault, folder], folder / "said"

@@ -31,7 +31,7 @@ class CountingEngine:
     tokenizer = build_tokenizer()
 
     def __init__(self, lengths) -> None:
-        self.lengths = lengths  # of the completions of row i: two numbers
+        self.lengths = lengths  # those of the completions of row i: two numbers
         self.version = self.num_steps = self.num_tokens = self.next_id = 0
         self.running: dict[int, list[int]] = {}  # request -> [the length it will have, tokens so far, and now]
         self.begun: dict[str, int] = {}

@@ -401,7 +401,7 @@ def test_the_same_command_completes_a_run_whose_server_is_killed(folder, tmp_pat
     assert max(line["policy/rollout_gap_lag_0"] or 0 for line in lines) < 1e-6
     assert max(line["policy/rollout_gap_lag_1"] or 0 for line in lines) > 1e-5
     assert all(line["policy/rollout_clip_frac"] < 0.5 for line in lines), "corrected by default"
-    counts = Counter(graded.read_text().split()) - Counter({"0": 2 * 3})  # of the trials at the two starts
+    counts = Counter(graded.read_text().split()) - Counter({"0": 2 * 3})  # the trials at the two starts
     assert counts.keys() == {str(number) for number in range(64)}, "each prompt of the epoch"
     assert min(counts.values()) == 4 and sum(count >= 8 for count in counts.values()) <= 8  # late ones are graded twice
 

@@ -41,7 +41,7 @@ def run_of(run, server, **more):
 
 @pytest.mark.parametrize("when", ["sampling", "between", "at the end"])
 def test_the_first_of_two_runs_on_one_server_ends(when, server):
-    """Of two runs on one server the first ends and names the second, which goes on. Whether the first samples
+    """Two runs on one server: the first ends and names the second, which goes on. Whether the first samples
     meanwhile, sends its next weights afterwards, or only ends.
     """
     sampling = Sampling(2, 1.0, 2000 if when == "sampling" else 5)  # tokens of a ms each

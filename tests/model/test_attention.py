@@ -73,12 +73,14 @@ def test_packed_logprobs_and_gradients_equal_those_unpacked(
     """
     path = str(request.getfixturevalue(model) if "policy" in model else random_model(tmp_path, model))
     packed = load_policy(path, torch.float64, gradient_checkpointing)
-    alone = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
+    # Its eager attention rounds probabilities to fp32, which only windows need to be compared with.
+    kind = "eager" if (model, temperature) in WINDOWED else "sdpa"
+    alone = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation=kind)
     rollout = make_rollout(lengths, prompt_length, group_size=group_size)
     batch = pack(rollout, list(range(len(lengths))), group_size)
     num_shared = (prompt_length - 1) * (len(lengths) - -(-len(lengths) // group_size))
     assert len(batch.labels_N) == rollout.sequence_lengths_B.sum() - num_shared
-    weights = torch.randn(sum(lengths))
+    weights = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(0))
     passes = []
     packed.layers[0].self_attn.register_forward_hook(lambda *_: passes.append(1))
     logprobs = packed(batch, temperature)[0][batch.loss_mask_N]

@@ -100,6 +100,7 @@ def test_a_shared_image_prompt_equals_its_completions_alone(model):
     data = vision_data(vision_flags(model))
     rollout = vision_rollout(data).select(np.array([0, 0, 2, 2, 4, 4]))
     rollout.completions[1] = rollout.completions[1][::-1][:6]
+    rollout.is_sampled[1] = rollout.is_sampled[1][:6]
     rollout.rollout_logprobs[1] = rollout.rollout_logprobs[1][:6]
     policy, found = load_policy(model), []
     for group_size in (1, 2):

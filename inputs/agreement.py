@@ -51,7 +51,7 @@ def check_same_step(**parts: Iterable[np.ndarray]) -> None:
 
 
 def differences(ranks: list[dict[str, str]]) -> str:
-    """For example "rank 3 has --seed 2 (the others: 1)"; "" if all ranks say the same.
+    """For example "rank 3 has --seed 2 (the other ranks: 1)"; "" if all ranks say the same.
 
     What most ranks say counts as right; if as many say something else, what the first of them says.
     """
@@ -61,7 +61,7 @@ def differences(ranks: list[dict[str, str]]) -> str:
         common = Counter(values).most_common(1)[0][0]
         for rank, value in enumerate(values):
             if value != common:
-                deviations[rank].append(f"{name} {value} (the others: {common})")
+                deviations[rank].append(f"{name} {value} (the other ranks: {common})")
     # The first four of a rank will do.
     return "; ".join(f"rank {rank} has {', '.join(texts[:4])}" for rank, texts in sorted(deviations.items()))
 

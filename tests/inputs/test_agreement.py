@@ -24,8 +24,9 @@ runpy.run_path("train_grpo.py", run_name="__main__")
 
 def test_the_rank_that_differs_is_named():
     one, two = {"--seed": "1"}, {"--seed": "2"}
-    assert differences([one] * 4) == "" and differences([one, two, one, one]) == "rank 1 has --seed 2 (the others: 1)"
-    assert differences([{"a": "1"}, {}]) == "rank 1 has a none (the others: 1)"
+    assert differences([one] * 4) == ""
+    assert differences([one, two, one, one]) == "rank 1 has --seed 2 (the other ranks: 1)"
+    assert differences([{"a": "1"}, {}]) == "rank 1 has a none (the other ranks: 1)"
 
 
 def test_a_digest_sees_every_byte_and_every_border():
@@ -44,7 +45,7 @@ def test_flags_code_and_batch_are_compared(monkeypatch):
 
     change = {"--group_size": "4"}
     monkeypatch.setattr("inputs.agreement.gather_from_ranks", gather)
-    said = r"^rank 1 has --group_size 4 \(the others: 8\); start all ranks with the same"
+    said = r"^rank 1 has --group_size 4 \(the other ranks: 8\); start all ranks with the same"
     with pytest.raises(ValueError, match=said):
         check_same_start({"group_size": 8})
     assert {"run.py", "runtime/stall.py", "torch"} < digests_by_path[0].keys()

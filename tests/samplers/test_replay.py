@@ -13,6 +13,7 @@ from grading import Grade
 from helpers.made_up import make_rollout, make_row
 from helpers.runs import metrics_of, torchrun, training_flags
 from instruments.rollout_files import Keeper, file_of, steps_in
+from instruments.samples import pack_step
 from runtime.start import RunError
 from samplers.replay import read_rounds, weights_of
 
@@ -55,6 +56,20 @@ def test_what_was_kept_comes_back_to_the_bit(tmp_path):
             assert a.dtype == b.dtype and np.array_equal(a, b)
     assert found.texts == expected.texts and found.grades == expected.grades and found.versions is None
     assert found.is_truncated_B.tolist() == expected.is_truncated_B.tolist()
+
+
+def test_a_file_of_an_older_run_is_read(tmp_path):
+    """Where there was no environment, such a file does not say which tokens were sampled: all were."""
+    kept(tmp_path, sampled())
+    table = pyarrow.parquet.read_table(file := file_of(tmp_path, 3))
+    place, names = table.column_names.index("is_sampled"), [name for name in table.column_names if name != "is_sampled"]
+    nulls = pyarrow.nulls(len(table), table.schema.field("is_sampled").type)
+    older = table.select(names).add_column(place, "is_sampled", nulls)
+    pyarrow.parquet.write_table(older, file, write_page_checksum=True)
+    first, second = read_rounds(tmp_path, 3, {row.where: row for row in ROWS})
+    assert [flags.tolist() for flags in first.is_sampled + second.is_sampled] == [[True] * n for n in (2, 5, 1, 4)]
+    tokens = pyarrow.table({"bytes": [b"x"] * 64})
+    assert pack_step(older, tokens) == pack_step(table, tokens), "the report shows the same"
 
 
 def test_the_file_says_what_was_trained_on_and_how(tmp_path):

@@ -2,11 +2,13 @@
 
 import base64
 import json
+import sys
 import time
 import zlib
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -338,6 +340,42 @@ def test_an_environment_of_another_library_is_ours_by_an_adapter():
     assert (reply.messages, reply.grade.reward) == ([], 1.0)
     assert reply.grade.parts == {"Adapter": 1.0, "turn_1": 0.0, "turn_2": 1.0}
     assert len(Path("docs/environments/gym_adapter.py").read_text().partition("class Adapter")[2].splitlines()) <= 25
+
+
+class EchoServer:
+    """Stands for openenv.core.GenericEnvClient: an episode of two steps, whose observations repeat the action."""
+
+    def __init__(self, base_url: str) -> None:
+        self.texts, self.is_open = [base_url], True
+
+    def sync(self) -> "EchoServer":
+        return self
+
+    def reset(self, **options: int) -> None:
+        self.texts.append(str(options))
+
+    def step(self, action: dict[str, str]) -> SimpleNamespace:
+        self.texts.append(action["message"])
+        observation = {"echo": "; ".join(self.texts)}
+        return SimpleNamespace(observation=observation, reward=0.5, done=len(self.texts) == 4)
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+def test_an_openenv_server_is_an_environment(monkeypatch):
+    """A session of its server is an episode: reset with the row's seed, stepped with each turn, and closed."""
+    monkeypatch.setitem(sys.modules, "openenv", SimpleNamespace(core=None))
+    monkeypatch.setitem(sys.modules, "openenv.core", SimpleNamespace(GenericEnvClient=EchoServer))
+    options = {"OPENENV_URL": "http://x", "OPENENV_ACTION": "message", "OPENENV_OBSERVATION": "echo"}
+    for name, value in options.items():
+        monkeypatch.setenv(name, value)
+    handler = EpisodeWorker("docs/environments/openenv_adapter.py:OpenEnv", None)
+    reply = handler(Turn(1, {"answer": "", "seed": "3"}, ("a",), is_last=False))
+    assert reply.messages == [{"role": "user", "content": "http://x; {'seed': 3}; a"}]
+    (episode, _), *_ = handler.episodes.values()
+    reply = handler(Turn(1, {"answer": "", "seed": "3"}, ("a", "b"), is_last=False))
+    assert (reply.messages, reply.grade.reward, episode.client.is_open) == ([], 1.0, False)
 
 
 # Training on them -----------------------------------------------------------------------------------------------------

@@ -108,6 +108,40 @@ def test_a_judge_gets_parallel_requests_and_may_fail(tmp_path):
     assert grades[40].status.startswith(said) and grades[41].status == "timeout"
 
 
+class RewardModel(Judge):
+    """`vllm serve` with a reward model that prefers long completions; raw numbers are asked for."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        prompt, completion = (message["content"] for message in asked["messages"])
+        is_known = (self.path, prompt, asked["use_activation"]) == ("/classify", "2+5?", False)
+        time.sleep(0.3)
+        self.send_response(200 if is_known else 400)
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": [{"index": 0, "probs": [len(completion) - 4.5]}]}).encode())
+
+
+def test_a_reward_model_gets_parallel_requests(tmp_path):
+    """A reward model scores several completions at once; one that it does not take counts as failed."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), RewardModel)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    (tmp_path / "reward_model.py").write_text(
+        f"import os\nos.environ['REWARD_MODEL_URL'] = 'http://127.0.0.1:{server.server_port}'\n"
+        + (EXAMPLES / "reward_model.py").read_text()
+    )
+    grading = Grading(f"{tmp_path}/reward_model.py:score", reward_timeout=20.0, reward_in_flight=20)
+    grader = Grader(grading, num_workers=1)
+    grader.grade([Case("7", "7", prompt="2+5?")])  # the worker loads
+    started = time.monotonic()
+    cases = [Case("7" * length, "7", prompt="2+5?") for length in range(40)]
+    grades = grader.grade([*cases, Case("7", "7", prompt="another")])
+    assert time.monotonic() - started < 41 * 0.3 / 2
+    grader.close()
+    server.shutdown()
+    assert [grade.reward for grade in grades] == [length - 4.5 for length in range(40)] + [0.0]
+    assert grades[40].status.startswith("error: HTTPError: HTTP Error 400")
+
+
 HONEST = (
     "def double(x):\n    return 2 * x",
     "double = lambda x: 2 * x\nprint('x' * 10**6, flush=True)\nimport atexit\natexit.register(print, 'bye')",

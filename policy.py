@@ -32,7 +32,7 @@ from model import lora as adapters
 from model.attention import make_packing
 from model.head import Teacher, chunked_logprobs
 from model.optimizer import make_optimizer
-from model.sizes import head_dim
+from model.sizes import active_share, head_dim
 from model.vision import BatchImages, PromptImages, embed, tower_of
 from model.weights import fill, in_files, load_config, model_from_config, without_storage
 from runtime.progress import OFF
@@ -70,7 +70,7 @@ class Policy(adapters.WithAdapter):
         config = model.config.get_text_config()
         matrices = model.get_output_embeddings().weight.numel()
         for layer in self.layers:
-            matrices += sum(weight.numel() for weight in layer.parameters() if weight.ndim == 2)
+            matrices += sum(weight.numel() * active_share(config, weight.ndim) for weight in layer.parameters())
         # FLOPs of a forward pass: 2 x numbers of the matrices x tokens; causal attention 2 x
         # length^2 x width a layer.
         self.flops_per_token = 2 * matrices

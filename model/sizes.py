@@ -59,6 +59,16 @@ def head_dim(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def expert_width(config: PretrainedConfig) -> int:
+    """The inner width of one expert, by the config of a mixture of experts."""
+    return getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+
+
+def active_share(config: PretrainedConfig, ndim: int) -> float:
+    """The share of a layer's tensor that a token is multiplied by: a matrix, or its experts' of [expert, out, in]."""
+    return config.num_experts_per_tok / config.num_experts if ndim == 3 else float(ndim == 2)
+
+
 def kv_heads(config: PretrainedConfig) -> int:
     """The number of heads of keys and values, by the config of a text model."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -77,6 +87,17 @@ REFUSED = (
     (("is_heterogeneous",), (False,), "layers of different sizes"),
     (("use_bidirectional_attention",), (False,), "attention to tokens that follow"),
 )
+# Mixtures of experts that are implemented, and the values that vLLM's code has for what a config may say otherwise.
+# Windows: transformers does not hand Qwen2-MoE's to the attention, and vLLM knows neither's.
+MIXTURES = {
+    "qwen3_moe": {"use_sliding_window": False, "attention_bias": False, "hidden_act": "silu"},
+    "qwen2_moe": {"use_sliding_window": False, "qkv_bias": True, "hidden_act": "silu"},
+    "olmoe": {
+        "clip_qkv": None, "norm_topk_prob": False, "attention_bias": False, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False, "hidden_act": "silu",
+    },
+}  # fmt: skip
+CPU_EXPERT = 32  # the sizes that vLLM's kernels for CPUs multiply experts of are multiples of it
 # Types of models that were tried here. Apertus: vLLM keeps parameters of its activation in bf16.
 # DiffLlama, Doge: vLLM does not start. Nemotron: attention that is not told of the packing. Cohere 2:
 # vLLM's windows are a token longer.
@@ -84,21 +105,25 @@ NOT_ALIKE = {"apertus", "cohere2", "diffllama", "doge", "nemotron"}
 LAYERS = {"full_attention", "sliding_attention", "attention"}  # kinds of layers that are implemented
 # Types with one window for all layers, in transformers' code (the first four) or in vLLM's (Qwen).
 ONE_WINDOW = {"mistral", "ministral3", "phi3", "starcoder2", "qwen2", "qwen2_5_vl_text", "qwen3"}
-NEAREST = {"gemma": "Gemma 3", "gpt_oss": "OLMo 3"}  # beginning of a type that is refused -> what computes most alike
+# Word of the type that is refused, or of a reason -> what computes most alike.
+NEAREST = {"gemma": "Gemma 3", "gpt_oss": "OLMo 3", "experts": "Qwen3-30B-A3B"}
 
 
 def check_architecture(path: str, config: PretrainedConfig) -> None:
-    """Raises ValueError for a model that is not dense, not attention in all its layers, quantized, or scales logits."""
+    """Raises ValueError for a model that trainer and engine do not compute alike, with the reasons."""
     text = config.get_text_config()
     own_scale = "logits_scaling" if text.model_type == "granite" else None  # see `Policy`
     parts = config, text, getattr(text, "ffn_config", None)  # DBRX has a config of its own for what has the experts
     reasons = []
-    for names, allowed, words in REFUSED:
+    for names, allowed, words in REFUSED[text.model_type in MIXTURES :]:  # the first are the experts
         for part, name in itertools.product(parts, names):
             value = getattr(part, name, None)
             if name != own_scale and value not in (None, *allowed):
                 reasons.append(words.format(name=name, value=value))
                 break
+    for name, value in MIXTURES.get(text.model_type, {}).items():
+        if getattr(text, name) != value:
+            reasons.append(f"{name} = {getattr(text, name)} beside experts, where vLLM has {value}")
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
     reasons += [f"layers of the kind {kind}" for kind in sorted(set(kinds) - LAYERS)]
     if text.model_type in ONE_WINDOW and len(set(kinds)) > 1:
@@ -108,10 +133,11 @@ def check_architecture(path: str, config: PretrainedConfig) -> None:
     if text.model_type in NOT_ALIKE:
         reasons.append("parts that trainer and engine do not compute alike")
     if reasons:
-        near = [name for beginning, name in NEAREST.items() if text.model_type.startswith(beginning)]
+        found = f"({text.model_type}) has {' and '.join(reasons)}"
+        near = [name for word, name in NEAREST.items() if word in found]
         raise ValueError(
-            f"--model {path} ({text.model_type}) has {' and '.join(reasons)}; needed is a dense model with attention "
-            f"in all layers, plain logits, and weights in bf16 or fp32: use {', '.join([*near, 'Qwen3-0.6B to 32B'])}, "
+            f"--model {path} {found}; needed is a dense model, Qwen3-MoE, Qwen2-MoE or OLMoE, with attention in all "
+            f"layers, plain logits, and weights in bf16 or fp32: use {', '.join([*near, 'Qwen3-0.6B to 32B'])}, "
             "Qwen2.5 or Llama, for example."
         )
 
@@ -153,7 +179,8 @@ def check_parallel(config: PretrainedConfig, size: int) -> None:
     heads, kv = text.num_attention_heads, kv_heads(text)
     inner = getattr(text, "intermediate_size", None) or 0
     rows = -(-text.vocab_size // 64) * 64  # the head's: vLLM pads them
-    divided = [heads, inner, rows, getattr(tower, "num_heads", 0), getattr(tower, "intermediate_size", 0)]
+    experts = [getattr(text, f"{part}_intermediate_size", None) or 0 for part in ("moe", "shared_expert")]
+    divided = [heads, inner, *experts, rows, getattr(tower, "num_heads", 0), getattr(tower, "intermediate_size", 0)]
     sizes = []
     for ranks in range(1, heads + 1):
         divides_kv = max(kv, ranks) % min(kv, ranks) == 0  # a rank has some of their heads, or several ranks have one
@@ -163,6 +190,19 @@ def check_parallel(config: PretrainedConfig, size: int) -> None:
         raise ValueError(
             f"--tensor_parallel_size {size} cannot divide {heads} attention heads, {kv} heads of keys and values, "
             f"{inner} units of an MLP and {rows} logits; use one of {', '.join(map(str, sizes))}."
+        )
+
+
+def check_cpu_experts(path: str, config: PretrainedConfig, tensor_parallel_size: int) -> None:
+    """Raises ValueError for experts of sizes that vLLM's kernels for CPUs do not know."""
+    text = config.get_text_config()
+    if text.model_type not in MIXTURES:
+        return
+    if text.hidden_size % CPU_EXPERT or expert_width(text) % (CPU_EXPERT * tensor_parallel_size):
+        raise ValueError(
+            f"--model {path}: on CPUs vLLM needs a hidden size and a width of its experts, divided by "
+            f"--tensor_parallel_size, that are multiples of {CPU_EXPERT}, not {text.hidden_size} and "
+            f"{expert_width(text)} / {tensor_parallel_size}; use GPUs, another model, or fewer ranks an engine."
         )
 
 

@@ -33,6 +33,7 @@ def kinds(kind: str) -> dict[str, object]:
 
 GEMMA = {"initializer_range": 0.03, "query_pre_attn_scalar": 16}
 GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.1, "residual_multiplier": 0.5, "logits_scaling": 8.0}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
 FAMILIES = {  # as docs/data.md names them -> type, and what differs from the sizes of `make_model_of_family`
     "Qwen2": ("qwen2", {}),
     "Qwen3": ("qwen3", {}),
@@ -55,6 +56,13 @@ FAMILIES = {  # as docs/data.md names them -> type, and what differs from the si
     "OLMo 3": ("olmo3", {"head_dim": None} | kinds("yarn")),
     "EXAONE 4": ("exaone4", KINDS),
     "Ministral": ("ministral", KINDS),
+    "Qwen3-MoE": ("qwen3_moe", EXPERTS | {"moe_intermediate_size": 64, "norm_topk_prob": True}),
+    # One layer of two has no experts but a plain MLP.
+    "Qwen2-MoE": (
+        "qwen2_moe",
+        EXPERTS | {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "mlp_only_layers": [0]},
+    ),
+    "OLMoE": ("olmoe", EXPERTS),
 }
 
 

@@ -373,7 +373,7 @@ def faults_of(trial: FaultTrial) -> dict[str, Callable[[], AbstractContextManage
     engine, old = trial.engine, {name: tensor.clone() for name, tensor in trial.policy.full_weights()}
     unmerged = lambda layer, weight, dtype: weight.to(dtype)  # noqa: E731
     lora_fault = {"adapter not merged": lambda: patch.object(adapters, "merged", unmerged)}  # which leaves the head
-    head_fault = {"head not repacked": lambda: patch.object(rollout_module, "_repack_head", lambda model: None)}
+    head_fault = {"head not repacked": lambda: patch.object(rollout_module, "repack", lambda model: None)}
     return {
         "k and v swapped": lambda: trial.stream(lambda named: named.update({K: named[V], V: named[K]})),
         "layers swapped": lambda: trial.stream(lambda named: named.update({Q: named[NEXT_Q], NEXT_Q: named[Q]})),

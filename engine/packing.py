@@ -1,4 +1,4 @@
-"""CPU: the copies that vLLM's kernels multiply by, in a layout of their own, which a reload of weights does not renew."""
+"""CPU: copies that vLLM's kernels multiply by, in a layout of their own, which a reload of weights does not renew."""
 
 from __future__ import annotations
 

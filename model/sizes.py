@@ -177,10 +177,10 @@ def check_parallel(config: PretrainedConfig, size: int) -> None:
     """Raises ValueError if vLLM cannot divide the model among so many ranks."""
     text, tower = config.get_text_config(), getattr(config, "vision_config", None)
     heads, kv = text.num_attention_heads, kv_heads(text)
-    inner = getattr(text, "intermediate_size", None) or 0
+    inner = [getattr(text, f"{part}intermediate_size", None) for part in ("", "moe_", "shared_expert_")]
+    inner = list(dict.fromkeys(filter(None, inner)))
     rows = -(-text.vocab_size // 64) * 64  # the head's: vLLM pads them
-    experts = [getattr(text, f"{part}_intermediate_size", None) or 0 for part in ("moe", "shared_expert")]
-    divided = [heads, inner, *experts, rows, getattr(tower, "num_heads", 0), getattr(tower, "intermediate_size", 0)]
+    divided = [heads, *inner, rows, getattr(tower, "num_heads", 0), getattr(tower, "intermediate_size", 0)]
     sizes = []
     for ranks in range(1, heads + 1):
         divides_kv = max(kv, ranks) % min(kv, ranks) == 0  # a rank has some of their heads, or several ranks have one
@@ -189,7 +189,7 @@ def check_parallel(config: PretrainedConfig, size: int) -> None:
     if size not in sizes:
         raise ValueError(
             f"--tensor_parallel_size {size} cannot divide {heads} attention heads, {kv} heads of keys and values, "
-            f"{inner} units of an MLP and {rows} logits; use one of {', '.join(map(str, sizes))}."
+            f"{' or '.join(map(str, inner))} units of an MLP and {rows} logits; use one of {', '.join(map(str, sizes))}."
         )
 
 

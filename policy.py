@@ -30,7 +30,7 @@ from flags import AdamW, Lora, Memory
 from fsdp_utils import World, full_tensors, own_rows, shard
 from model import lora as adapters
 from model.attention import make_packing
-from model.experts import largest_load, watch_routers
+from model.experts import ExpertLoads
 from model.head import Teacher, chunked_logprobs
 from model.optimizer import make_optimizer
 from model.sizes import active_share, head_dim
@@ -68,7 +68,7 @@ class Policy(adapters.WithAdapter):
         # When the reference ran. It has the same list, so the policy knows the time also where it
         # is not itself.
         self.reference_times: list[tuple[Moment, Moment]] = []
-        self.routers = watch_routers(self.layers)
+        self.expert_loads = ExpertLoads(self.layers)
         config = model.config.get_text_config()
         matrices = model.get_output_embeddings().weight.numel()
         for layer in self.layers:
@@ -140,10 +140,6 @@ class Policy(adapters.WithAdapter):
             seconds += end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
         self.reference_times.clear()
         return seconds
-
-    def largest_load(self) -> dict[str, float]:
-        """The metric of a mixture of experts, of the update's tokens; {} of a dense model. All ranks call it."""
-        return largest_load(self.routers)
 
     def named_weights(self) -> list[tuple[str, nn.Parameter, nn.Module | None]]:
         """(Hugging Face name, parameter, layer whose adapter is merged into it) of all but adapters."""

@@ -189,7 +189,8 @@ def check_parallel(config: PretrainedConfig, size: int) -> None:
     if size not in sizes:
         raise ValueError(
             f"--tensor_parallel_size {size} cannot divide {heads} attention heads, {kv} heads of keys and values, "
-            f"{' or '.join(map(str, inner))} units of an MLP and {rows} logits; use one of {', '.join(map(str, sizes))}."
+            f"{' or '.join(map(str, inner))} units of an MLP and {rows} logits; "
+            f"use one of {', '.join(map(str, sizes))}."
         )
 
 

@@ -19,6 +19,7 @@ CHAIN = [  # ranks, flags of memory
 def runs(policy, tmp_path_factory):
     folder = tmp_path_factory.mktemp("reshard")
     make_model_of_family(folder / "gemma_3", "gemma3_text", sliding_window=8)
+    make_model_of_family(folder / "qwen3_moe", "qwen3_moe", num_experts=5, moe_intermediate_size=32)
     for step, (num_ranks, flags) in enumerate(CHAIN, start=1):
         on_ranks(num_ranks, "distributed:reshard", policy, folder, step, flags)
     return folder

@@ -87,10 +87,13 @@ REFUSED = (
     (("is_heterogeneous",), (False,), "layers of different sizes"),
     (("use_bidirectional_attention",), (False,), "attention to tokens that follow"),
 )
-# Mixtures of experts that are implemented, and the values that vLLM's code has for what a config may say otherwise.
-# Windows: transformers does not hand Qwen2-MoE's to the attention, and vLLM knows neither's.
+# Mixtures of experts that are implemented, and the values of their configs that transformers and vLLM compute alike.
+# Windows, for example, vLLM does not know here, and transformers does not hand Qwen2-MoE's to the attention.
 MIXTURES = {
-    "qwen3_moe": {"use_sliding_window": False, "attention_bias": False, "hidden_act": "silu"},
+    "qwen3_moe": {
+        "use_sliding_window": False, "attention_bias": False, "hidden_act": "silu",
+        "shared_expert_intermediate_size": 0,
+    },
     "qwen2_moe": {"use_sliding_window": False, "qkv_bias": True, "hidden_act": "silu"},
     "olmoe": {
         "clip_qkv": None, "norm_topk_prob": False, "attention_bias": False, "rms_norm_eps": 1e-5,
@@ -122,8 +125,8 @@ def check_architecture(path: str, config: PretrainedConfig) -> None:
                 reasons.append(words.format(name=name, value=value))
                 break
     for name, value in MIXTURES.get(text.model_type, {}).items():
-        if getattr(text, name) != value:
-            reasons.append(f"{name} = {getattr(text, name)} beside experts, where vLLM has {value}")
+        if getattr(text, name, value) != value:
+            reasons.append(f"{name} = {getattr(text, name)} beside experts, where {value} alone is computed alike")
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
     reasons += [f"layers of the kind {kind}" for kind in sorted(set(kinds) - LAYERS)]
     if text.model_type in ONE_WINDOW and len(set(kinds)) > 1:

@@ -155,7 +155,9 @@ def make_config(setup: Setup, tokenizer: PreTrainedTokenizerFast, family: str | 
         own = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
         if "moe" in family:
             own = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-            own |= {"shared_expert_intermediate_size": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+            own |= {"rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+        if family == "qwen2_moe":
+            own["shared_expert_intermediate_size"] = 64
         return transformers.AutoConfig.for_model(family, **sizes | own, head_dim=32)
     if setup.chat_template == QWEN_VL:
         names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")

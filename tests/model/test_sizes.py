@@ -64,10 +64,12 @@ NOT_COMPUTED = {  # words of the sentence -> config
     "has windows in some layers alone": Qwen2Config(use_sliding_window=True, max_window_layers=16),
     "has windows in some layers alone, ": MistralConfig(layer_types=["sliding_attention", "full_attention"] * 16),
     "has 128 experts; needed is .*: use OLMo 3, Qwen3-30B-A3B, Qwen3-0.6B": AutoConfig.for_model("gpt_oss"),
-    "has use_sliding_window = True beside experts, where vLLM has False; needed .*: use Qwen3-30B-A3B": (
+    "has use_sliding_window = True beside experts, where False alone is computed alike; needed .*: use Qwen3-30B-A3B": (
         AutoConfig.for_model("qwen2_moe", use_sliding_window=True)
     ),
-    "has clip_qkv = 8.0 beside experts, where vLLM has None": AutoConfig.for_model("olmoe", clip_qkv=8.0),
+    "has clip_qkv = 8.0 beside experts, where None alone is computed alike": AutoConfig.for_model(
+        "olmoe", clip_qkv=8.0
+    ),
     "has dropout = 0.1": OPTConfig(),
     "has latent attention": PretrainedConfig(kv_lora_rank=64, num_attention_heads=4),
     "has logits_scaling = 8.0": AutoConfig.for_model("hyperclovax", logits_scaling=8.0),  # it multiplies by it

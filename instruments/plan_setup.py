@@ -73,12 +73,12 @@ def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
     root_parameters = num_parameters(model) - num_parameters(layers)
     layer = max(layers, key=num_parameters)  # some have no experts
     modules = dict(layer.named_modules())
-    tensors = [parameter for layer in layers for parameter in layer.parameters()]
+    tensors = list(layers.parameters())
     left_out = sum(tensor.numel() * (1 - active_share(text, 3)) for tensor in tensors if tensor.ndim == 3)
     intermediate, experts = text.intermediate_size, 0
     if text.model_type in MIXTURES:
         experts = text.num_experts_per_tok
-        intermediate = experts * expert_width(text) + (getattr(text, "shared_expert_intermediate_size", None) or 0)
+        intermediate = experts * expert_width(text) + getattr(text, "shared_expert_intermediate_size", 0)
     projections = {}
     for path, module in modules.items():
         if isinstance(module, nn.Linear):

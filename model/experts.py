@@ -15,10 +15,9 @@ class ExpertLoads(nn.Module):
 
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()
-        blocks = [getattr(layer, "mlp", None) for layer in layers]
-        routers = [block.gate for block in blocks if hasattr(block, "experts")]
-        num_experts = routers[0].num_experts if routers else 0
-        counts_LE = torch.zeros(len(routers), num_experts, dtype=torch.int64)  # L: layers with experts
+        routers = [layer.mlp.gate for layer in layers if hasattr(getattr(layer, "mlp", None), "experts")]
+        shape = len(routers), max((router.num_experts for router in routers), default=0)
+        counts_LE = torch.zeros(shape, dtype=torch.int64)  # L: layers with experts
         self.register_buffer("counts_LE", counts_LE, persistent=False)
         for i, router in enumerate(routers):
             router.register_forward_hook(partial(self._count, i))

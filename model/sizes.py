@@ -89,18 +89,14 @@ REFUSED = (
 )
 # Mixtures of experts that are implemented, and the values of their configs that transformers and vLLM compute alike.
 # Windows, for example, vLLM does not know here, and transformers does not hand Qwen2-MoE's to the attention.
+WITH_EXPERTS = {"use_sliding_window": False, "attention_bias": False, "hidden_act": "silu"}
 MIXTURES = {
-    "qwen3_moe": {
-        "use_sliding_window": False, "attention_bias": False, "hidden_act": "silu",
-        "shared_expert_intermediate_size": 0,
-    },
-    "qwen2_moe": {"use_sliding_window": False, "qkv_bias": True, "hidden_act": "silu"},
-    "olmoe": {
-        "clip_qkv": None, "norm_topk_prob": False, "attention_bias": False, "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False, "hidden_act": "silu",
+    "qwen3_moe": WITH_EXPERTS | {"shared_expert_intermediate_size": 0},
+    "qwen2_moe": WITH_EXPERTS | {"qkv_bias": True},
+    "olmoe": WITH_EXPERTS | {
+        "clip_qkv": None, "norm_topk_prob": False, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
     },
 }  # fmt: skip
-CPU_EXPERT = 32  # the sizes that vLLM's kernels for CPUs multiply experts of are multiples of it
 # Types of models that were tried here. Apertus: vLLM keeps parameters of its activation in bf16.
 # DiffLlama, Doge: vLLM does not start. Nemotron: attention that is not told of the packing. Cohere 2:
 # vLLM's windows are a token longer.
@@ -200,13 +196,11 @@ def check_parallel(config: PretrainedConfig, size: int) -> None:
 def check_cpu_experts(path: str, config: PretrainedConfig, tensor_parallel_size: int) -> None:
     """Raises ValueError for experts of sizes that vLLM's kernels for CPUs do not know."""
     text = config.get_text_config()
-    if text.model_type not in MIXTURES:
-        return
-    if text.hidden_size % CPU_EXPERT or expert_width(text) % (CPU_EXPERT * tensor_parallel_size):
+    sizes = [text.hidden_size, expert_width(text) / tensor_parallel_size] if text.model_type in MIXTURES else []
+    if any(size % 32 for size in sizes):
         raise ValueError(
-            f"--model {path}: on CPUs vLLM needs a hidden size and a width of its experts, divided by "
-            f"--tensor_parallel_size, that are multiples of {CPU_EXPERT}, not {text.hidden_size} and "
-            f"{expert_width(text)} / {tensor_parallel_size}; use GPUs, another model, or fewer ranks an engine."
+            f"--model {path}: on CPUs vLLM needs a hidden size and, in each rank, a width of experts that are "
+            f"multiples of 32, not {sizes[0]} and {sizes[1]:g}; use GPUs, another model, or fewer ranks an engine."
         )
 
 

@@ -44,11 +44,8 @@ def forward_bytes(setup: Setup, model: ModelShape, length: float, num_logits: fl
     A position takes in a layer in eager mode: a norm 36 a number; a sum 6, twice; rotary angles 20; the gate 10; a copy
     for an expert 14: it is made, weighted, put back and summed.
     """
-    position = (
-        (36 * model.norms + 2 * 6 + 14 * model.experts) * model.hidden
-        + 20 * (model.q + model.kv)
-        + 10 * model.intermediate
-    )
+    hidden = 36 * model.norms + 2 * 6 + 14 * model.experts
+    position = hidden * model.hidden + 20 * (model.q + model.kv) + 10 * model.intermediate
     layers = model.layers * position * length * setup.compute_bytes / 2
     if setup.memory.compile:
         layers *= COMPILED

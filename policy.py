@@ -30,9 +30,10 @@ from flags import AdamW, Lora, Memory
 from fsdp_utils import World, full_tensors, own_rows, shard
 from model import lora as adapters
 from model.attention import make_packing
+from model.experts import ExpertLoads
 from model.head import Teacher, chunked_logprobs
 from model.optimizer import make_optimizer
-from model.sizes import head_dim
+from model.sizes import active_share, head_dim
 from model.vision import BatchImages, PromptImages, embed, tower_of
 from model.weights import fill, in_files, load_config, model_from_config, without_storage
 from runtime.progress import OFF
@@ -67,10 +68,11 @@ class Policy(adapters.WithAdapter):
         # When the reference ran. It has the same list, so the policy knows the time also where it
         # is not itself.
         self.reference_times: list[tuple[Moment, Moment]] = []
+        self.expert_loads = ExpertLoads(self.layers)
         config = model.config.get_text_config()
         matrices = model.get_output_embeddings().weight.numel()
         for layer in self.layers:
-            matrices += sum(weight.numel() for weight in layer.parameters() if weight.ndim == 2)
+            matrices += sum(weight.numel() * active_share(config, weight.ndim) for weight in layer.parameters())
         # FLOPs of a forward pass: 2 x numbers of the matrices x tokens; causal attention 2 x
         # length^2 x width a layer.
         self.flops_per_token = 2 * matrices

@@ -27,15 +27,15 @@ prepare_vllm()  # before the imports: vLLM reads its environment in them
 import numpy as np
 import torch
 import torch._dynamo
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel, get_tp_group
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from batch import Completion, OnFinished, Rollout, Row, rollout_of
 from engine.drift import ApplyModel, DriftGuard
 from engine.options import ANY_TEXT, Demand, check_head, engine_options, head_dtypes, memory_errors, stop_ids
+from engine.packing import repack
 from flags import EngineSettings, Sampling
 from fsdp_utils import World, end_if_requested, gather_from_ranks, set_allocator
 from model.vision import decode
@@ -257,7 +257,7 @@ class Engine:
         # vLLM fuses and divides them as it does with those of files, whose names they have.
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_parameters)})
         if self.world.device.type == "cpu":
-            self.llm.apply_model(_repack_head)
+            self.llm.apply_model(repack)
         if was_asleep:
             is_awake = self.llm.wake_up(tags=["kv_cache"])
             assert is_awake, "weights and cache are all that sleeps: otherwise requests would wait for ever"
@@ -304,13 +304,6 @@ def _engine_input(row: Row, ids: list[int], images: dict[str, object]) -> Tokens
     """The prompt and these tokens for the engine, which repeats the token of each image by itself."""
     prompt = row.ids if row.images is None else row.images.template_ids
     return TokensPrompt(prompt_token_ids=[*prompt.tolist(), *ids], **images)
-
-
-def _repack_head(model: nn.Module) -> None:
-    """CPU: renews vLLM's repacked copy of the head, which `reload_weights` leaves as it was if the head is tied."""
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead):
-            module.quant_method.process_weights_after_loading(module)
 
 
 def seed_everything(seed: tuple[int, ...], engine_index: int) -> None:

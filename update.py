@@ -259,7 +259,8 @@ def update_policy(
     """
     passes = add_gradients(policy, update, algorithm, step, memory, guard.world)
     grad_norm = clip_grad_norm(policy, step.max_grad_norm)
-    metrics = reduce_metrics(passes) | {"optim/grad_norm": grad_norm.item(), "optim/lr": step.rate}
+    metrics = reduce_metrics(passes) | policy.expert_loads.largest()
+    metrics |= {"optim/grad_norm": grad_norm.item(), "optim/lr": step.rate}
     metrics |= guard.judge(metrics, step)  # before any weight moves: what is judged bad leaves no trace
     if not metrics["optim/skipped_updates"]:
         beat("runs the optimizer")

@@ -127,10 +127,12 @@ class DriftGuard:
         """CPU: vLLM multiplies by packed copies that cannot be read. Their sums are made while a sync packs them."""
         for name, module in model.named_modules():
             method = getattr(module, "quant_method", None)
-            pack = getattr(method, "process_weights_after_loading", None)
+            kernel = getattr(method, "moe_kernel", None)
+            packer = method if kernel is None else kernel.fused_experts
+            pack = getattr(packer, "process_weights_after_loading", None)
             if pack is not None and not name.endswith("embed_tokens"):  # its rows are looked up in the tensor itself
                 module.packed_sums = {}
-                method.process_weights_after_loading = partial(self.sum_and_pack, name, pack)
+                packer.process_weights_after_loading = partial(self.sum_and_pack, name, pack)
         return {}
 
     def sum_and_pack(self, name: str, pack: Callable[[nn.Module], None], module: nn.Module) -> None:
@@ -141,7 +143,7 @@ class DriftGuard:
         """The sums of this rank's parts of a layer, in the policy's dtype: kernels for CPUs keep biases in fp32."""
         sums: Sums = {}
         for part, tensor, first_row, first_column in self.parts_of(name, module):
-            sums[part] = no_sums(tensor.device)
+            sums.setdefault(part, no_sums(tensor.device))
             for start in range(0, len(tensor), ROWS):
                 rows = tensor[start : start + ROWS].to(self.policy.dtype)
                 add_sums(sums[part], rows, first_row + start, first_column)
@@ -155,6 +157,8 @@ class DriftGuard:
         """
         before, _, own_name = name.rpartition(".")
         tp_rank, tp_size = self.world.trainer_rank % self.world.tp_size, self.world.tp_size
+        if own_name == "routed_experts":
+            yield from parts_of_experts(before, module, tp_rank, tp_size)
         for kind, tensor in module.named_parameters(recurse=False):
             parts = [common_name(f"{before}.{part}.{kind}") for part in self.fused.get(own_name, [own_name])]
             rows_of_parts = getattr(module, "output_partition_sizes", [len(tensor)])
@@ -173,6 +177,18 @@ class DriftGuard:
                 num_real = min(num_rows, max(size - first_row, 0)) if counts else 0
                 yield part, tensor.detach()[start : start + num_real], first_row, first_column
                 start += num_rows
+
+
+def parts_of_experts(
+    name: str, module: nn.Module, tp_rank: int, tp_size: int
+) -> Iterator[tuple[str, Tensor, int, int]]:
+    """The same of experts, whose matrices lie one below the other: a rank has rows of each gate and up, and columns
+    of all downs.
+    """
+    width = module.w2_weight.shape[-1]
+    for i, rows in enumerate(module.w13_weight.detach().flatten(0, 1).split(width)):
+        yield common_name(f"{name}.gate_up_proj"), rows, (i * tp_size + tp_rank) * width, 0
+    yield common_name(f"{name}.down_proj"), module.w2_weight.detach().flatten(0, 1), 0, tp_rank * width
 
 
 def common_name(name: str) -> str | None:

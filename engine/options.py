@@ -64,8 +64,9 @@ def engine_options(
             "max_num_seqs": min(MOST_ON_GPU, demand.sequences or MOST_ON_GPU),
             "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},  # FlashInfer's: see vllm_setup.py
             # Nor are its kernels tried out, with a barrier of all ranks: a node without nvcc would
-            # not come to it.
-            "kernel_config": {"enable_flashinfer_autotune": False},
+            # not come to it. Experts are Triton's: FlashInfer's kernels change the layout of their
+            # weights, which a sync would write into.
+            "kernel_config": {"enable_flashinfer_autotune": False, "moe_backend": "triton"},
         }
     else:
         config = load_config(model_path)

@@ -63,16 +63,16 @@ def gpu_phases(setup: Setup) -> dict[str, Parts]:
     static = without(updating, "gradients")
     awake = engine_parts(setup)
     asleep = {"engine asleep": ENGINE_ASLEEP[setup.engine.enforce_eager]}
-    loaded_table = setup.table_bytes if setup.has_lora else m.table * setup.trained_bytes
+    loaded = max(m.table, m.largest) * (setup.compute_bytes if setup.has_lora else setup.trained_bytes)
     # The largest parameter and its shard; the next one is gathered while the engine copies this
     # one.
-    gathered = setup.compute_bytes * (m.table * (1 + 1 / setup.num_shards) + m.intermediate * m.hidden)
+    gathered = setup.compute_bytes * (max(m.table, m.largest) * (1 + 1 / setup.num_shards) + m.largest)
     # vLLM pads a table whose rows are no multiple of 64, and keeps it to the end of a sync: the
     # head comes beside it.
     padded = 0 if m.is_tied or m.vocab % 64 == 0 else setup.table_bytes
     passes = largest([logprobs_peak(setup), logprobs_peak(setup.reference_setup)])
     phases = {
-        "load": largest([static, without(static, "optimizer") | {"one tensor": loaded_table}]),
+        "load": largest([static, without(static, "optimizer") | {"one tensor": loaded}]),
         "rollout": static | awake,
         "logprobs": static | passes | shards_from_host(setup) | asleep,
         "update": static | update_peak(setup) | asleep,
@@ -278,12 +278,13 @@ def backward_of_layer(setup: Setup) -> float:
     """Bytes of a layer in its backward pass: the largest of MLP, attention, and weights with the norm's gradients."""
     m, tokens, compute = setup.model, setup.counted_tokens, setup.compute_bytes
     norms = 9 if setup.has_lora else 11
-    mlp = tokens * (4 * m.intermediate + 2 * m.hidden)
+    mlp = tokens * (4 * m.intermediate + (2 + 4 * m.experts) * m.hidden)  # gradients of experts' inputs and outputs
     weights = 0
     if not setup.has_lora:
-        matrix = compute * m.intermediate * m.hidden
+        matrix = compute * m.largest
         mlp += matrix
-        weights = max(compute * m.layer_parameters, 3 * matrix + 30 * tokens * m.hidden)
+        matrices = matrix * (1.5 if m.experts else 3)  # gate and up are one stack of experts
+        weights = max(compute * m.layer_parameters, matrices + 30 * tokens * m.hidden)
     # Copies of keys and values, and their gradients; with grouped queries first a gradient for each
     # query head.
     copies = setup.keys_per_position * (8 * m.kv + (4 * m.q if m.kv < m.q else 0))
@@ -299,7 +300,8 @@ def saved_per_layer(setup: Setup) -> float:
     m = setup.model
     tokens = setup.counted_tokens
     norms = m.norms * (4 if setup.has_lora else m.norm_bytes)  # a frozen norm does not need its normalized input
-    mlp = 8 * m.intermediate + (4 + norms) * m.hidden
+    copies = m.experts * (2 if setup.has_lora else 4)  # of experts, which are frozen beside adapters, the outputs alone
+    mlp = 8 * m.intermediate + (4 + copies + norms) * m.hidden
     keys = 4 * m.kv * setup.keys_per_position
     saved = tokens * (mlp + 4 * m.q + keys + 4 * m.heads + head_norms(setup))
     if setup.has_lora and setup.lora.lora_dropout:
@@ -326,7 +328,7 @@ def logprobs_peak(setup: Setup) -> Parts:
     is_of_policy = setup.old_logprob_passes > 0 or not setup.has_reference_model
     if setup.memory.communicate_once and is_of_policy:
         kept = m.layers * layer
-    mlp = tokens * ((8 if setup.has_lora else 6) * m.intermediate + 8 * m.hidden)
+    mlp = tokens * ((8 if setup.has_lora else 6) * m.intermediate + 8 * (1 + m.experts) * m.hidden)
     kernel = 4 * m.q + 4 * m.kv * (1 + setup.keys_per_position)
     norm = 10 * m.q * m.has_head_norms
     attention = tokens * (6 * m.hidden + 4 * m.head_dim + max(kernel, norm))
@@ -348,7 +350,7 @@ def optimizer_peak(setup: Setup) -> Parts:
     offload = setup.memory.offload
     if offload == "all" or (offload == "none" and setup.trained_bytes == 4):
         return {"one chunk": 0}
-    tensor = max(m.vocab, m.intermediate) * m.hidden
+    tensor = max(m.table, m.largest)
     if setup.has_lora:
         tensor = setup.lora.lora_rank * max(max(m.projections[name]) for name in setup.lora_targets)
     chunk = min(OPTIMIZER_CHUNK, tensor / setup.num_shards)
@@ -368,7 +370,7 @@ def host_phases(setup: Setup) -> dict[str, Parts]:
     for name, itemsize in itemsizes.items():
         rounding += static.get(name, 0) * (pinned_share(setup, itemsize) - 1)
     kept = {"processes": processes} | static | {"rounding of pinned memory": rounding}
-    read = {"weights, read": setup.model.table * stored}
+    read = {"weights, read": max(setup.model.table, setup.model.largest) * stored}
     written = {"the policy, gathered on rank 0": setup.weight_bytes}
     phases = {"load": without(kept, "gradients") | read, "run": kept, "checkpoint": kept | written}
     return without_zeros(phases)
@@ -381,6 +383,8 @@ def pinned_share(setup: Setup, itemsize: int) -> float:
     m = setup.model
     matrices = [(m.layers, inputs * outputs) for inputs, outputs in m.projections.values()]
     matrices.append((2, m.table))
+    if m.experts:
+        matrices += [(m.layers, m.largest), (m.layers, m.largest / 2)]  # gate and up; down
     pinned = held = 0
     for count, numbers in matrices:
         shard = numbers * itemsize / setup.num_shards

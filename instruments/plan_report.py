@@ -12,7 +12,7 @@ from instruments.plan_setup import GIB, Setup
 TEXT = """\
 dry run: {model} on {machines}; nothing is started
 
-model       {parameters:,} parameters, {trainable_parameters:,} trained; \
+model       {parameters:,} parameters, {active}{trainable_parameters:,} trained; \
 {kv_bytes_per_token:,} bytes of KV cache per token
 step        {prompts} x {group_size} = {completions_per_step} completions
 updates     {updates_per_step} per step, each of {completions_per_update} completions \
@@ -80,6 +80,7 @@ def report_of(setup: Setup) -> dict[str, object]:
         "micro_batches_per_update": time.micro_batches(setup),
         "sequences_at_once_per_engine": round(max(memory.sequences_at_once(setup), 0), 1),
         "parameters": setup.model.parameters,
+        "active_parameters": setup.model.active_parameters,
         "trainable_parameters": setup.trainable,
         "kv_bytes_per_token": setup.model.kv_per_token * setup.compute_bytes,
         "gpu_peak_gib": gib(total(phases[peak])),
@@ -101,7 +102,7 @@ def report_of(setup: Setup) -> dict[str, object]:
         "remarks": [],
         "mean_prompt_tokens": run.mean_prompt_tokens,
         "mean_completion_tokens": run.mean_completion_tokens,
-        "flops_share": h.flops_share,
+        "flops_share": setup.flops / h.flops,
         "fits": not misfits,
         "misfits": misfits,
         "warnings": memory.short_cache(setup),
@@ -131,7 +132,9 @@ def text_of(report: dict) -> str:
     epochs = ""
     if report["training_rows"] is not None:
         epochs = f"{counted(report['steps_per_epoch'], 'step')} per epoch of {report['training_rows']} rows; "
+    is_mixture = report["active_parameters"] < report["parameters"]
     words = report | {
+        "active": f"{report['active_parameters']:,} of a token, " if is_mixture else "",
         "epochs": epochs,
         "prompts": counted(report["prompts_per_step"], "prompt"),
         "sequences": counted(report["sequences_at_once_per_engine"], "sequence"),

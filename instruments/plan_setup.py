@@ -11,21 +11,25 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from flags import EngineSettings, Lora, Memory, Plan, Settings
-from model.sizes import head_dim
+from model.sizes import MIXTURES, active_share, expert_width, head_dim
 from model.vision import tower_of
 from model.weights import model_of_shapes
 
 GIB = 1024**3
+SMALL_PRODUCTS = 0.4  # share of --plan_flops_share that products with many small experts reach; an assumption
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a dense decoder (Llama, Mistral, Qwen2, Qwen3, Gemma 3, OLMo 3; the text part of Qwen2.5-VL)."""
+    """Sizes of a decoder (Llama, Mistral, Qwen2, Qwen3, Gemma 3, OLMo 3, their mixtures of experts; the text part of
+    Qwen2.5-VL).
+    """
 
     name: str
     layers: int
     hidden: int
-    intermediate: int
+    intermediate: int  # inner numbers of a token in a layer: those of all of its experts
+    experts: int  # experts that a token meets in a layer, each with a copy of its hidden state; 0: a dense model
     heads: int
     kv_heads: int
     head_dim: int
@@ -35,6 +39,8 @@ class ModelShape:
     vocab: int
     projections: dict[str, tuple[int, int]]  # name -> (inputs, outputs) of each matrix of a layer
     layer_parameters: int
+    layer_matrices: int  # parameters of a layer that a token is multiplied by
+    largest: int  # parameters of a layer's largest tensor
     # Not in a layer: embedding, head, last norm, vision tower. FSDP gathers them as one unit.
     root_parameters: int
     # What follows from these:
@@ -43,6 +49,7 @@ class ModelShape:
     table: int  # parameters of the embedding, and as many of the head
     root_trained: int  # parameters outside the layers that are trained without LoRA
     parameters: int
+    active_parameters: int  # parameters that a token meets
     kv_per_token: int  # numbers in the cache of keys and values
 
     @property
@@ -54,7 +61,7 @@ class ModelShape:
 def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
     """The shape of the model `name`, without storage. Raises ValueError for one that the formulas do not cover."""
     text, model = config.get_text_config(), model_of_shapes(name, config)
-    known = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text", "gemma3_text", "olmo3")
+    known = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text", "gemma3_text", "olmo3", *MIXTURES)
     if text.model_type not in known or (text is not config and config.model_type != "qwen2_5_vl"):
         raise ValueError(
             f"{name}: the dry run knows the architectures {', '.join(known)}, "
@@ -64,7 +71,14 @@ def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
     tower_parameters = 0 if tower is None else num_parameters(tower)
     layers = model.get_decoder().layers
     root_parameters = num_parameters(model) - num_parameters(layers)
-    modules = dict(layers[0].named_modules())
+    layer = max(layers, key=num_parameters)  # some have no experts
+    modules = dict(layer.named_modules())
+    tensors = list(layers.parameters())
+    left_out = sum(tensor.numel() * (1 - active_share(text, 3)) for tensor in tensors if tensor.ndim == 3)
+    intermediate, experts = text.intermediate_size, 0
+    if text.model_type in MIXTURES:
+        experts = text.num_experts_per_tok
+        intermediate = experts * expert_width(text) + getattr(text, "shared_expert_intermediate_size", 0)
     projections = {}
     for path, module in modules.items():
         if isinstance(module, nn.Linear):
@@ -72,15 +86,17 @@ def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
     width = head_dim(text)
     kv = text.num_key_value_heads * width
     return ModelShape(
-        name=name, layers=text.num_hidden_layers, hidden=text.hidden_size, intermediate=text.intermediate_size,
-        heads=text.num_attention_heads, kv_heads=text.num_key_value_heads, head_dim=width,
+        name=name, layers=text.num_hidden_layers, hidden=text.hidden_size, intermediate=intermediate,
+        experts=experts, heads=text.num_attention_heads, kv_heads=text.num_key_value_heads, head_dim=width,
         has_head_norms=any(path.endswith("q_norm") for path in modules), vocab=text.vocab_size,
         norms=sum(path.endswith("norm") and "." not in path for path in modules),
         norm_bytes=8 if text.model_type in ("gemma3_text", "olmo3") else 6,  # the former normalize in fp32 to the end
-        projections=projections, layer_parameters=num_parameters(layers[0]), root_parameters=root_parameters,
+        projections=projections, layer_parameters=num_parameters(layer), root_parameters=root_parameters,
+        layer_matrices=round(sum(x.numel() * active_share(text, x.ndim) for x in tensors) / len(layers)),
+        largest=max(tensor.numel() for tensor in tensors),
         q=text.num_attention_heads * width, kv=kv, table=text.vocab_size * text.hidden_size,
         root_trained=root_parameters - tower_parameters, parameters=num_parameters(model),
-        kv_per_token=2 * text.num_hidden_layers * kv,
+        active_parameters=num_parameters(model) - round(left_out), kv_per_token=2 * text.num_hidden_layers * kv,
     )  # fmt: skip
 
 
@@ -157,6 +173,12 @@ class Setup:
     def weight_bytes(self) -> int:
         """Bytes of the whole model in --dtype."""
         return self.model.parameters * self.compute_bytes
+
+    @property
+    def flops(self) -> float:
+        """FLOPs per second that passes over whole sequences reach on a GPU."""
+        share = self.hardware.flops_share * (SMALL_PRODUCTS if self.model.experts else 1)
+        return self.hardware.flops * share
 
     @property
     def table_bytes(self) -> int:

@@ -34,17 +34,18 @@ def forward_flops(model: ModelShape, length: float, num_logits: float) -> float:
 
     2 for each position and number of a matrix; for attention 2 x length^2 x width a layer: half of it is masked.
     """
-    matrices = sum(inputs * outputs for inputs, outputs in model.projections.values())
-    layer = matrices * length + model.q * length**2
+    layer = model.layer_matrices * length + model.q * length**2
     return 2 * (model.layers * layer + model.table * num_logits)
 
 
 def forward_bytes(setup: Setup, model: ModelShape, length: float, num_logits: float) -> tuple[float, float]:
     """Bytes that the layers, and the head, read and write between matrix products in a forward pass.
 
-    A position takes in a layer in eager mode: a norm 36 a number; a sum 6, twice; rotary angles 20; the gate 10.
+    A position takes in a layer in eager mode: a norm 36 a number; a sum 6, twice; rotary angles 20; the gate 10; a copy
+    for an expert 14: it is made, weighted, put back and summed.
     """
-    position = (36 * model.norms + 2 * 6) * model.hidden + 20 * (model.q + model.kv) + 10 * model.intermediate
+    hidden = 36 * model.norms + 2 * 6 + 14 * model.experts
+    position = hidden * model.hidden + 20 * (model.q + model.kv) + 10 * model.intermediate
     layers = model.layers * position * length * setup.compute_bytes / 2
     if setup.memory.compile:
         layers *= COMPILED
@@ -116,7 +117,7 @@ def rollout_seconds(setup: Setup) -> float:
     plan, run, h, m = setup.plan, setup.run, setup.hardware, setup.model
     tp = run.tensor_parallel_size
     prompt, completion = run.mean_prompt_tokens, run.mean_completion_tokens
-    flops = h.flops * h.flops_share * tp
+    flops = setup.flops * tp
     memory = h.memory_speed * MEMORY_SHARE
     sequences = setup.completions_per_engine
     tokens = sequences * completion
@@ -126,12 +127,13 @@ def rollout_seconds(setup: Setup) -> float:
     if run.in_flight and plan.steps_ahead > 1:  # meanwhile the servers sample the next step, and the one after it
         alone = 0
     weights = setup.weight_bytes / tp / memory
+    lone = m.active_parameters * setup.compute_bytes / tp / memory  # a token reads its experts alone
     prefill = forward_flops(m, prompt, 1) * sequences / plan.group_size / flops
     if plan.partial_rollouts:  # the step waits for groups, not for the longest of all; what goes on is read again
         alone = min(alone, completion * (longest_of_group(plan.group_size) - 1))
         again = sequences * MORE_UNFINISHED / 2 * (1 - completion / run.max_completion_tokens)
         prefill += forward_flops(m, prompt + completion, 1) * again / flops
-    decode = max(steps * weights, tokens * forward_flops(m, 1, 1) / flops) + alone * weights
+    decode = max(steps * weights, tokens * forward_flops(m, 1, 1) / flops) + alone * lone
     cache = tokens * (prompt + completion / 2) * cache_bytes_per_token(setup) / memory
     exchanged = 4 * m.layers * m.hidden * setup.compute_bytes * (tp - 1) / tp * (tokens + prompts)
     links = exchanged / link_speed(setup, tp)
@@ -172,7 +174,7 @@ def pass_seconds(setup: Setup, products: float = 1, layers: float = 1, head: flo
     length = completion + prompt / setup.sharers
     layer_bytes, head_bytes = forward_bytes(setup, setup.model, length, completion)
     moved = layers * layer_bytes + head * head_bytes
-    seconds = products * flops / (h.flops * h.flops_share) + moved / (h.memory_speed * STREAM_SHARE)
+    seconds = products * flops / setup.flops + moved / (h.memory_speed * STREAM_SHARE)
     return setup.plan.completions_per_step / h.gpus * seconds
 
 

@@ -59,6 +59,16 @@ def head_dim(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
+def expert_width(config: PretrainedConfig) -> int:
+    """The inner width of one expert, by the config of a mixture of experts."""
+    return getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+
+
+def active_share(config: PretrainedConfig, ndim: int) -> float:
+    """The share of a layer's tensor that a token is multiplied by: a matrix, or its experts' of [expert, out, in]."""
+    return config.num_experts_per_tok / config.num_experts if ndim == 3 else float(ndim == 2)
+
+
 def kv_heads(config: PretrainedConfig) -> int:
     """The number of heads of keys and values, by the config of a text model."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -77,6 +87,16 @@ REFUSED = (
     (("is_heterogeneous",), (False,), "layers of different sizes"),
     (("use_bidirectional_attention",), (False,), "attention to tokens that follow"),
 )
+# Mixtures of experts that are implemented, and the values of their configs that transformers and vLLM compute alike.
+# Windows, for example, vLLM does not know here, and transformers does not hand Qwen2-MoE's to the attention.
+WITH_EXPERTS = {"use_sliding_window": False, "attention_bias": False, "hidden_act": "silu"}
+MIXTURES = {
+    "qwen3_moe": WITH_EXPERTS | {"shared_expert_intermediate_size": 0},
+    "qwen2_moe": WITH_EXPERTS | {"qkv_bias": True},
+    "olmoe": WITH_EXPERTS | {
+        "clip_qkv": None, "norm_topk_prob": False, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
 # Types of models that were tried here. Apertus: vLLM keeps parameters of its activation in bf16.
 # DiffLlama, Doge: vLLM does not start. Nemotron: attention that is not told of the packing. Cohere 2:
 # vLLM's windows are a token longer.
@@ -84,21 +104,25 @@ NOT_ALIKE = {"apertus", "cohere2", "diffllama", "doge", "nemotron"}
 LAYERS = {"full_attention", "sliding_attention", "attention"}  # kinds of layers that are implemented
 # Types with one window for all layers, in transformers' code (the first four) or in vLLM's (Qwen).
 ONE_WINDOW = {"mistral", "ministral3", "phi3", "starcoder2", "qwen2", "qwen2_5_vl_text", "qwen3"}
-NEAREST = {"gemma": "Gemma 3", "gpt_oss": "OLMo 3"}  # beginning of a type that is refused -> what computes most alike
+# Word of the type that is refused, or of a reason -> what computes most alike.
+NEAREST = {"gemma": "Gemma 3", "gpt_oss": "OLMo 3", "experts": "Qwen3-30B-A3B"}
 
 
 def check_architecture(path: str, config: PretrainedConfig) -> None:
-    """Raises ValueError for a model that is not dense, not attention in all its layers, quantized, or scales logits."""
+    """Raises ValueError for a model that trainer and engine do not compute alike, with the reasons."""
     text = config.get_text_config()
     own_scale = "logits_scaling" if text.model_type == "granite" else None  # see `Policy`
     parts = config, text, getattr(text, "ffn_config", None)  # DBRX has a config of its own for what has the experts
     reasons = []
-    for names, allowed, words in REFUSED:
+    for names, allowed, words in REFUSED[text.model_type in MIXTURES :]:  # the first are the experts
         for part, name in itertools.product(parts, names):
             value = getattr(part, name, None)
             if name != own_scale and value not in (None, *allowed):
                 reasons.append(words.format(name=name, value=value))
                 break
+    for name, value in MIXTURES.get(text.model_type, {}).items():
+        if getattr(text, name, value) != value:
+            reasons.append(f"{name} = {getattr(text, name)} beside experts, where {value} alone is computed alike")
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
     reasons += [f"layers of the kind {kind}" for kind in sorted(set(kinds) - LAYERS)]
     if text.model_type in ONE_WINDOW and len(set(kinds)) > 1:
@@ -108,10 +132,11 @@ def check_architecture(path: str, config: PretrainedConfig) -> None:
     if text.model_type in NOT_ALIKE:
         reasons.append("parts that trainer and engine do not compute alike")
     if reasons:
-        near = [name for beginning, name in NEAREST.items() if text.model_type.startswith(beginning)]
+        found = f"({text.model_type}) has {' and '.join(reasons)}"
+        near = [name for word, name in NEAREST.items() if word in found]
         raise ValueError(
-            f"--model {path} ({text.model_type}) has {' and '.join(reasons)}; needed is a dense model with attention "
-            f"in all layers, plain logits, and weights in bf16 or fp32: use {', '.join([*near, 'Qwen3-0.6B to 32B'])}, "
+            f"--model {path} {found}; needed is a dense model, Qwen3-MoE, Qwen2-MoE or OLMoE, with attention in all "
+            f"layers, plain logits, and weights in bf16 or fp32: use {', '.join([*near, 'Qwen3-0.6B to 32B'])}, "
             "Qwen2.5 or Llama, for example."
         )
 
@@ -151,9 +176,10 @@ def check_parallel(config: PretrainedConfig, size: int) -> None:
     """Raises ValueError if vLLM cannot divide the model among so many ranks."""
     text, tower = config.get_text_config(), getattr(config, "vision_config", None)
     heads, kv = text.num_attention_heads, kv_heads(text)
-    inner = getattr(text, "intermediate_size", None) or 0
+    inner = [getattr(text, f"{part}intermediate_size", None) for part in ("", "moe_", "shared_expert_")]
+    inner = list(dict.fromkeys(filter(None, inner)))
     rows = -(-text.vocab_size // 64) * 64  # the head's: vLLM pads them
-    divided = [heads, inner, rows, getattr(tower, "num_heads", 0), getattr(tower, "intermediate_size", 0)]
+    divided = [heads, *inner, rows, getattr(tower, "num_heads", 0), getattr(tower, "intermediate_size", 0)]
     sizes = []
     for ranks in range(1, heads + 1):
         divides_kv = max(kv, ranks) % min(kv, ranks) == 0  # a rank has some of their heads, or several ranks have one
@@ -162,7 +188,19 @@ def check_parallel(config: PretrainedConfig, size: int) -> None:
     if size not in sizes:
         raise ValueError(
             f"--tensor_parallel_size {size} cannot divide {heads} attention heads, {kv} heads of keys and values, "
-            f"{inner} units of an MLP and {rows} logits; use one of {', '.join(map(str, sizes))}."
+            f"{' or '.join(map(str, inner))} units of an MLP and {rows} logits; "
+            f"use one of {', '.join(map(str, sizes))}."
+        )
+
+
+def check_cpu_experts(path: str, config: PretrainedConfig, tensor_parallel_size: int) -> None:
+    """Raises ValueError for experts of sizes that vLLM's kernels for CPUs do not know."""
+    text = config.get_text_config()
+    sizes = [text.hidden_size, expert_width(text) / tensor_parallel_size] if text.model_type in MIXTURES else []
+    if any(size % 32 for size in sizes):
+        raise ValueError(
+            f"--model {path}: on CPUs vLLM needs a hidden size and, in each rank, a width of experts that are "
+            f"multiples of 32, not {sizes[0]} and {sizes[1]:g}; use GPUs, another model, or fewer ranks an engine."
         )
 
 

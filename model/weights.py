@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
+from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
 from transformers.models.auto import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import cached_file
 
 from fsdp_utils import fill_from_main, gather_from_ranks, is_main_process
-from model.sizes import check_path, has_hub
+from model.sizes import MIXTURES, check_path, has_hub
 from model.vision import tower_of
 from runtime.progress import progress
 
@@ -132,14 +132,16 @@ def fill(root: nn.Module, model: PreTrainedModel, path: str, device: torch.devic
         try:
             stored = open_weights(path)
             sources = match_names(model, wanted, stored)
-            weights = {name: the_tensor(stored, keys, targets[name].shape) for name, keys in sources.items()}
+            weights = {name: pieces_of(stored, keys, targets[name].shape) for name, keys in sources.items()}
         except (ValueError, OSError) as error:
             problem = f"the model {path!r}: {error}"
     problem, names = gather_from_ranks((problem, list(weights)))[0]
     if problem is not None:
         raise ValueError(problem)
     for name in progress("load weights", items=names):
-        fill_from_main(targets[name], weights.get(name))
+        pieces = weights.get(name, [None])
+        full = pieces[0] if len(pieces) == 1 else torch.cat(pieces).view(targets[name].shape)
+        fill_from_main(targets[name], full)
 
 
 def in_files(name: str) -> str:
@@ -158,9 +160,21 @@ def names_to_fill(model: nn.Module) -> list[list[str]]:
     return [*aliases.values(), *buffers]
 
 
-def the_tensor(stored: dict[str, Tensor], keys: list[str], shape: torch.Size) -> Tensor:
-    """The tensor stored under these keys: several if the parameter is tied and stored under each of its names."""
+def pieces_of(stored: dict[str, Tensor], keys: list[str], shape: torch.Size) -> list[Tensor]:
+    """What the tensor of this shape is, piece below piece: the matrices of its experts, if it is [expert, out, in].
+
+    Any other is one piece. It has several keys if the parameter is tied and stored under each of its names.
+    """
     full = stored[keys[0]]
+    if len(shape) == 3 and full.ndim == 2:
+        pieces = [stored[key] for key in keys]
+        rows = sum(len(piece) for piece in pieces)
+        if rows != shape[0] * shape[1] or any(piece.shape[1:] != shape[2:] for piece in pieces):
+            raise ValueError(
+                f"{keys[0]} and its like have {rows} rows in the files, but {shape[0]} x {shape[1]} of {shape[2]} "
+                "numbers by config.json."
+            )
+        return pieces
     if full.shape != shape:
         raise ValueError(f"{keys[0]} has the shape {list(full.shape)} in the files, but {list(shape)} by config.json.")
     for key in keys[1:]:
@@ -168,7 +182,7 @@ def the_tensor(stored: dict[str, Tensor], keys: list[str], shape: torch.Size) ->
             raise ValueError(
                 f"{keys[0]} and {key} differ in the files, but config.json ties them; set tie_word_embeddings to false."
             )
-    return full
+    return [full]
 
 
 def open_weights(path: str) -> dict[str, Tensor]:
@@ -207,6 +221,7 @@ def weight_files(path: str) -> list[Path]:
 def match_names(model: PreTrainedModel, wanted: list[list[str]], keys: Iterable[str]) -> dict[str, list[str]]:
     """First name of each wanted tensor -> the keys that hold it, renamed as transformers does while loading.
 
+    Matrices of experts are in the order in which they are stacked, and nothing else is converted.
     Raises ValueError, with the names, for weights that are missing, not the model's, or must be
     converted.
     """
@@ -214,18 +229,18 @@ def match_names(model: PreTrainedModel, wanted: list[list[str]], keys: Iterable[
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if not isinstance(transform, WeightRenaming)]
-    key_of_name, converted = {}, []
-    for key in keys:
+    keys_of_name, converted = defaultdict(list), []
+    for key in sorted(keys, key=dot_natural_key):  # expert 2 before 10, and its gate_proj before its up_proj
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
-        key_of_name[name] = key
-        if pattern is not None:
+        keys_of_name[name].append(key)
+        if pattern is not None and model.config.model_type not in MIXTURES:
             converted.append(key)
     if converted:
         raise ValueError(f"its weights ({_some(converted)}) must be converted to the model's layout: not implemented.")
-    sources = {names[0]: [key_of_name[name] for name in names if name in key_of_name] for names in wanted}
+    sources = {names[0]: [key for name in names for key in keys_of_name.get(name, ())] for names in wanted}
     missing = [name for name, stored in sources.items() if not stored]
     ignored = re.compile("|".join([*MOVED_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ())]))
-    unexpected = [key for name, key in key_of_name.items() if name not in known and not ignored.search(name)]
+    unexpected = [keys[0] for name, keys in keys_of_name.items() if name not in known and not ignored.search(name)]
     if missing or unexpected:
         raise ValueError(
             f"its files do not fit its config.json: {len(missing)} weights are missing ({_some(missing)}), "

@@ -3,7 +3,7 @@
 # architecture, data of the same schema and short completions. Two steps on two CPU processes (or GPUs, NGPU=2), of a
 # set-up for one GPU on one, with evaluation, checkpoint, and a stop and resume between them. FLAGS go to the script.
 #     bash scripts/smoke.sh scripts/qwq32b_8xh100.sh [FLAGS]
-# FAMILY=gemma3_text takes another architecture, for scripts that are run with MODEL=google/gemma-3-1b-it.
+# FAMILY=gemma3_text, or qwen3_moe, takes another architecture, for scripts that are run with another MODEL.
 set -euo pipefail
 [ -f "${1:-}" ] || { echo "error: no script '${1:-}' in $PWD: bash scripts/smoke.sh scripts/qwq32b_8xh100.sh" >&2 && exit 2; }
 script=$1

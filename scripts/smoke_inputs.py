@@ -140,7 +140,7 @@ def make_tokenizer(setup: Setup) -> PreTrainedTokenizerFast:
 def make_config(setup: Setup, tokenizer: PreTrainedTokenizerFast, family: str | None = None) -> PretrainedConfig:
     """The original's architecture with two small layers, and heads that two tensor-parallel ranks can share.
 
-    `family`: another model_type, with windows that are shorter than the prompts where it has any.
+    `family`: another model_type, with windows that are shorter than the prompts, or few experts, where it has any.
     """
     sizes = {
         "vocab_size": (len(tokenizer) + 63) // 64 * 64,  # as the originals: more rows than tokens
@@ -152,8 +152,13 @@ def make_config(setup: Setup, tokenizer: PreTrainedTokenizerFast, family: str | 
         "pad_token_id": tokenizer.pad_token_id,
     }  # fmt: skip
     if family:
-        kinds = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
-        return transformers.AutoConfig.for_model(family, **sizes, **kinds, head_dim=32)
+        own = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+        if "moe" in family:
+            own = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+            own |= {"rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+        if family == "qwen2_moe":
+            own["shared_expert_intermediate_size"] = 64
+        return transformers.AutoConfig.for_model(family, **sizes | own, head_dim=32)
     if setup.chat_template == QWEN_VL:
         names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
         ids = dict(zip(names, tokenizer.convert_tokens_to_ids(VISION_TOKENS), strict=True))

@@ -28,10 +28,10 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferInitInfo,
     NCCLWeightTransferUpdateInfo,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.utils.nccl import unpinned_nccl_env
 
 from engine.options import head_dtypes
+from engine.packing import repack
 
 PATIENCE = timedelta(minutes=2)  # that a worker waits for a tensor of a trainer that may have gone
 
@@ -123,9 +123,7 @@ class GlooEngine(NcclEngine):
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
-        for module in self.model.modules():  # a tied head multiplies by a packed copy, which the reload does not renew
-            if isinstance(module, ParallelLMHead):
-                module.quant_method.process_weights_after_loading(module)
+        repack(self.model)
 
 
 WeightTransferEngineFactory.register_engine("gloo", GlooEngine)

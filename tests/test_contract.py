@@ -99,6 +99,7 @@ def test_vllm_makes_of_our_options_what_the_engine_relies_on(name, kind, resolve
         "logprobs": "processed_logprobs",
         "head_dtype": "torch.float32" if name in FP32_LOGITS else "torch.bfloat16",
         "tries_flashinfer": False,
+        "experts": "triton",
         "fuses_all_reduce": False,
         "has_custom_all_reduce": True,
         "executor": "external_launcher",

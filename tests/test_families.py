@@ -33,6 +33,8 @@ def kinds(kind: str) -> dict[str, object]:
 
 GEMMA = {"initializer_range": 0.03, "query_pre_attn_scalar": 16}
 GRANITE = {"embedding_multiplier": 3.0, "attention_multiplier": 0.1, "residual_multiplier": 0.5, "logits_scaling": 8.0}
+MIXTURES = ("Qwen3-MoE", "Qwen2-MoE", "OLMoE")
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
 FAMILIES = {  # as docs/data.md names them -> type, and what differs from the sizes of `make_model_of_family`
     "Qwen2": ("qwen2", {}),
     "Qwen3": ("qwen3", {}),
@@ -55,6 +57,13 @@ FAMILIES = {  # as docs/data.md names them -> type, and what differs from the si
     "OLMo 3": ("olmo3", {"head_dim": None} | kinds("yarn")),
     "EXAONE 4": ("exaone4", KINDS),
     "Ministral": ("ministral", KINDS),
+    "Qwen3-MoE": ("qwen3_moe", EXPERTS | {"moe_intermediate_size": 64, "norm_topk_prob": True}),
+    # One layer of two has no experts but a plain MLP.
+    "Qwen2-MoE": (
+        "qwen2_moe",
+        EXPERTS | {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "mlp_only_layers": [0]},
+    ),
+    "OLMoE": ("olmoe", EXPERTS),
 }
 
 
@@ -88,7 +97,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(folder):
-    return on_ranks(1, "engines:families", folder, *MODELS)
+    # The first engine of a process makes vLLM's groups of ranks, and one for experts only if it has some.
+    return on_ranks(1, "engines:families", folder, *sorted(MODELS, key=lambda name: name not in MIXTURES))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -102,6 +112,7 @@ def test_trainer_sampler_and_plain_transformers_agree(name, folder, found):
     assert measured["hidden"] == [], "a sleep of level 2 would lose it"
     fused = re.compile(r"layers\.\d\.(self_attn\.qkv_proj|mlp\.gate_up_proj)\.weight")  # in both models
     assert all(fused.fullmatch(each) for each in measured["not compared"])
+    assert measured["not exported"] == [], "vLLM reads the exported files"
     exported = {f"{name} exported": "logprobs after", f"{name} with LoRA exported": "logprobs with LoRA"}
     for path, logprobs in ({name: "logprobs"} | exported).items():
         plain = AutoModelForCausalLM.from_pretrained(folder / path, dtype=torch.float32)
@@ -112,7 +123,25 @@ def test_trainer_sampler_and_plain_transformers_agree(name, folder, found):
         torch.testing.assert_close(measured[logprobs], expected, atol=LARGEST_GAP, rtol=rtol)
 
 
-@pytest.mark.parametrize("name", ["Granite", "Gemma 3", "OLMo 3", "Mistral"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_are_packed_again_and_their_load_is_counted(name, folder, found):
+    """An engine whose experts are not packed again is noticed; the metric is the busiest expert's share of tokens."""
+    measured, rollout = found[name], found[name]["rollout"]
+    experts = [each for each in measured["unpacked"] if ".experts." in each]
+    plain = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+    routers = [layer.mlp.gate for layer in plain.model.layers if hasattr(layer.mlp, "experts")]
+    assert len(experts) == 2 * len(routers), "each layer's gate_up_proj and down_proj"
+    tokens = [torch.tensor([*row.ids, *ids[:-1]]) for row, ids in zip(rollout.rows, rollout.completions, strict=True)]
+    with torch.no_grad():
+        logits_of_sequences = [plain(each[None], output_router_logits=True).router_logits for each in tokens]
+    loads = []
+    for logits in map(torch.cat, zip(*logits_of_sequences, strict=True)):
+        counts = logits.topk(EXPERTS["num_experts_per_tok"]).indices.flatten().bincount()
+        loads.append((counts.max() / counts.sum() * EXPERTS["num_experts"]).item())
+    assert measured["load"] == pytest.approx(max(loads)) and measured["load"] > 1.1
+
+
+@pytest.mark.parametrize("name", ["Granite", "Gemma 3", "OLMo 3", "Mistral", "Qwen3-MoE"])
 def test_a_teacher_scales_its_logits_as_it_does_as_a_policy(name, folder, found):
     """What it returns without a temperature is a distribution after a product and a softmax. Completions share their
     prompts.

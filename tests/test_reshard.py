@@ -19,6 +19,8 @@ CHAIN = [  # ranks, flags of memory
 def runs(policy, tmp_path_factory):
     folder = tmp_path_factory.mktemp("reshard")
     make_model_of_family(folder / "gemma_3", "gemma3_text", sliding_window=8)
+    sizes = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    make_model_of_family(folder / "qwen3_moe", "qwen3_moe", **sizes)
     for step, (num_ranks, flags) in enumerate(CHAIN, start=1):
         on_ranks(num_ranks, "distributed:reshard", policy, folder, step, flags)
     return folder

@@ -54,12 +54,17 @@ LAYER = {f"{name}.weight": [rows, 16] for name, rows in ROWS.items()} | {f"{name
 SHAPES = {f"layers.0.{name}": shape for name, shape in LAYER.items()} | {
     "layers.0.o_proj.weight": [16, 32], "layers.0.o_proj.bias": [16], "norm.weight": [16],
     "embed_tokens.weight": [70, 16], "lm_head.weight": [70, 16],
+    "layers.0.experts.gate_up_proj": [3, 2 * 8, 16], "layers.0.experts.down_proj": [3, 16, 8],
 }  # fmt: skip
+GATES_UPS, DOWNS = (f"layers.0.experts.{name}_proj" for name in ("gate_up", "down"))
 K, V, GATE, UP, OUT = (f"layers.0.{name}_proj.weight" for name in ("k", "v", "gate", "up", "o"))
 CHANGES = {f"a bit of {name}": lambda named, name=name: {name: one_bit(named[name])} for name in SHAPES} | {
     "k and v swapped": lambda named: {K: named[V], V: named[K]},
     "gate and up swapped": lambda named: {GATE: named[UP], UP: named[GATE]},
     "columns moved": lambda named: {OUT: named[OUT].roll(1, 1)},
+    "gates and ups of experts swapped": lambda named: {GATES_UPS: named[GATES_UPS].roll(8, 1)},
+    "experts moved": lambda named: {DOWNS: named[DOWNS].roll(1, 0)},
+    "columns of experts moved": lambda named: {DOWNS: named[DOWNS].roll(1, 2)},
     "rows moved": lambda named: {UP: named[UP].roll(1, 0)},
 }
 
@@ -79,6 +84,9 @@ def engine_part(named: dict[str, Tensor], rank: int, size: int) -> Some:
     for name in ("embed_tokens", "lm_head"):
         padded = nn.functional.pad(named[f"{name}.weight"], (0, 0, 0, 128 - 70), value=7.0)
         modules[name] = nn.ParameterDict({"weight": padded.chunk(size)[rank]})
+    halves = [half.chunk(size, dim=1)[rank] for half in named[GATES_UPS].chunk(2, dim=1)]
+    experts = {"w13_weight": torch.cat(halves, dim=1), "w2_weight": named[DOWNS].chunk(size, dim=2)[rank]}
+    modules["layers.0.experts.routed_experts"] = nn.ParameterDict(experts)
     out = {"weight": named[OUT].chunk(size, dim=1)[rank], "bias": named["layers.0.o_proj.bias"]}
     modules["layers.0.o_proj"] = nn.ParameterDict(out)
     return Some(packed_modules_mapping=FUSED, named_modules=modules.items)

@@ -504,8 +504,11 @@ def loading(world: World, large: str, *folders: str) -> list[dict[str, object]]:
 
 # Checkpoints from each number of ranks to the next, and a disk that refuses one of two ranks --------------------------
 
-# The last one is a family with windows, in a folder beside the runs.
-SAVED = ("--param_dtype float32", "--param_dtype bfloat16", "--lora_rank 3", "--model gemma_3")
+# The last ones are a family with windows and one with experts, in folders beside the runs.
+SAVED = (
+    "--param_dtype float32", "--param_dtype bfloat16", "--lora_rank 3", "--model FOLDER/gemma_3",
+    "--model FOLDER/qwen3_moe",
+)  # fmt: skip
 STATE = {"prompts_drawn": 12}
 
 
@@ -519,7 +522,7 @@ def reshard(whole: World, path: str, folder: str, step: str, words: str) -> None
     """The first step trains two updates and saves; each later one loads the checkpoint before and saves it again."""
     number = int(step)
     for place, case in enumerate(SAVED):
-        case = case.replace("gemma_3", f"{folder}/gemma_3")
+        case = case.replace("FOLDER", folder)
         given = f"--model {path} --prompts_per_step 4 {case} {words}"
         runs, args = Path(folder) / str(place), parsed(given, whole.num_trainers)
         world = replace(whole, shard_ranks=args.shard_ranks)

@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -300,8 +301,12 @@ def step_of_family(trial: Trial, adapted: Trial) -> dict[str, object]:
     rollout = engine.sample(rows, sampling, (1, 1))
     found = {"rollout": replace(rollout, texts=[]), "logprobs": trainer_logprobs(policy, rollout)}
     found |= {"gap": gap(rollout), "hidden": hidden, "not compared": engine.guard.not_compared}
-    trial.train(rollout, rate=1e-2)
+    metrics = trial.train(rollout, rate=1e-2)
     found |= {"gap of a stale engine": gap(rollout), "logprobs after": trainer_logprobs(policy, rollout)}
+    found["load"] = metrics.get("moe/load_max")
+    with patch.object(rollout_module, "repack", lambda model: None):
+        engine.sync(policy.full_weights())
+    found["unpacked"] = engine.guard.different_tensors()
     engine.sync(policy.full_weights())
     found["gap after"] = gap(engine.sample(rows, sampling, (1, 2)))
     adapted.train(rollout, rate=1e-2)
@@ -309,6 +314,8 @@ def step_of_family(trial: Trial, adapted: Trial) -> dict[str, object]:
     for trained, name in ((policy, "exported"), (adapted.policy, "with LoRA exported")):
         weights = checkpoint.gather_weights(trained, trial.world)
         checkpoint.export(trained, weights, checkpoint.files_of([engine.tokenizer]), Path(f"{trial.path} {name}"))
+    engine.sync(load_file(f"{trial.path} exported/model.safetensors").items())  # as vLLM reads them
+    found["not exported"] = engine.guard.different_tensors()
     return found
 
 
@@ -373,7 +380,7 @@ def faults_of(trial: FaultTrial) -> dict[str, Callable[[], AbstractContextManage
     engine, old = trial.engine, {name: tensor.clone() for name, tensor in trial.policy.full_weights()}
     unmerged = lambda layer, weight, dtype: weight.to(dtype)  # noqa: E731
     lora_fault = {"adapter not merged": lambda: patch.object(adapters, "merged", unmerged)}  # which leaves the head
-    head_fault = {"head not repacked": lambda: patch.object(rollout_module, "_repack_head", lambda model: None)}
+    head_fault = {"head not repacked": lambda: patch.object(rollout_module, "repack", lambda model: None)}
     return {
         "k and v swapped": lambda: trial.stream(lambda named: named.update({K: named[V], V: named[K]})),
         "layers swapped": lambda: trial.stream(lambda named: named.update({Q: named[NEXT_Q], NEXT_Q: named[Q]})),

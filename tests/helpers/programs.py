@@ -182,6 +182,7 @@ def described(config: object) -> dict[str, object]:
         "logprobs": model.logprobs_mode,
         "head_dtype": str(model.head_dtype),
         "tries_flashinfer": config.kernel_config.enable_flashinfer_autotune,
+        "experts": config.kernel_config.moe_backend,
         "fuses_all_reduce": graphs.pass_config.fuse_allreduce_rms,
         "has_custom_all_reduce": not parallel.disable_custom_all_reduce,
         "executor": parallel.distributed_executor_backend,

@@ -293,7 +293,7 @@ def test_the_ways_out_are_flags_of_the_program():
     ("num_ranks", "function", "phase", "way"),
     [
         (2, "grpo.total_loss", "update", "--gradient_checkpointing"),
-        (1, "rollout._repack_head", "load", "--param_dtype bfloat16"),  # in the first sync
+        (1, "rollout.repack", "load", "--param_dtype bfloat16"),  # in the first sync
     ],
 )
 def test_a_rank_without_memory_ends_the_run_with_a_sentence(num_ranks, function, phase, way, policy, tmp_path):

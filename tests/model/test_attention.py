@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations import moe
 
 from batch import pack
 from helpers.made_up import RAGGED, load_policy, make_rollout, unpacked_logprobs
@@ -16,11 +17,15 @@ from model.packed import Segment
 
 WINDOW = 16
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 FAMILY_SIZES = {  # what differs from the sizes of `random_model`
     "gemma3_text": KINDS | {"query_pre_attn_scalar": 32},
     "olmo3": KINDS | {"head_dim": None},
     "ministral": KINDS,
     "mistral": {"sliding_window": WINDOW},
+    "qwen3_moe": EXPERTS,
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 32},
+    "olmoe": EXPERTS | {"head_dim": None},
 }
 SEVERAL_RECTANGLES = [70, 5, 100, 30, 66]  # on CPU: of lengths so different that they do not all share one
 
@@ -46,6 +51,7 @@ def random_model(folder: Path, architecture: str) -> Path:
 MODELS = [
     ("policy", 1.0), ("policy", 0.7), ("untied_policy", 1.0), ("llama", 0.7), ("qwen3", 0.7), ("qwen3, tied", 1.0),
     ("seed_oss", 1.0),  # whose residual_dropout of 0.1 must never be on
+    ("qwen3_moe", 1.0), ("qwen2_moe", 0.7), ("olmoe", 1.0),
 ]  # fmt: skip
 FORMS = [
     (False, RAGGED, 4, 1), (True, RAGGED, 4, 1), (False, SEVERAL_RECTANGLES, 4, 1), (False, RAGGED, 4, 4),
@@ -66,7 +72,7 @@ WINDOWED_FORMS = [
     + [(*model, *form) for model in WINDOWED for form in WINDOWED_FORMS],
 )
 def test_packed_logprobs_and_gradients_equal_those_unpacked(
-    model, temperature, gradient_checkpointing, lengths, prompt_length, group_size, request, tmp_path
+    model, temperature, gradient_checkpointing, lengths, prompt_length, group_size, request, tmp_path, monkeypatch
 ):
     """Packed log-probs and gradients equal those of each sequence alone. In fp64, but for norms and log-probs.
     Completions of a prompt share its positions, if it has several.
@@ -75,7 +81,9 @@ def test_packed_logprobs_and_gradients_equal_those_unpacked(
     packed = load_policy(path, torch.float64, gradient_checkpointing)
     # Its eager attention rounds probabilities to fp32, which only windows need to be compared with.
     kind = "eager" if (model, temperature) in WINDOWED else "sdpa"
-    alone = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation=kind)
+    monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: False)  # its kernel has no fp64
+    plain = {"dtype": torch.float64, "attn_implementation": kind, "experts_implementation": "eager"}
+    alone = AutoModelForCausalLM.from_pretrained(path, **plain)
     rollout = make_rollout(lengths, prompt_length, group_size=group_size)
     batch = pack(rollout, list(range(len(lengths))), group_size)
     num_shared = (prompt_length - 1) * (len(lengths) - -(-len(lengths) // group_size))

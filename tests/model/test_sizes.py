@@ -23,7 +23,7 @@ import evaluate
 from helpers.made_up import flags
 from instruments.dry_run import dry_run
 from load_inputs import load_inputs
-from model.sizes import check_config, check_path
+from model.sizes import MIXTURES, check_config, check_cpu_experts, check_path
 
 
 def check(config: PretrainedConfig, tensor_parallel_size: int = 1) -> None:
@@ -63,7 +63,13 @@ NOT_COMPUTED = {  # words of the sentence -> config
     "has attention to tokens that follow": AutoConfig.for_model("gemma3_text", use_bidirectional_attention=True),
     "has windows in some layers alone": Qwen2Config(use_sliding_window=True, max_window_layers=16),
     "has windows in some layers alone, ": MistralConfig(layer_types=["sliding_attention", "full_attention"] * 16),
-    "has 128 experts; needed is .*: use OLMo 3, Qwen3": AutoConfig.for_model("gpt_oss"),
+    "has 128 experts; needed is .*: use OLMo 3, Qwen3-30B-A3B, Qwen3-0.6B": AutoConfig.for_model("gpt_oss"),
+    "has use_sliding_window = True beside experts, where False alone is computed alike; needed .*: use Qwen3-30B-A3B": (
+        AutoConfig.for_model("qwen2_moe", use_sliding_window=True)
+    ),
+    "has clip_qkv = 8.0 beside experts, where None alone is computed alike": AutoConfig.for_model(
+        "olmoe", clip_qkv=8.0
+    ),
     "has dropout = 0.1": OPTConfig(),
     "has latent attention": PretrainedConfig(kv_lora_rank=64, num_attention_heads=4),
     "has logits_scaling = 8.0": AutoConfig.for_model("hyperclovax", logits_scaling=8.0),  # it multiplies by it
@@ -86,7 +92,7 @@ def test_models_at_the_limits_pass():
     check(Qwen2Config(sliding_window=16, use_sliding_window=True, max_window_layers=0))
     for name in ("llama", "qwen3", "qwen2_5_vl", "olmo2", "glm4", "smollm3", "phi3", "starcoder2"):
         check(AutoConfig.for_model(name))
-    for name in ("gemma3_text", "olmo3", "ministral", "exaone4", "cwm"):
+    for name in ("gemma3_text", "olmo3", "ministral", "exaone4", "cwm", *MIXTURES):
         check(AutoConfig.for_model(name))
     check(AutoConfig.for_model("granite", logits_scaling=8.0))
 
@@ -172,11 +178,11 @@ def test_the_context_is_the_one_that_the_engine_has(config, longest):
 
 
 OTHERS = {  # architecture, one for each place in which a config tells it -> what the sentence says that it has
-    "qwen3_moe": "(qwen3_moe) has 128 experts; needed is a dense model",
+    "mixtral": "(mixtral) has 8 experts; needed is a dense model, Qwen3-MoE, Qwen2-MoE or OLMoE",
     "dbrx": "4 experts",
     "qwen3_vl_moe": "(qwen3_vl_moe_text) has 60 experts",
     "llama4": "16 experts and layers of the kind chunked_attention",
-    "qwen3_5": "(qwen3_5_text) has layers of the kind linear_attention; needed is a dense model with attention in all",
+    "qwen3_5": "(qwen3_5_text) has layers of the kind linear_attention; needed is a dense model",
     "rwkv": "no attention heads",
 }
 
@@ -187,8 +193,22 @@ def test_experts_and_hybrid_models_are_refused_in_one_sentence(name):
     with pytest.raises(ValueError) as error:
         check(AutoConfig.for_model(name))
     said = str(error.value)
-    assert OTHERS[name] in said and said.startswith("--model m (") and "use Qwen3-0.6B to 32B" in said
+    assert OTHERS[name] in said and said.startswith("--model m (") and "Qwen3-0.6B to 32B" in said
     assert said.endswith(".") and ". " not in said
+
+
+def test_experts_have_sizes_that_the_engine_takes():
+    """An engine divides each expert among its ranks, on CPU into multiples of 32."""
+    config = AutoConfig.for_model("qwen2_moe", moe_intermediate_size=1408, shared_expert_intermediate_size=5632)
+    check(config, 16)  # 88 on a GPU
+    check_cpu_experts("m", config, 4)
+    with pytest.raises(ValueError, match="multiples of 32, not 2048 and 176; use GPUs"):
+        check_cpu_experts("m", config, 8)
+    with pytest.raises(ValueError, match="multiples of 32, not 2000 and 1024; use GPUs"):
+        check_cpu_experts("m", AutoConfig.for_model("olmoe", hidden_size=2000, intermediate_size=1024), 1)
+    check_cpu_experts("m", Qwen2Config(hidden_size=2000), 1)
+    with pytest.raises(ValueError, match="5632 or 1408 units of an MLP and 151936 logits; use one of 1, 2, 4, 8, 16"):
+        check(AutoConfig.for_model("qwen2_moe", num_attention_heads=32, num_key_value_heads=32), 3)
 
 
 def test_rotary_angles_that_change_with_the_batch_are_refused():
@@ -206,12 +226,12 @@ def test_rotary_angles_that_change_with_the_batch_are_refused():
 
 
 def test_dry_run_training_and_evaluation_refuse_them_alike(tmp_path, monkeypatch, capsys):
-    AutoConfig.for_model("qwen3_moe").save_pretrained(tmp_path)
+    AutoConfig.for_model("mixtral").save_pretrained(tmp_path)
     args = flags(model=tmp_path)
     for attempt in (dry_run, load_inputs):
-        with pytest.raises(ValueError, match=r"\(qwen3_moe\) has 128 experts"):
+        with pytest.raises(ValueError, match=r"\(mixtral\) has 8 experts"):
             attempt(args)
     monkeypatch.setattr(sys, "argv", ["evaluate.py", "--model", str(tmp_path), "--data", "d"])
     with pytest.raises(SystemExit):
         evaluate.main()
-    assert "(qwen3_moe) has 128 experts" in capsys.readouterr().err
+    assert "(mixtral) has 8 experts" in capsys.readouterr().err

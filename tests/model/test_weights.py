@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from helpers.distributed import on_ranks
-from helpers.made_up import load_policy
+from helpers.made_up import load_policy, make_model_of_family
 from helpers.runs import ROOT, run_ranks, training_flags
 
 
@@ -30,6 +30,10 @@ def folders(policy, untied_policy, tmp_path_factory):
     bare["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)  # as in files of old versions: computed, not loaded
     save_file(bare, folders["bare_names"] / "model.safetensors", metadata={"format": "pt"})
     AutoModelForCausalLM.from_pretrained(policy, dtype=torch.bfloat16).save_pretrained(folders["bfloat16"])
+    # Of each expert the files have a matrix; 10 and 11 come before 2 by their names.
+    folders["experts"] = root / "experts"
+    make_model_of_family(folders["experts"], "qwen3_moe", num_experts=12, moe_intermediate_size=8)
+    assert "model.layers.1.mlp.experts.11.up_proj.weight" in load_file(folders["experts"] / "model.safetensors")
     return folders
 
 
@@ -64,7 +68,7 @@ def with_weights(policy, folder, change):
     return str(folder)
 
 
-def test_files_that_do_not_fit_the_model_are_refused_by_name(policy, untied_policy, tmp_path):
+def test_files_that_do_not_fit_the_model_are_refused_by_name(policy, untied_policy, folders, tmp_path):
     name = "model.layers.1.mlp.up_proj.weight"
     changes = {  # message -> change
         f"1 weights are missing ({name}), 0 are not": lambda weights: weights.pop(name),
@@ -72,11 +76,15 @@ def test_files_that_do_not_fit_the_model_are_refused_by_name(policy, untied_poli
         f"{name} has the shape [3, 2] in": lambda weights: weights.update({name: torch.ones(3, 2)}),
         "differ in the files": lambda weights: weights.update({"lm_head.weight": torch.ones(64, 64)}),
         "1 weights are missing (lm_head.weight)": lambda weights: weights.pop("lm_head.weight"),
+        "experts.0.gate_proj.weight and its like have 184 rows in the files, but 12 x 16 of 128 numbers by": (
+            lambda weights: weights.pop("model.layers.1.mlp.experts.3.up_proj.weight")
+        ),
     }
     for number, (message, change) in enumerate(changes.items()):
         folder = tmp_path / str(number)
         with pytest.raises(ValueError, match=re.escape(message)):
-            load_policy(with_weights(untied_policy if "lm_head" in message else policy, folder, change))
+            origin = folders["experts"] if "experts" in message else untied_policy if "lm_head" in message else policy
+            load_policy(with_weights(origin, folder, change))
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])  # a download that was cut off
     with pytest.raises(ValueError, match="model.safetensors is damaged"):

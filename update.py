@@ -44,6 +44,7 @@ from fsdp_utils import (
 from grpo import Algorithm, Graded
 from metrics import idle_share, standard_errors, temperature_of
 from model.head import Teacher
+from model.optimizer import forget
 from policy import Policy, add_images, add_packing
 from runtime.stall import beat
 from runtime.start import RunError
@@ -277,6 +278,10 @@ def add_gradients(
     """The passes over this rank's micro-batches, whose gradients add up in the policy.
 
     In the first update of a step no weight has changed since sampling, so the old log-probs are the current ones and
+    if step.reference_mixup:
+        policy.move_references(step.reference_mixup)
+    if step.resets_optimizer:
+        forget(optimizer)
     every ratio is exactly 1. With dropout they are those of a pass without it.
     """
     is_unchanged = step.is_first and not policy.has_dropout and algorithm.old_logprobs == "trainer"

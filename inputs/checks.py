@@ -206,6 +206,14 @@ def check_servers(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     if args.partial_rollouts and args.engine != "colocated":
         raise ValueError("--partial_rollouts is for --engine colocated; servers do the same by --in_flight.")
     if args.partial_rollouts and args.image_column:
+    if args.lora_rank and args.reference_every:
+        raise ValueError(
+            f"{flag.reference_every} {no_effect}: the reference is the policy with its adapter off, which never moves."
+        )
+    if args.reference_every and args.reference not in (None, args.model):
+        raise ValueError(
+            f"{flag.reference_every} moves a reference that began as --model; leave it out, or {flag.reference}."
+        )
         raise ValueError(
             f"{flag.image_column} with --partial_rollouts: completions go on without images; leave one of them out."
         )
@@ -267,6 +275,10 @@ def check_evaluation(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         metrics += [f"eval/{name_of_source(source)}/{figure}" for figure in figures]
     if args.keep_best not in metrics:
         advice = f"use one of {', '.join(metrics)}" if metrics else "name held-out problems with --eval_data"
+    if args.reference_every and args.from_step > 1 and not replayed.get("reference_every"):
+        raise ValueError(
+            f"{flag.reference_every} with {flag.from_step}: the checkpoints of --replay hold no reference; begin at 1."
+        )
         raise ValueError(f"{flag.keep_best} is not evaluated; {advice}.")
     if not args.eval_every or not args.save_every or args.save_every % args.eval_every:
         raise ValueError(

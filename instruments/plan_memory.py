@@ -63,6 +63,8 @@ def gpu_phases(setup: Setup) -> dict[str, Parts]:
     awake = engine_parts(setup)
     asleep = {"engine asleep": ENGINE_ASLEEP[setup.engine.enforce_eager]}
     loaded_table = setup.table_bytes if setup.has_lora else m.table * setup.trained_bytes
+    if setup.has_reference_model:
+        loaded_table = max(loaded_table, m.table * setup.reference_itemsize)
     # The largest parameter and its shard; the next one is gathered while the engine copies this
     # one.
     gathered = setup.compute_bytes * (m.table * (1 + 1 / setup.num_shards) + m.intermediate * m.hidden)
@@ -94,7 +96,7 @@ def static_parts(setup: Setup, on_host: bool) -> Parts:
     parts = {"parameters": setup.stored_bytes, "gradients": setup.gradient_bytes, "optimizer": setup.state_bytes}
     offloaded = {"none": [], "optimizer": ["optimizer"], "all": [*parts]}[setup.memory.offload]
     if setup.has_reference_model:
-        parts["reference"] = setup.reference_setup.weight_bytes
+        parts["reference"] = setup.reference_bytes
     if setup.memory.offload_reference:
         offloaded.append("reference")
     ranks = setup.hardware.ranks_per_node if on_host else 1
@@ -362,7 +364,7 @@ def host_phases(setup: Setup) -> dict[str, Parts]:
     processes = (setup.hardware.ranks_per_node + setup.hardware.generation_gpus) * PROCESS_HOST
     static = static_parts(setup, on_host=True)
     stored = setup.compute_bytes if setup.has_lora else setup.trained_bytes
-    itemsizes = {"parameters": stored, "gradients": setup.trained_bytes, "reference": setup.compute_bytes}
+    itemsizes = {"parameters": stored, "gradients": setup.trained_bytes, "reference": setup.reference_itemsize}
     rounding = 0
     for name, itemsize in itemsizes.items():
         rounding += static.get(name, 0) * (pinned_share(setup, itemsize) - 1)
@@ -389,9 +391,12 @@ def pinned_share(setup: Setup, itemsize: int) -> float:
 
 
 def checkpoint_bytes(setup: Setup) -> float:
-    """On disk: the policy in --dtype; for a resume the trained parameters as kept, and the optimizer's state."""
+    """On disk: the policy in --dtype; for a resume the trained parameters as kept, the optimizer's state, and a
+    reference that moves.
+    """
     adapter = setup.gradient_bytes if setup.has_lora else 0  # once more, in peft's format
-    return setup.weight_bytes + setup.gradient_bytes + setup.state_bytes + adapter
+    reference = setup.reference_bytes if setup.memory.reference_every else 0
+    return setup.weight_bytes + setup.gradient_bytes + setup.state_bytes + adapter + reference
 
 
 def disk_bytes(setup: Setup) -> float:

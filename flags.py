@@ -204,7 +204,8 @@ GROUPS["KL to the reference"] = [  # docs/algorithm.md, A teacher
     flag("--reset_optimizer", False, "when the reference has moved, the optimizer starts anew (ProRL)",
          only_with="--reference_every"),
     flag("--hint_column", None, "column of a hint, for example a worked solution, that is in the reference's prompt "
-         "and not in the policy's", only_with="--kl_coef"),
+         "and not in the policy's; @group: another completion of the prompt that is correct; @feedback: what the "
+         "reward says of this one; @group,@feedback: the first that there is", only_with="--kl_coef"),
 ]
 GROUPS["sampler-trainer mismatch"] = [
     flag("--rollout_correction", None, "weight of a token's loss, from the ratio trainer / sampler of its log-prob; "
@@ -387,9 +388,9 @@ class Memory(Settings):  # precision, and what is kept where
     param_dtype: str
     offload: str
     offload_reference: bool
-    shard_ranks: int | None
     reference_every: int  # above 0: the reference moves, and is in the checkpoints
     reference_mixup: float  # below 1: the reference is fp32, because bf16 would round small moves away
+    shard_ranks: int | None
     gradient_checkpointing: bool
     compile: bool
     communicate_once: bool
@@ -473,10 +474,10 @@ class Plan(Settings, kw_only=True):
     max_rollout_gap: float
     old_logprobs: str
     lora_dropout: float
-    steps_ahead: int
     reference_every: int
     reference_mixup: float
     reset_optimizer: bool
+    steps_ahead: int
     partial_rollouts: bool
     replay: str | None
 
@@ -528,9 +529,9 @@ class UpdateStep(NamedTuple):
     step: int = 1
     number: int = 1  # in its step
     max_rollout_gap: float = 0.0  # beyond it the run ends before the update; 0: no bound
-
     reference_mixup: float = 0.0  # how far the reference moves to the policy after it; 0: it stays
     resets_optimizer: bool = False  # after it
+
 
 def counted(number: float, noun: str) -> str:
     """For example: 1 step, 2.5 steps, 3 micro-batches."""

@@ -127,7 +127,8 @@ def test_packing_ranks_and_offload_do_not_change_distillation(policy, teacher):
     results = [on_ranks(num_ranks, "distributed:taught", policy, teacher) for num_ranks in (1, 2)]
     whole = ["whole", "small, on the host", "shared, communicates once"]
     lora = ["LoRA", "LoRA, small", "LoRA, small, communicates once", "LoRA, shared, recomputed"]
-    for names in (["sampled, with hints"], whole, lora):
+    made = ["hints of the step", "hints of the step, shared"]
+    for names in (["sampled, with hints"], made, whole, lora):
         cases = [found[name] for found in results for name in names]
         assert cases[0][0]["optim/grad_norm"] > 0.01
         for metrics, gradients in cases[1:]:
@@ -136,7 +137,7 @@ def test_packing_ranks_and_offload_do_not_change_distillation(policy, teacher):
             ]
             assert without[0] == pytest.approx(without[1], abs=1e-5)
             torch.testing.assert_close(gradients, cases[0][1], atol=2e-6, rtol=1e-4)
-    assert {name for names in (["sampled, with hints"], whole, lora) for name in names} == TAUGHT.keys()
+    assert {name for names in (["sampled, with hints"], made, whole, lora) for name in names} == TAUGHT.keys()
 
 
 def test_a_reference_that_moves_is_the_policy_or_a_mean_of_it(policy):

@@ -388,6 +388,8 @@ def compiled(world: World, path: str, vision: str) -> dict[str, object]:
 
 TAUGHT = {  # name -> flags
     "sampled, with hints": {"kl_estimator": "k2", "micro_batch_tokens": 24},
+    "hints of the step": {"hint_column": "@group", "kl_over": "vocabulary", "micro_batch_tokens": 24},
+    "hints of the step, shared": {"hint_column": "@group", "kl_over": "vocabulary", "share_prompts": True},
     "whole": {"kl_over": "vocabulary"},
     "small, on the host": {"kl_over": "vocabulary", "micro_batch_tokens": 24, "offload_reference": True},
     "shared, communicates once": {"kl_over": "vocabulary", "share_prompts": True, "communicate_once": True},
@@ -419,7 +421,13 @@ def taught(world: World, path: str, teacher: str) -> dict[str, tuple[Metrics, Te
         if not args.lora_rank:
             own = load_policy(teacher).requires_grad_(False)
             reference = sharded(own, world, on_host=args.offload_reference)
-        update = whole_update(with_hints(make_rollout(group_size=2)), args, policy, world)
+        rollout = with_hints(make_rollout(group_size=2))
+        if args.hint_column:  # every third completion has none
+            has_hint = np.arange(len(rollout.rows)) % 3 != 1
+            pairs = zip(rollout.rows, has_hint, strict=True)
+            rows = [row if is_hinted else replace(row, hinted_ids=None) for row, is_hinted in pairs]
+            rollout = replace(rollout, rows=rows, is_hinted_B=has_hint)
+        update = whole_update(rollout, args, policy, world)
         update = add_reference(update, reference, algorithm_of(args))
         found[name] = recorded(policy, update, args, world)
     return found

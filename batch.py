@@ -75,6 +75,8 @@ class Rollout:
     lags: list[np.ndarray] | None = None  # int32, the same: steps between those weights and the ones that are trained
     grades: list[Grade] | None = None  # None: not graded yet
     loss_weights_B: np.ndarray | None = None  # float32: weight of each of its tokens in the loss of its update
+    is_hinted_B: np.ndarray | None = None  # bool: the step has made a hint for it; None: hints are not made
+    kl_weights_B: np.ndarray | None = None  # float32: the KL's weight over that of the loss, 0 without a hint; None: 1
     advantages: list[np.ndarray] | None = None  # float32, one per completion token
 
     @property
@@ -126,9 +128,10 @@ class Rollout:
 
     def hinted(self) -> Rollout | None:
         """The rollout as the reference reads it: the same completions to prompts with hints; None if there are none."""
-        if not self.rows or self.rows[0].hinted_ids is None:
+        if all(row.hinted_ids is None for row in self.rows):
             return None
-        return replace(self, rows=[replace(row, ids=row.hinted_ids) for row in self.rows])
+        rows = [row if row.hinted_ids is None else replace(row, ids=row.hinted_ids) for row in self.rows]
+        return replace(self, rows=rows)
 
     def first_position(self, b: int) -> int:
         """The position that predicts the first token of completion b: that of the prompt's last token."""
@@ -244,6 +247,7 @@ class Batch:
     advantages_N: Tensor | None = None  # float32, zero where the label is no completion token; None: not known yet
     old_logprobs_N: Tensor | None = None  # float32, under the weights that sampled; None: not needed
     ref_logprobs_N: Tensor | None = None  # float32, under the reference; None: no KL term
+    kl_weights_N: Tensor | None = None  # float32, the KL's weight over that of the loss; None: 1
     hinted: Batch | None = None  # the same sequences as the reference reads them; None: as they are here
     teacher: Callable[[], Teacher] | None = None  # runs the reference, for a KL over the vocabulary
     kl_N: Tensor | None = None  # float32, that KL of each position; None: of sampled tokens, or not known yet
@@ -343,6 +347,9 @@ def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
         is_sampled = np.concatenate([np.zeros(first, dtype=bool), rollout.is_sampled[b]])
         return is_sampled & is_trained_B[b]
 
+    def by_sequence(values_B: np.ndarray) -> Tensor:
+        return packed(segments, lambda segment: np.full(segment.stop, values_B[segment.index]))
+
     loss_mask_N = packed(segments, mask)
     return Batch(
         input_ids_N=packed(segments, lambda segment: tokens[segment.index][:-1]).long(),
@@ -350,10 +357,11 @@ def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
         labels_N=packed(segments, lambda segment: tokens[segment.index][1:]).long(),  # the one shift
         loss_mask_N=loss_mask_N,
         trained_K=loss_mask_N.nonzero()[:, 0],
-        loss_weights_N=packed(segments, lambda segment: np.full(segment.stop, rollout.loss_weights_B[segment.index])),
+        loss_weights_N=by_sequence(rollout.loss_weights_B),
         sequence_ids_N=torch.repeat_interleave(torch.tensor([segment.length for segment in segments])),
         rollout_logprobs_N=to_positions(rollout, segments, rollout.rollout_logprobs),
         segments_S=segments,
+        kl_weights_N=None if rollout.kl_weights_B is None else by_sequence(rollout.kl_weights_B),
         lags_N=None if rollout.lags is None else to_positions(rollout, segments, rollout.lags),
     )
 

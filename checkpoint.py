@@ -2,7 +2,7 @@
 
     OUT_DIR/step_20/          the policy in Hugging Face format (with LoRA: merged)
     OUT_DIR/step_20/adapter/  with LoRA only: the adapter in peft's format
-    OUT_DIR/step_20/trainer/  what a resume needs: the sharded trained parameters and optimizer state
+    OUT_DIR/step_20/trainer/  what a resume needs: the sharded trained parameters, optimizer state and moving reference
                               (torch.distributed.checkpoint); progress.json, the state of the loop; checksums.json, the
                               size and SHA-256 of every file
     OUT_DIR/final             link to the last step's checkpoint, made when the run is complete
@@ -261,7 +261,7 @@ def export(policy: Policy, weights: Weights, companions: dict[str, bytes], folde
 
 
 def load(folder: Path, policy: Policy, optimizer: Optimizer) -> State:
-    """The `state` that was saved. Restores parameters and optimizer state in place, on any number of ranks.
+    """The `state` that was saved. Restores parameters, optimizer and moving reference in place, on any number of ranks.
 
     Raises DiskError for shards that are not of this policy and optimizer, or hold anything but numbers.
     """
@@ -276,12 +276,16 @@ def load(folder: Path, policy: Policy, optimizer: Optimizer) -> State:
 
 
 def shards_of(policy: Policy, optimizer: Optimizer) -> dict[str, dict[str, object]]:
-    """What is trained, and its optimizer state. With LoRA the rest is read from --model again."""
+    """What is trained, its optimizer state, and the reference if it moves. The rest is read from --model again."""
     parameters, state = get_state_dict(policy, optimizer)
     for name, parameter in policy.named_parameters(remove_duplicate=False):  # tied: both names
         if not parameter.requires_grad:
             parameters.pop(name, None)
-    return {"model": parameters, "optimizer": state}
+    shards = {"model": parameters, "optimizer": state}
+    for reference in policy.moving_references:
+        # They share the storage: loading writes into the reference.
+        shards["reference"] = {name: parameter.detach() for name, parameter in reference.named_parameters()}
+    return shards
 
 
 # The shards -----------------------------------------------------------------------------------------------------------

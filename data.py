@@ -173,10 +173,7 @@ def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, 
         columns = {name: value for name, value in columns.items() if name != column}  # each reward call would carry it
     _place_images(messages, len(encoded))
     text = render(messages, prompt_format, tokenizer)
-    # A chat template writes its own special tokens; a bare prompt gets the tokenizer's, unless it
-    # begins with the BOS.
-    has_special_tokens = is_chat or text.startswith(tokenizer.bos_token or "\0")
-    ids = np.array(tokenizer(text, add_special_tokens=not has_special_tokens)["input_ids"], dtype=np.int32)
+    ids = encode(text, prompt_format, tokenizer)
     images = None
     if vision is not None and (encoded or vision.image_token in ids):
         try:
@@ -188,6 +185,24 @@ def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, 
         messages=messages, answer=answer, columns=columns, where=where, encoded_images=encoded, text=text, ids=ids,
         images=images,
     )  # fmt: skip
+
+
+def encode(text: str, prompt_format: PromptFormat, tokenizer: Tokenizer) -> np.ndarray:
+    """The tokens of a rendered prompt, int32.
+
+    A chat template writes its own special tokens; a bare prompt gets the tokenizer's, unless it begins with the BOS.
+    """
+    has_special_tokens = prompt_format.prompt_format == "chat" or text.startswith(tokenizer.bos_token or "\0")
+    return np.array(tokenizer(text, add_special_tokens=not has_special_tokens)["input_ids"], dtype=np.int32)
+
+
+def ids_with_hint(messages: Messages, hint: str, prompt_format: PromptFormat, tokenizer: Tokenizer) -> np.ndarray:
+    """The tokens of a row's messages with a hint at the end of the last one. Raises UnusableRow."""
+    *before, last = messages
+    messages = [*before, last | {"content": last["content"] + hint}]
+    if prompt_format.prompt_format == "chat":
+        _check_special_tokens(messages, prompt_format, tokenizer)
+    return encode(render(messages, prompt_format, tokenizer), prompt_format, tokenizer)
 
 
 def hinted_ids(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, column: str) -> np.ndarray:

@@ -197,8 +197,15 @@ GROUPS["KL to the reference"] = [  # docs/algorithm.md, A teacher
          choices=("sampled", "vocabulary"), only_with="--kl_coef"),
     flag("--kl_direction", "reverse", "divergence over the vocabulary:", only_with="--kl_over"),
     flag("--kl_beta", 0.5, "beta of jsd: towards 0 it behaves as forward, towards 1 as reverse", (0.001, 0.999)),
+    flag("--reference_every", 0, "the reference moves to the policy after every so many steps; 0: it stays as it was",
+         (0, INF), only_with="--kl_coef"),
+    flag("--reference_mixup", 1.0, "how far it moves: 1 replaces it by the policy; 0.05 makes it an exponential mean "
+         "of policies, which is kept in fp32", (TINY, 1), only_with="--reference_every"),
+    flag("--reset_optimizer", False, "when the reference has moved, the optimizer starts anew (ProRL)",
+         only_with="--reference_every"),
     flag("--hint_column", None, "column of a hint, for example a worked solution, that is in the reference's prompt "
-         "and not in the policy's", only_with="--kl_coef"),
+         "and not in the policy's; @group: another completion of the prompt that is correct; @feedback: what the "
+         "reward says of this one; @group,@feedback: the first that there is", only_with="--kl_coef"),
 ]
 GROUPS["sampler-trainer mismatch"] = [
     flag("--rollout_correction", None, "weight of a token's loss, from the ratio trainer / sampler of its log-prob; "
@@ -381,6 +388,8 @@ class Memory(Settings):  # precision, and what is kept where
     param_dtype: str
     offload: str
     offload_reference: bool
+    reference_every: int  # above 0: the reference moves, and is in the checkpoints
+    reference_mixup: float  # below 1: the reference is fp32, because bf16 would round small moves away
     shard_ranks: int | None
     gradient_checkpointing: bool
     compile: bool
@@ -465,6 +474,9 @@ class Plan(Settings, kw_only=True):
     max_rollout_gap: float
     old_logprobs: str
     lora_dropout: float
+    reference_every: int
+    reference_mixup: float
+    reset_optimizer: bool
     steps_ahead: int
     partial_rollouts: bool
     replay: str | None
@@ -485,7 +497,13 @@ class Plan(Settings, kw_only=True):
         # Without a pass of the trainer before the first update, later ones only see how far the policy has moved.
         is_unknown = self.old_logprobs == "rollout" and (i > 0 or self.lora_dropout > 0)
         largest_gap = 0.0 if is_older or is_unknown else self.max_rollout_gap
-        return UpdateStep(index, self.rate(index), i == 0, self.max_grad_norm, self.seed, step, i + 1, largest_gap)
+        is_last = i + 1 == self.updates_per_step
+        is_moving = is_last and self.reference_every > 0 and step % self.reference_every == 0
+        return UpdateStep(
+            index, self.rate(index), i == 0, self.max_grad_norm, self.seed, step, i + 1, largest_gap,
+            reference_mixup=self.reference_mixup if is_moving else 0.0,
+            resets_optimizer=is_moving and self.reset_optimizer,
+        )  # fmt: skip
 
     def rate(self, update: int) -> float:
         """The learning rate of update 0, 1, ...: linear warm-up to the peak, then constant, or cosine or linear to 0.
@@ -511,6 +529,8 @@ class UpdateStep(NamedTuple):
     step: int = 1
     number: int = 1  # in its step
     max_rollout_gap: float = 0.0  # beyond it the run ends before the update; 0: no bound
+    reference_mixup: float = 0.0  # how far the reference moves to the policy after it; 0: it stays
+    resets_optimizer: bool = False  # after it
 
 
 def counted(number: float, noun: str) -> str:

@@ -24,6 +24,7 @@ from engine.options import stop_ids
 from flags import FLAGS, Grading, Lora, PromptFormat, Sampling, Stalls, TurnLimits, make_plan
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
 from grading.own import files_of
+from hints import Hints
 from inputs.agreement import ROOT, check_same_start, digest, digests_of
 from inputs.checks import LOOPBACK, given, ranks_per_engine
 from inputs.sources import name_of_source, read_system_prompt
@@ -51,6 +52,7 @@ class Inputs:
     eval_samplings: list[Sampling]
     grader: Grader
     turns: Turns | None  # who plays episodes; None: each completion has one turn
+    hints: Hints | None  # what makes hints of a step's completions; None: they are in a column, or there are none
     companions: list[PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig]  # files beside the exported policy
     digests: dict[str, str]  # for models (main process), the rows of each source, files of one's own; by name
 
@@ -75,7 +77,11 @@ def load_inputs(args: Namespace) -> Inputs:
     if args.reference:
         check_reference(args, config, tokenizer, longest)
     companions = [vision.processor if vision else tokenizer, generation]
-    train_data = load(args.train_data, args.seed, args.hint_column, args.shuffle == "on")
+    hint_column, hints = args.hint_column, None
+    if hint_column and hint_column.startswith("@"):
+        prompt_format = PromptFormat.from_flags(args, system_prompt=None, today=today)  # it is in the rows' messages
+        hint_column, hints = None, Hints(tuple(hint_column.split(",")), prompt_format, tokenizer)
+    train_data = load(args.train_data, args.seed, hint_column, args.shuffle == "on")
     plan = make_plan(args, len(PromptData.mix(train_data).rows))  # raises, too
     if (args.stop_after or 0) > plan.total_steps:
         raise ValueError(f"--stop_after {args.stop_after}: the last step is {plan.total_steps}; leave it out.")
@@ -101,7 +107,7 @@ def load_inputs(args: Namespace) -> Inputs:
     references = [args.environment or "", *(args.tools or "").split(",")]
     files = own_files([*grader.weights, args.advantage, args.policy_loss, args.kl_estimator, *references])
     digests |= {str(file): digest([file.read_bytes()]) for file in files}
-    return Inputs(tokenizer, vision, train_data, eval_sets, samplings, grader, turns, companions, digests)
+    return Inputs(tokenizer, vision, train_data, eval_sets, samplings, grader, turns, hints, companions, digests)
 
 
 def own_files(named: list[str]) -> list[Path]:

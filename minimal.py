@@ -26,7 +26,9 @@ from rollout import Engine
 from update import UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy
 
 # Flags that would change the numbers, but not here. The rest of what is left out only watches a run, or saves it.
-LEFT_OUT = "engine", "partial_rollouts", "dynamic_sampling", "truncated", "environment", "tools", "replay"
+LEFT_OUT = (
+    "engine", "partial_rollouts", "dynamic_sampling", "truncated", "environment", "tools", "replay", "hint_column",
+)  # fmt: skip
 
 
 def main() -> None:

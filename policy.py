@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from batch import Batch
 from flags import AdamW, Lora, Memory
-from fsdp_utils import World, full_tensors, own_rows, shard
+from fsdp_utils import World, full_tensors, local_shard, own_rows, shard
 from model import lora as adapters
 from model.attention import make_packing
 from model.experts import ExpertLoads
@@ -69,6 +69,8 @@ class Policy(adapters.WithAdapter):
         # is not itself.
         self.reference_times: list[tuple[Moment, Moment]] = []
         self.expert_loads = ExpertLoads(self.layers)
+        # The reference, if it moves (--reference_every): in a list, so that it is no part of this module.
+        self.moving_references: list[Policy] = []
         config = model.config.get_text_config()
         matrices = model.get_output_embeddings().weight.numel()
         for layer in self.layers:
@@ -140,6 +142,17 @@ class Policy(adapters.WithAdapter):
             seconds += end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
         self.reference_times.clear()
         return seconds
+
+    @torch.no_grad()
+    def move_references(self, mixup: float) -> None:
+        """reference += mixup x (policy - reference), on the shards of this rank: nothing is communicated.
+
+        With 1 it is the policy, to the bit.
+        """
+        for reference in self.moving_references:
+            for target, parameter in zip(reference.parameters(), self.parameters(), strict=True):
+                own = local_shard(target)
+                own.lerp_(local_shard(parameter).to(own), mixup)
 
     def named_weights(self) -> list[tuple[str, nn.Parameter, nn.Module | None]]:
         """(Hugging Face name, parameter, layer whose adapter is merged into it) of all but adapters."""
@@ -223,11 +236,13 @@ def build_policy(
     shard_and_fill(policy, path, world, memory.offload == "all", memory.communicate_once)
     reference = policy if reference_path else None
     if reference_path and (reference_path != path or not lora.lora_rank):
-        # It is never updated: no masters, and no recomputation in a backward pass.
-        reference = empty_policy(reference_path, dtype).requires_grad_(False)
+        # It is never trained: no masters, and no recomputation in a backward pass.
+        own_dtype = dtype if memory.reference_mixup == 1 else torch.float32
+        reference = empty_policy(reference_path, own_dtype, dtype=dtype).requires_grad_(False)
         reference.head_dtype = policy.head_dtype
         reference.reference_times = policy.reference_times
         shard_and_fill(reference, reference_path, world, memory.offload_reference)
+        policy.moving_references = [reference] if memory.reference_every else []
     if memory.compile:
         for model in {policy, reference} - {None}:  # with LoRA they may be one
             compile_layers(model)

@@ -25,6 +25,7 @@ from metrics import lag_metrics, rollout_metrics
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
     from data import PromptData
+    from hints import Hints
     from reward import Grader
     from rollout import Engine
     from run import Run
@@ -54,6 +55,7 @@ class Sampler:
     draws: Draws
     sampling: Sampling
     run: Run
+    hints: Hints | None = None  # what makes hints of the completions, for the reference; None: nothing does
     num_drawn: int = 0  # prompts sampled so far, in the order of the data
     drawn_ahead: dict[int, int] = field(default_factory=dict)  # step that was begun -> num_drawn before its first round
     before: dict[int, State] = field(default_factory=dict)  # the last step -> `position` at its beginning
@@ -111,6 +113,9 @@ class Sampler:
         self.used_B, metrics = choose_groups(self.sampled, len(rounds), self.draws)
         # The metrics of rewards and lengths are those of all that were sampled: dynamic sampling would flatter them.
         chosen = self.sampled.select(self.used_B)
+        if self.hints:
+            chosen, hint_metrics = self.hints.add(chosen, self.draws.group_size)
+            metrics |= hint_metrics
         return chosen, metrics | rollout_metrics(self.sampled, self.draws.group_size) | lag_metrics(chosen)
 
     def record(self, step: int, trained: Rollout) -> Sampled:

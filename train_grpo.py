@@ -101,7 +101,7 @@ def build_sampler(
     kind = PartialSampler if args.partial_rollouts else Sampler
     if args.replay:
         kind = partial(ReplaySampler, folder=Path(args.replay))
-    return kind(engine, inputs.grader, data, Draws.from_flags(args), sampling, run)
+    return kind(engine, inputs.grader, data, Draws.from_flags(args), sampling, run, inputs.hints)
 
 
 def finish(run: Run, step: int) -> None:

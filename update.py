@@ -44,6 +44,7 @@ from fsdp_utils import (
 from grpo import Algorithm, Graded
 from metrics import idle_share, standard_errors, temperature_of
 from model.head import Teacher
+from model.optimizer import forget
 from policy import Policy, add_images, add_packing
 from runtime.stall import beat
 from runtime.start import RunError
@@ -58,14 +59,19 @@ def pack_updates(
     # The weight of a token in the loss follows from the lengths of the whole update. It is known
     # before anything is packed, so loss and gradient do not depend on which sequences share a
     # micro-batch or a rank.
-    weights = [algorithm.loss_aggregation(trained_lengths_B[indices]) for indices in indices_of_updates]
-    rollout = replace(rollout, loss_weights_B=torch.cat(weights).numpy())
+    weights_B = loss_weights(trained_lengths_B, indices_of_updates, algorithm)
+    rollout = replace(rollout, loss_weights_B=weights_B.numpy())
+    group_size = group_size_of_hinted = plan.group_size if memory.share_prompts else 1
+    if rollout.is_hinted_B is not None:
+        group_size_of_hinted = 1  # each completion has a hint of its own, so none share a prompt
+        is_hinted_B = torch.from_numpy(rollout.is_hinted_B)
+        hinted_weights_B = loss_weights(trained_lengths_B * is_hinted_B, indices_of_updates, algorithm)
+        rollout = replace(rollout, kl_weights_B=(is_hinted_B * hinted_weights_B / weights_B).numpy())
     hinted = rollout.hinted()
     longest = hinted or rollout  # the reference's batches must fit under the cap, too
     lengths_B = longest.sequence_lengths_B
     shared_B = np.array([shared_positions(longest, b) for b in range(len(rollout.rows))])
     images_B = [row.images for row in rollout.rows]
-    group_size = plan.group_size if memory.share_prompts else 1
     updates = []
     for indices in indices_of_updates:
         # Every rank makes the plan of all ranks and takes its own part: nothing is communicated.
@@ -74,7 +80,7 @@ def pack_updates(
             num_ranks=world.num_trainers,
             max_tokens=memory.micro_batch_tokens,
             parity_length=policy.parity_length,
-            group_size=group_size,
+            group_size=group_size_of_hinted,
             shared=shared_B[indices],
         )
         batches = []
@@ -82,12 +88,17 @@ def pack_updates(
             chosen = indices[micro].tolist()
             batch = pack(rollout, chosen, group_size)
             if hinted:
-                batch = replace(batch, hinted=pack(hinted, chosen, group_size))
+                batch = replace(batch, hinted=pack(hinted, chosen, group_size_of_hinted))
             batch = add_images(batch, images_B).to(world.device)
             batches.append(add_packing(batch))
         num_tokens = max(int(trained_lengths_B[indices].sum()), 1)
         updates.append(Update(batches, num_tokens, plan.prompts_per_step))
     return updates
+
+
+def loss_weights(lengths_B: Tensor, indices_of_updates: list[np.ndarray], algorithm: Algorithm) -> Tensor:
+    """The weight of each token of each completion in the loss of its update. `lengths_B`: the tokens that count."""
+    return torch.cat([algorithm.loss_aggregation(lengths_B[indices]) for indices in indices_of_updates])
 
 
 def add_logprobs(updates: list[Update], policy: Policy, reference: Policy | None, algorithm: Algorithm) -> list[Update]:
@@ -268,6 +279,10 @@ def update_policy(
             group["lr"] = step.rate
         optimizer.step()
     optimizer.zero_grad()  # also of an update that was left out
+    if step.reference_mixup:
+        policy.move_references(step.reference_mixup)
+    if step.resets_optimizer:
+        forget(optimizer)
     metrics |= standard_errors(passes, update.num_prompts, algorithm.group_size, guard.world)
     return metrics | {"perf/update_idle_frac": idle_share(update.batches, policy.parity_length, guard.world)}
 

@@ -40,6 +40,7 @@ class Grade:
     status: str  # "ok", "truncated", "timeout", "error: ..." or, with --reward none, NOT_GRADED
     parts: dict[str, float] = field(default_factory=dict)  # verifier -> its score; then sub-score -> its value
     answer: str | None = None  # what the first verifier that reads one read as the final answer
+    feedback: str = ""  # what functions of one's own say about it in words
 
     @property
     def score(self) -> float:

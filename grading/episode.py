@@ -128,8 +128,8 @@ class EpisodeWorker:
         """What reward() says: the first part is the whole, so that it decides whether the episode is correct."""
         result, name = awaited(environment.reward()), f"{self.name}.reward"
         if not isinstance(result, (list, tuple)):
-            score, parts = read_reward(result, name)
-            return Grade(score, "ok", {self.name: score} | parts)
+            score, parts, feedback = read_reward(result, name)
+            return Grade(score, "ok", {self.name: score} | parts, feedback=feedback)
         if len(result) != environment.turns:
             raise WrongReturn(f"{name} returned {result!r:.200} for {environment.turns} turns, not a list of that many")
         parts = {f"turn_{number}": read_reward(value, name)[0] for number, value in enumerate(result, start=1)}

@@ -27,6 +27,7 @@ from inspect import Parameter
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from grading import Case
 
@@ -131,6 +132,14 @@ FORMS: dict[str, tuple[Values, bool]] = {  # by the parameter that tells the for
 }
 
 
+class Score(NamedTuple):
+    """What a function of one's own returned for a completion."""
+
+    reward: float
+    parts: dict[str, float]  # sub-scores
+    feedback: str = ""  # in words, for --hint_column @feedback
+
+
 class WrongReturn(ValueError):
     """The function returned what is no reward."""
 
@@ -173,8 +182,8 @@ class OwnReward:
                 columns = ", ".join(case.columns) or "none"
                 raise ValueError(f"{self.name} takes {name!r}, but the row's columns are {columns}")
 
-    def __call__(self, cases: list[Case]) -> list[tuple[float, dict[str, float]]]:
-        """Reward and sub-scores of each completion. Raises what the function raises, WrongReturn for no rewards."""
+    def __call__(self, cases: list[Case]) -> list[Score]:
+        """The score of each completion. Raises what the function raises, WrongReturn for no rewards."""
         # What it changes in a row is for nobody else: another function, another completion of the
         # prompt.
         cases = [replace(case, columns=copy.deepcopy(case.columns)) for case in cases]
@@ -198,12 +207,13 @@ class OwnReward:
         return [read_reward(0.0 if value is None else value, self.name) for value in results]  # None in TRL: no score
 
 
-def read_reward(result: object, name: str) -> tuple[float, dict[str, float]]:
-    """Reward and sub-scores that the function of this name returned for one completion. Raises WrongReturn.
+def read_reward(result: object, name: str) -> Score:
+    """The score that the function of this name returned for one completion. Raises WrongReturn.
 
     A sub-score that is no finite number, or whose name is no text, is left out.
     """
     parts: dict[str, float] = {}
+    feedback = ""
     if isinstance(result, dict):
         key = "reward" if "reward" in result else "score"
         if key not in result:
@@ -211,11 +221,13 @@ def read_reward(result: object, name: str) -> tuple[float, dict[str, float]]:
         for part, value in result.items():
             if part != key and isinstance(part, str) and math.isfinite(number := _number(value)):
                 parts[str.__str__(part)] = number  # the mere text, if it is of a class of the user's
+        if isinstance(said := result.get("feedback"), str):
+            feedback = str.__str__(said)
         result = result[key]
     score = _number(result)
     if not math.isfinite(score):
         raise WrongReturn(f"{name} returned {result!r:.200}, not a finite number")
-    return score, parts
+    return Score(score, parts, feedback)
 
 
 def _number(value: object) -> float:

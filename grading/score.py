@@ -103,12 +103,12 @@ class RewardWorker:
                 score, answer = built_in(name, case)
                 grades.append(Grade(weight * score, "ok", {name: score}, None if answer is None else answer[:500]))
             return grades
-        for score, parts in self.own[name](cases):
+        for score, parts, feedback in self.own[name](cases):
             named = {name: score}
             for part, value in parts.items():
                 is_taken = len(self.own) > 1 or part in self.weights  # another verifier may have a part of this name
                 named[f"{name}/{part}" if is_taken else part] = value
-            grades.append(Grade(weight * score, "ok", named))
+            grades.append(Grade(weight * score, "ok", named, feedback=feedback))
         return grades
 
     def problem(self, case: Case) -> str | None:
@@ -154,4 +154,5 @@ def add_up(grades: Sequence[Grade], names: Iterable[str]) -> Grade:
     parts = {name: value for grade in grades for name, value in grade.parts.items()}
     parts = {name: parts[name] for name in names if name in parts} | parts
     answers = [grade.answer for grade in grades if grade.answer is not None]
-    return Grade(sum(grade.reward for grade in grades), "ok", parts, answers[0] if answers else None)
+    feedback = "\n".join(grade.feedback for grade in grades if grade.feedback)
+    return Grade(sum(grade.reward for grade in grades), "ok", parts, answers[0] if answers else None, feedback)

@@ -42,7 +42,8 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     check_batches(args, num_ranks)
     check_common_flags(args)
     flag = all_given(args)
-    for check in (check_loss, check_groups, check_reward, check_memory, check_servers, check_replay, check_evaluation):
+    checks = check_loss, check_groups, check_reward, check_hints, check_memory, check_servers, check_replay
+    for check in (*checks, check_evaluation):
         check(args, flag)
     check_waits(args, flag, num_ranks)
     check_tracker(args.track)
@@ -151,6 +152,29 @@ def check_reward(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         )
 
 
+def check_hints(args: argparse.Namespace, flag: SimpleNamespace) -> None:
+    """Of hints that a step makes; a hint in a column has nothing of its own to contradict."""
+    if not (args.hint_column or "").startswith("@"):
+        return
+    names = args.hint_column.split(",")
+    if not set(names) <= {"@group", "@feedback"} or len(set(names)) < len(names):
+        raise ValueError(f"{flag.hint_column}: use a column, or @group, @feedback or both, with a comma between them.")
+    if args.kl_in == "reward":
+        raise ValueError(f"{flag.hint_column} is for --kl_in loss, where completions without a hint have no KL.")
+    if "@group" in names and (args.group_size == 1 or args.reward == "none" and not args.environment):
+        raise ValueError(
+            f"{flag.hint_column} takes another completion that is correct; "
+            f"give a reward, and a --group_size of 2 or more, not {flag.reward} and {flag.group_size}."
+        )
+    if "@feedback" in names and ".py:" not in args.reward and not args.environment:
+        raise ValueError(
+            f"{flag.hint_column} with {flag.reward}, which says nothing in words; "
+            "give a function of your own that returns 'feedback', too (docs/rewards.md)."
+        )
+    if "@feedback" in names and args.replay:
+        raise ValueError(f"{flag.hint_column} with {flag.replay}: rollouts keep no feedback; leave one of them out.")
+
+
 def check_turns(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     has_turns = bool(args.environment or args.tools)
     for name in ("--max_turns", "--max_turn_tokens"):
@@ -182,6 +206,14 @@ def check_memory(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     no_effect = f"has no effect with {flag.lora_rank}; leave it out"
     if args.lora_rank and args.param_dtype != "float32":
         raise ValueError(f"{flag.param_dtype} {no_effect}: adapters are kept in float32, the rest in --dtype.")
+    if args.lora_rank and args.reference_every:
+        raise ValueError(
+            f"{flag.reference_every} {no_effect}: the reference is the policy with its adapter off, which never moves."
+        )
+    if args.reference_every and args.reference not in (None, args.model):
+        raise ValueError(
+            f"{flag.reference_every} moves a reference that began as --model; leave it out, or {flag.reference}."
+        )
     if args.lora_rank and args.offload_reference and args.reference in (None, args.model):
         raise ValueError(f"--offload_reference {no_effect}: the reference is the policy with its adapter off.")
 
@@ -243,6 +275,10 @@ def check_replay(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         replayed = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError):
         raise ValueError(f"{flag.replay}: {file} cannot be read; name the folder of a run.") from None
+    if args.reference_every and args.from_step > 1 and not replayed.get("reference_every"):
+        raise ValueError(
+            f"{flag.reference_every} with {flag.from_step}: the checkpoints of --replay hold no reference; begin at 1."
+        )
     for name in FIXED_BY_ROLLOUTS:
         if name in replayed and replayed[name] != getattr(args, name):
             written, value = getattr(flag, name), replayed[name]

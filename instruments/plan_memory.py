@@ -63,10 +63,13 @@ def gpu_phases(setup: Setup) -> dict[str, Parts]:
     static = without(updating, "gradients")
     awake = engine_parts(setup)
     asleep = {"engine asleep": ENGINE_ASLEEP[setup.engine.enforce_eager]}
-    loaded = max(m.table, m.largest) * (setup.compute_bytes if setup.has_lora else setup.trained_bytes)
+    tensor = max(m.table, m.largest)
+    loaded = tensor * (setup.compute_bytes if setup.has_lora else setup.trained_bytes)
+    if setup.has_reference_model:
+        loaded = max(loaded, tensor * setup.reference_itemsize)
     # The largest parameter and its shard; the next one is gathered while the engine copies this
     # one.
-    gathered = setup.compute_bytes * (max(m.table, m.largest) * (1 + 1 / setup.num_shards) + m.largest)
+    gathered = setup.compute_bytes * (tensor * (1 + 1 / setup.num_shards) + m.largest)
     # vLLM pads a table whose rows are no multiple of 64, and keeps it to the end of a sync: the
     # head comes beside it.
     padded = 0 if m.is_tied or m.vocab % 64 == 0 else setup.table_bytes
@@ -95,7 +98,7 @@ def static_parts(setup: Setup, on_host: bool) -> Parts:
     parts = {"parameters": setup.stored_bytes, "gradients": setup.gradient_bytes, "optimizer": setup.state_bytes}
     offloaded = {"none": [], "optimizer": ["optimizer"], "all": [*parts]}[setup.memory.offload]
     if setup.has_reference_model:
-        parts["reference"] = setup.reference_setup.weight_bytes
+        parts["reference"] = setup.reference_bytes
     if setup.memory.offload_reference:
         offloaded.append("reference")
     ranks = setup.hardware.ranks_per_node if on_host else 1
@@ -365,7 +368,7 @@ def host_phases(setup: Setup) -> dict[str, Parts]:
     processes = (setup.hardware.ranks_per_node + setup.hardware.generation_gpus) * PROCESS_HOST
     static = static_parts(setup, on_host=True)
     stored = setup.compute_bytes if setup.has_lora else setup.trained_bytes
-    itemsizes = {"parameters": stored, "gradients": setup.trained_bytes, "reference": setup.compute_bytes}
+    itemsizes = {"parameters": stored, "gradients": setup.trained_bytes, "reference": setup.reference_itemsize}
     rounding = 0
     for name, itemsize in itemsizes.items():
         rounding += static.get(name, 0) * (pinned_share(setup, itemsize) - 1)
@@ -394,9 +397,12 @@ def pinned_share(setup: Setup, itemsize: int) -> float:
 
 
 def checkpoint_bytes(setup: Setup) -> float:
-    """On disk: the policy in --dtype; for a resume the trained parameters as kept, and the optimizer's state."""
+    """On disk: the policy in --dtype; for a resume the trained parameters as kept, the optimizer's state, and a
+    reference that moves.
+    """
     adapter = setup.gradient_bytes if setup.has_lora else 0  # once more, in peft's format
-    return setup.weight_bytes + setup.gradient_bytes + setup.state_bytes + adapter
+    reference = setup.reference_bytes if setup.memory.reference_every else 0
+    return setup.weight_bytes + setup.gradient_bytes + setup.state_bytes + adapter + reference
 
 
 def disk_bytes(setup: Setup) -> float:

@@ -257,6 +257,15 @@ class Setup:
         return self.run.has_kl and (not self.has_lora or self.teacher is not None)
 
     @property
+    def reference_bytes(self) -> int:
+        """Bytes of one copy of a reference that is a model of its own."""
+        return self.reference_setup.model.parameters * self.reference_itemsize
+
+    @property
+    def reference_itemsize(self) -> int:
+        return self.compute_bytes if self.memory.reference_mixup == 1 else 4
+
+    @property
     def reference_setup(self) -> Setup:
         """This setup with the reference in the place of the policy: for its passes."""
         return replace(self, model=self.teacher or self.model)

@@ -79,7 +79,7 @@ def traffic(setup: Setup) -> dict[str, float]:
     if memory.offload == "optimizer":
         from_host += plan.updates_per_step * 2 * setup.state_bytes / n
     if setup.has_reference_model and memory.offload_reference:
-        from_host += in_reference * reference / n
+        from_host += in_reference * setup.reference_bytes / n
     copies = 2 * plan.updates_per_step * setup.trainable * REDUCE / n * (1 - 1 / setup.num_copies)
     return {
         "all-gather, log-probs": setup.old_logprob_passes * in_pass * weights * remote,

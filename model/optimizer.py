@@ -47,6 +47,14 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def forget(optimizer: Optimizer) -> None:
+    """Sets moments and counts to 0, as at the start. The remainders stay: they are a part of the parameters."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if name != "remainder":
+                local_shard(value).zero_()
+
+
 class ChunkedAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` for bf16 and fp32 parameters, for fp32 ones bit for bit the same.
 

@@ -18,8 +18,8 @@ ROOT = Path(__file__).parent.parent
 # Each file, and each room, imports what stands on lower floors; grading/ and runtime/ nothing of the program.
 FLOORS = (
     "grading runtime", "flags fsdp_utils", "model", "batch", "engine grpo metrics policy", "losses",
-    "inputs rollout update", "data instruments", "checkpoint command report reward run turns", "load_inputs sampling",
-    "evaluate minimal samplers servers", "train_grpo",
+    "inputs rollout update", "data instruments", "checkpoint command hints report reward run turns",
+    "load_inputs sampling", "evaluate minimal samplers servers", "train_grpo",
 )  # fmt: skip
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names.split()}
 ROOMS = [name for name in FLOOR if (ROOT / name).is_dir()]

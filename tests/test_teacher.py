@@ -127,7 +127,8 @@ def test_packing_ranks_and_offload_do_not_change_distillation(policy, teacher):
     results = [on_ranks(num_ranks, "distributed:taught", policy, teacher) for num_ranks in (1, 2)]
     whole = ["whole", "small, on the host", "shared, communicates once"]
     lora = ["LoRA", "LoRA, small", "LoRA, small, communicates once", "LoRA, shared, recomputed"]
-    for names in (["sampled, with hints"], whole, lora):
+    made = ["hints of the step", "hints of the step, shared"]
+    for names in (["sampled, with hints"], made, whole, lora):
         cases = [found[name] for found in results for name in names]
         assert cases[0][0]["optim/grad_norm"] > 0.01
         for metrics, gradients in cases[1:]:
@@ -136,7 +137,27 @@ def test_packing_ranks_and_offload_do_not_change_distillation(policy, teacher):
             ]
             assert without[0] == pytest.approx(without[1], abs=1e-5)
             torch.testing.assert_close(gradients, cases[0][1], atol=2e-6, rtol=1e-4)
-    assert {name for names in (["sampled, with hints"], whole, lora) for name in names} == TAUGHT.keys()
+    assert {name for names in (["sampled, with hints"], made, whole, lora) for name in names} == TAUGHT.keys()
+
+
+def test_a_reference_that_moves_is_the_policy_or_a_mean_of_it(policy):
+    """Replaced, it is the policy to the bit; as a mean, the formula. On two ranks it is that of one."""
+    one, two = (on_ranks(num_ranks, "distributed:moved", policy) for num_ranks in (1, 2))
+    for name, steps in [*one.items(), *two.items()]:
+        start, expected = steps[0][0], steps[0][1].double()
+        for number, (trained, reference, count) in enumerate(steps):
+            if name == "replaced":
+                wanted, has_begun_anew = steps[number - number % 2][0], number % 2 == 0
+                assert reference.equal(wanted) and count == (0 if has_begun_anew else 1)
+            elif name == "replaced, bf16":
+                assert reference.equal(steps[number - number % 2][0].bfloat16().float()) and count == number
+            elif number:
+                expected += 0.05 * (trained - expected)
+                torch.testing.assert_close(reference.double(), expected, atol=1e-6, rtol=0)
+            assert number == 0 or (trained - start).abs().max() > 5e-3
+    for name in ("replaced", "mean"):
+        start, ours, theirs = one[name][0][1], one[name][-1][1], two[name][-1][1]
+        assert (ours - theirs).norm() < 1e-2 * (ours - start).norm()  # Adam makes much of a gradient's last bit
 
 
 @pytest.mark.parametrize(("changes", "is_own"), [

@@ -37,4 +37,6 @@ def score(completion, answer):
             print(ascii(text), file=child.stdin, flush=True)
             said = child.stdout.readline()
         child.kill()
-    return {"reward": float(said == f"{mark}\n"), "has_code": float(bool(code))}
+    passes = said == f"{mark}\n"
+    feedback = "" if passes else "Not all tests passed." if code else "There is no block of Python code."
+    return {"reward": float(passes), "has_code": float(bool(code)), "feedback": feedback}

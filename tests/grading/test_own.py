@@ -32,7 +32,7 @@ def own(tmp_path, code: str, name: str = "score") -> OwnReward:
 def test_the_signature_names_what_a_completions_function_gets(signature, result, value, tmp_path):
     """A function of one completion gets the values that its signature names."""
     reward = own(tmp_path, f"def score({signature}):\n    return {result}\n")
-    assert reward(CASES[:1]) == [(value, {})]
+    assert reward(CASES[:1]) == [(value, {}, "")]
     assert not reward.takes_group and reward.takes_token_ids == ("token_ids" in signature)
 
 
@@ -47,13 +47,13 @@ def test_the_signature_names_what_a_completions_function_gets(signature, result,
 def test_group_functions_get_lists_and_data_columns(signature, result, tmp_path):
     """A function of a group gets lists, and the columns of the data."""
     reward = own(tmp_path, f"def score({signature}):\n    return {result}\n")
-    assert reward.takes_group and [value for value, _ in reward(CASES)] == [2.0, 3.0]
+    assert reward.takes_group and [score.reward for score in reward(CASES)] == [2.0, 3.0]
 
 
 def test_verls_key_is_the_one_of_its_data(tmp_path):
     code = "def score(solution_str, ground_truth, extra_info):\n    return ground_truth + extra_info['x']\n"
     columns = {"reward_model": {"ground_truth": 3}, "extra_info": {"x": 4}}
-    assert own(tmp_path, code)([Case("", "no", columns)]) == [(7.0, {})]
+    assert own(tmp_path, code)([Case("", "no", columns)]) == [(7.0, {}, "")]
 
 
 def test_imports_from_a_reward_files_folder_belong_to_it(tmp_path, monkeypatch):
@@ -152,7 +152,7 @@ def test_async_functions_are_awaited_and_share_one_event_loop(tmp_path):
     ("__import__('numpy').float32(0.5)", 0.5, {}),
 ])  # fmt: skip
 def test_a_dict_gives_sub_scores_and_a_number_may_be_of_any_kind(result, value, parts, tmp_path):
-    assert own(tmp_path, f"def score(completion):\n    return {result}\n")(CASES[:1]) == [(value, parts)]
+    assert own(tmp_path, f"def score(completion):\n    return {result}\n")(CASES[:1]) == [(value, parts, "")]
 
 
 @pytest.mark.parametrize(("parameter", "result", "words"), [
@@ -202,7 +202,7 @@ def test_what_the_user_has_bound_stays_bound(signature, bound, tmp_path):
     code = (
         f"from functools import partial\ndef other({signature}):\n    return {name}\nscore = partial(other, {bound})\n"
     )
-    assert own(tmp_path, code)(CASES[:1]) == [(7, {})]
+    assert own(tmp_path, code)(CASES[:1]) == [(7, {}, "")]
 
 
 def test_row_changes_are_hidden_from_other_functions(tmp_path):

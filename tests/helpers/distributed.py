@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
 from batch import Batch, Rollout, Row, Update
-from flags import Saving
+from flags import Saving, make_plan
 from fsdp_utils import (
     World,
     close_world,
@@ -388,6 +388,8 @@ def compiled(world: World, path: str, vision: str) -> dict[str, object]:
 
 TAUGHT = {  # name -> flags
     "sampled, with hints": {"kl_estimator": "k2", "micro_batch_tokens": 24},
+    "hints of the step": {"hint_column": "@group", "kl_over": "vocabulary", "micro_batch_tokens": 24},
+    "hints of the step, shared": {"hint_column": "@group", "kl_over": "vocabulary", "share_prompts": True},
     "whole": {"kl_over": "vocabulary"},
     "small, on the host": {"kl_over": "vocabulary", "micro_batch_tokens": 24, "offload_reference": True},
     "shared, communicates once": {"kl_over": "vocabulary", "share_prompts": True, "communicate_once": True},
@@ -419,9 +421,44 @@ def taught(world: World, path: str, teacher: str) -> dict[str, tuple[Metrics, Te
         if not args.lora_rank:
             own = load_policy(teacher).requires_grad_(False)
             reference = sharded(own, world, on_host=args.offload_reference)
-        update = whole_update(with_hints(make_rollout(group_size=2)), args, policy, world)
+        rollout = with_hints(make_rollout(group_size=2))
+        if args.hint_column:  # every third completion has none
+            has_hint = np.arange(len(rollout.rows)) % 3 != 1
+            pairs = zip(rollout.rows, has_hint, strict=True)
+            rows = [row if is_hinted else replace(row, hinted_ids=None) for row, is_hinted in pairs]
+            rollout = replace(rollout, rows=rows, is_hinted_B=has_hint)
+        update = whole_update(rollout, args, policy, world)
         update = add_reference(update, reference, algorithm_of(args))
         found[name] = recorded(policy, update, args, world)
+    return found
+
+
+MOVED = {  # name -> flags of a reference that moves
+    "replaced": {"reference_every": 2, "reset_optimizer": True},
+    "replaced, bf16": {"reference_every": 2, "dtype": "bfloat16"},
+    "mean": {"reference_every": 1, "reference_mixup": 0.05, "offload_reference": True},
+    "mean, bf16": {"reference_every": 1, "reference_mixup": 0.05, "dtype": "bfloat16"},
+}
+
+
+def moved(world: World, path: str) -> dict[str, list[tuple[torch.Tensor, torch.Tensor, float]]]:
+    """Case -> after each of steps 0 to 4 the weights of policy and reference, and the count of Adam's updates."""
+    found = {}
+    for name, changes in MOVED.items():
+        args = flags(model=path, kl_coef=0.5, group_size=1, prompts_per_step=8, learning_rate=1e-2, **changes)
+        policy, reference, optimizer = build(args, world)
+        plan, steps = make_plan(args, 8), found.setdefault(name, [])
+        for number in range(5):
+            if number:
+                update = whole_update(make_rollout(), args, policy, world)
+                (update,) = add_logprobs([update], policy, reference, algorithm_of(args))
+                train_once(policy, optimizer, update, args, world, **plan.update(number, 0)._asdict())
+            whole = []
+            for model in (policy, reference):
+                tensors = full_tensors((parameter, torch.float32) for parameter in model.parameters())
+                whole.append(torch.cat([tensor.flatten().cpu() for tensor in tensors]))
+            counts = {float(state["step"]) for state in optimizer.state.values()}
+            steps.append((*whole, *counts))
     return found
 
 
@@ -505,8 +542,9 @@ def loading(world: World, large: str, *folders: str) -> list[dict[str, object]]:
 # Checkpoints from each number of ranks to the next, and a disk that refuses one of two ranks --------------------------
 
 # The last ones are a family with windows and one with experts, in folders beside the runs.
+MOVING = "--kl_coef 1 --reference_every 1 --reference_mixup 0.5"
 SAVED = (
-    "--param_dtype float32", "--param_dtype bfloat16", "--lora_rank 3", "--model FOLDER/gemma_3",
+    f"--param_dtype float32 {MOVING}", "--param_dtype bfloat16", "--lora_rank 3", "--model FOLDER/gemma_3",
     "--model FOLDER/qwen3_moe",
 )  # fmt: skip
 STATE = {"prompts_drawn": 12}
@@ -529,6 +567,7 @@ def reshard(whole: World, path: str, folder: str, step: str, words: str) -> None
         policy, _, optimizer = build(args, world)
         if number == 1:
             train((policy, None, optimizer), args, world, 2)
+            policy.move_references(0.5)
         else:
             assert checkpoint.latest(runs, world, print) == (number - 1, runs / f"step_{number - 1}")
             assert checkpoint.load(runs / f"step_{number - 1}", policy, optimizer) == STATE

@@ -11,6 +11,7 @@ from inputs.command_line import parse_flags
 
 NO_STEPS = "(without --total_steps)"
 VOCABULARY, NO_REWARD = "--kl_coef 1 --kl_over vocabulary", "--advantage zero --kl_coef 1 --reward none"
+MOVING = "--kl_coef 1 --reference_every 5"
 BEST = "--keep_best eval/d/avg@1 --eval_data x/d.jsonl"
 MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, "--group_size 1", "--group_size 1 has nothing to compare with for --advantage grpo; use 2 or more"),
@@ -25,6 +26,14 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, f"{NO_REWARD} --dynamic_sampling reward", "--dynamic_sampling reward needs a reward"),
     (1, f"{NO_REWARD} --eval_data d --eval_every 1", "--eval_data d needs a reward; leave it out, or give one"),
     (1, "--kl_coef 1 --hint_column h --image_column i", "--hint_column h with --image_column i: .* leave one of them"),
+    (1, "--reference_every 5", "--reference_every 5 has no effect here, only with --kl_coef above 0"),
+    (1, f"{MOVING} --lora_rank 8", "--reference_every 5 has no effect with --lora_rank 8; .* adapter off, which never"),
+    (1, f"{MOVING} --reference r", "--reference_every 5 moves a reference that began as --model; .* or --reference r"),
+    (1, "--kl_coef 1 --reference_mixup 0.5", "--reference_mixup 0.5 .* only with --reference_every above 0"),
+    (1, "--kl_coef 1 --hint_column @groups", "--hint_column @groups: use a column, or @group, @feedback or both"),
+    (1, "--kl_coef 1 --hint_column @group --kl_in reward", "--hint_column @group is for --kl_in loss"),
+    (1, f"{NO_REWARD} --hint_column @group", "--hint_column @group .*; give a reward, .* not --reward none"),
+    (1, "--kl_coef 1 --hint_column @feedback", "@feedback with --reward exact, which says nothing in words; give"),
     (8, "--prompts_per_step 100 --prompts_per_update 100", "--prompts_per_step 100 .* 8 engines .*; use 96 or 104"),
     (2, "--prompts_per_step 3 --prompts_per_update 3", "--prompts_per_step 3 .* 2 engines .*; use 2 or 4"),
     (2, "--prompts_per_step 12 --prompts_per_update 8", "_update 8 .*--prompts_per_step 12; .* 1, 2, 3, 4, 6, 12"),

@@ -371,3 +371,19 @@ def test_a_teacher_of_another_size_has_its_own_bytes_and_time():
     assert over["seconds"]["update"] == pytest.approx(lora["seconds"]["update"] + moved, abs=0.11)
     table = 151_936 * 2_048 * 2 + 4_096 * 2_048 * 2  # its head and its last hidden states
     assert over["gpu_gib"]["update"]["teacher"] == pytest.approx(table / GIB, abs=0.01)
+
+
+def test_a_reference_that_moves_is_counted_in_checkpoints_and_a_mean_in_fp32():
+    """A reference that moves is in each checkpoint, and a mean of policies takes 4 bytes a parameter. With bf16 masters
+    its table is the largest tensor that is loaded.
+    """
+    bf16 = QWQ | {"param_dtype": "bfloat16", "offload": "optimizer"}
+    still, moving = setup(bf16), setup(bf16, reference_every=1)
+    mean = setup(bf16, reference_every=1, reference_mixup=0.05)
+    parameters = still.model.parameters
+    sizes = [gpu_phases(each)["update"]["reference"] * 8 / parameters for each in (still, moving, mean)]
+    assert sizes == pytest.approx([2, 2, 4])
+    more = [checkpoint_bytes(each) - checkpoint_bytes(still) for each in (moving, mean)]
+    assert more == pytest.approx([2 * parameters, 4 * parameters])
+    tables = [gpu_phases(each)["load"]["one tensor"] for each in (still, mean)]
+    assert tables == [2 * still.model.table, 4 * still.model.table]

@@ -1,0 +1,74 @@
+"""Hints that a step makes for its reference out of its own completions, for --hint_column @group and @feedback.
+
+Self-distillation of a policy that has tried several times (SDPO, arXiv 2601.20802): the reference
+reads, behind the problem, what a completion got right or wrong, and judges its tokens anew. The
+templates are those of the authors' code (lasgroup/SDPO, verl/trainer/config/actor/actor.yaml).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from batch import Metrics, Rollout
+from data import UnusableRow, ids_with_hint
+from flags import PromptFormat
+
+SOLUTION = "\nCorrect solution:\n\n{}\n\nCorrectly solve the original question."
+FEEDBACK = (
+    "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{}\n\n"
+    "Correctly solve the original question."
+)
+
+
+def solution(rollout: Rollout, b: int, group_size: int) -> str | None:
+    """The first correct completion of the group but b itself, without its thought."""
+    first = b - b % group_size
+    for other in range(first, first + group_size):
+        if other != b and rollout.grades[other].is_correct:
+            return SOLUTION.format(rollout.texts[other].rpartition("</think>")[2].strip())
+    return None
+
+
+def feedback(rollout: Rollout, b: int, group_size: int) -> str | None:
+    """What the reward says about completion b."""
+    said = rollout.grades[b].feedback.strip()
+    return FEEDBACK.format(said) if said else None
+
+
+MAKERS: dict[str, Callable[[Rollout, int, int], str | None]] = {"@group": solution, "@feedback": feedback}
+
+
+@dataclass(frozen=True)
+class Hints:
+    """Gives each completion of a step a prompt of its own for the reference."""
+
+    names: tuple[str, ...]  # of `MAKERS`: the first one that has a hint for a completion counts
+    prompt_format: PromptFormat
+    tokenizer: Tokenizer
+
+    def add(self, rollout: Rollout, group_size: int) -> tuple[Rollout, Metrics]:
+        """The rollout with `hinted_ids` in its rows and `is_hinted_B`; the share of completions that have a hint.
+
+        There is none where the prompt with it is longer than --max_prompt_tokens, or a text cannot be in a prompt.
+        """
+        made: dict[tuple[int, str], np.ndarray | None] = {}  # most completions of a group have the same hint
+        rows = []
+        for b, row in enumerate(rollout.rows):
+            hints = (MAKERS[name](rollout, b, group_size) for name in self.names)
+            hint = next(filter(None, hints), None)
+            if hint is not None and (id(row), hint) not in made:
+                made[id(row), hint] = self.ids(row.messages, hint)
+            rows.append(replace(row, hinted_ids=made.get((id(row), hint))))
+        is_hinted_B = np.array([row.hinted_ids is not None for row in rows])
+        return replace(rollout, rows=rows, is_hinted_B=is_hinted_B), {"distill/frac_hinted": float(is_hinted_B.mean())}
+
+    def ids(self, messages: list[dict[str, object]], hint: str) -> np.ndarray | None:
+        try:
+            ids = ids_with_hint(messages, hint, self.prompt_format, self.tokenizer)
+        except UnusableRow:
+            return None
+        return ids if len(ids) <= self.prompt_format.max_prompt_tokens else None

@@ -36,6 +36,8 @@ class Graded:
     returns_T: Tensor  # from the token's turn on; with --kl_in reward, minus the KL penalties of these tokens
     lengths_B: Tensor  # completion tokens, those of an environment included
     mask_T: Tensor  # bool: the token is trained
+    step: int = 1  # 1, 2, ..., total_steps
+    total_steps: int = 1
     # From the grades, as they were given:
     parts: dict[str, Tensor] = field(default_factory=dict)  # verifier or sub-score -> [P, G], without its weight
     is_correct_PG: Tensor | None = None  # bool: full marks from the first verifier of the reward
@@ -125,15 +127,15 @@ class Tokens:
     """The tokens of a micro-batch, the input of a policy loss. Each field has the shape N."""
 
     logprobs: Tensor  # the policy's, with gradient
-    old_logprobs: (
-        Tensor  # under the weights that sampled, by the trainer (or, with --old_logprobs rollout, the sampler)
-    )
+    old_logprobs: Tensor  # under the weights that sampled, by the trainer (with --old_logprobs rollout the sampler)
     rollout_logprobs: Tensor  # under the same weights, by the sampler
     advantages: Tensor
     mask: Tensor  # bool: a completion token that is trained
     sequence_ids: Tensor  # int64, the sequence that the token belongs to
-    entropies: Tensor | None = None  # that of the policy's distribution of the token, in nats, without gradient
+    entropies: Tensor | None = None  # of the policy's distribution, in nats; with gradient if --entropy_coef is not 0
     ref_logprobs: Tensor | None = None  # the reference's; None without --kl_coef
+    step: int = 1  # 1, 2, ..., total_steps; this and the next are plain numbers
+    total_steps: int = 1
 
 
 class Loss(NamedTuple):
@@ -439,7 +441,13 @@ class Algorithm:
 
 
 def total_loss(
-    batch: Batch, logprobs_N: Tensor, old_logprobs_N: Tensor, entropies_N: Tensor, algorithm: Algorithm
+    batch: Batch,
+    logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    entropies_N: Tensor,
+    algorithm: Algorithm,
+    step: int = 1,
+    total_steps: int = 1,
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """(loss_N, the values that the metrics average over tokens, those of which they take the maximum).
 
@@ -452,8 +460,10 @@ def total_loss(
         advantages=batch.advantages_N,
         mask=batch.loss_mask_N,
         sequence_ids=batch.sequence_ids_N,
-        entropies=entropies_N.detach(),
+        entropies=entropies_N,
         ref_logprobs=batch.ref_logprobs_N,
+        step=step,
+        total_steps=total_steps,
     )
     loss = as_loss(algorithm.policy_loss(t), t)
     if set(loss.metrics) != set(algorithm.loss_metrics):  # ranks add them up together, so all must have the same
@@ -487,9 +497,9 @@ def measured(
     # What compares the two engines needs the trainer's log-probs.
     old_N = t.logprobs.detach() if algorithm.old_logprobs == "rollout" else t.old_logprobs
     gap_N = (old_N.exp() - t.rollout_logprobs.exp()).abs()
-    slope_N, spread_N, squares_N = temperature_terms(old_N, t.rollout_logprobs, t.entropies)
+    slope_N, spread_N, squares_N = temperature_terms(old_N, t.rollout_logprobs, t.entropies.detach())
     means = {
-        "policy/entropy": t.entropies,
+        "policy/entropy": t.entropies.detach(),
         "policy/clip_frac": loss.is_low | loss.is_high,
         "policy/clip_frac_low": loss.is_low,
         "policy/clip_frac_high": loss.is_high,

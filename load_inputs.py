@@ -99,7 +99,8 @@ def load_inputs(args: Namespace) -> Inputs:
     sources = zip([*args.train_data, *args.eval_data], [*train_data, *eval_sets], strict=True)
     digests |= {source: digest(contents_of(data)) for source, data in sources}
     references = [args.environment or "", *(args.tools or "").split(",")]
-    files = own_files([*grader.weights, args.advantage, args.policy_loss, args.kl_estimator, *references])
+    references += [args.advantage, args.policy_loss, args.kl_estimator, args.optimizer, args.after_step or ""]
+    files = own_files([*grader.weights, *references])
     digests |= {str(file): digest([file.read_bytes()]) for file in files}
     return Inputs(tokenizer, vision, train_data, eval_sets, samplings, grader, turns, companions, digests)
 

@@ -150,10 +150,12 @@ def logprobs_under(model: Policy, field: str, update: Update, algorithm: Algorit
     return update
 
 
-def add_advantages(rollout: Rollout, updates: list[Update], algorithm: Algorithm) -> tuple[Rollout, list[Update]]:
+def add_advantages(
+    rollout: Rollout, updates: list[Update], algorithm: Algorithm, step: int = 1, total_steps: int = 1
+) -> tuple[Rollout, list[Update]]:
     """The rollout with its advantages, and the updates with them at each of their positions."""
     penalties = gather_penalties(rollout, updates, algorithm) if algorithm.has_penalties else None
-    rollout = replace(rollout, advantages=compute_advantages(rollout, penalties, algorithm))
+    rollout = replace(rollout, advantages=compute_advantages(rollout, penalties, algorithm, step, total_steps))
     return rollout, [update.map(partial(with_advantages, rollout)) for update in updates]
 
 
@@ -178,7 +180,9 @@ def gather_penalties(rollout: Rollout, updates: list[Update], algorithm: Algorit
     return [gathered[b] for b in range(len(gathered))]
 
 
-def compute_advantages(rollout: Rollout, penalties: list[np.ndarray] | None, algorithm: Algorithm) -> list[np.ndarray]:
+def compute_advantages(
+    rollout: Rollout, penalties: list[np.ndarray] | None, algorithm: Algorithm, step: int = 1, total_steps: int = 1
+) -> list[np.ndarray]:
     """The advantage of each token of each completion. Raises RunError where --advantage has none for these rewards."""
     rewards_B = torch.from_numpy(rollout.rewards_B)
     lengths_B = torch.tensor([len(completion) for completion in rollout.completions])
@@ -199,6 +203,8 @@ def compute_advantages(rollout: Rollout, penalties: list[np.ndarray] | None, alg
         returns_T=returns_T,
         lengths_B=lengths_B,
         mask_T=mask_T,
+        step=step,
+        total_steps=total_steps,
         **grade_fields(rollout, rewards_PG.shape),
         **turn_fields,
     )
@@ -299,7 +305,9 @@ def add_gradients(
             if batch.teacher is not None:
                 distilled = {"ref_logprobs_N": scores.ref_logprobs_N, "kl_N": scores.kl_N, "agrees_N": scores.agrees_N}
                 scored = replace(batch, **distilled)
-            loss_N, means, maxima = grpo.total_loss(scored, logprobs_N, old_logprobs_N, scores.entropies_N, algorithm)
+            loss_N, means, maxima = grpo.total_loss(
+                scored, logprobs_N, old_logprobs_N, scores.entropies_N, algorithm, step.step, step.total_steps
+            )
             mask_N = batch.loss_mask_N
             # A sum, not a mean: the weights have the counts of the whole update in them.
             loss = grpo.masked_sum(loss_N * batch.loss_weights_N, mask_N)

@@ -38,13 +38,15 @@ class Graded:
     mask_T: Tensor  # bool: the token is trained
     step: int = 1  # 1, 2, ..., total_steps
     total_steps: int = 1
+    columns: list[dict[str, object]] = field(default_factory=list)  # those of each prompt's row, P of them
     # From the grades, as they were given:
     parts: dict[str, Tensor] = field(default_factory=dict)  # verifier or sub-score -> [P, G], without its weight
     is_correct_PG: Tensor | None = None  # bool: full marks from the first verifier of the reward
     is_truncated_PG: Tensor | None = None  # bool: stopped by the length limit
-    # From environments that reward each of K turns (docs/turns.md):
-    turn_rewards_PGK: Tensor | None = None  # float32; nan where an episode has fewer turns
+    # From episodes of up to K turns (docs/turns.md); None: each completion is one turn
     turns_T: Tensor | None = None  # int64: the turn of each token, 0, 1, ...
+    states_B: list[list[bytes]] | None = None  # what the environment said before each turn; b"" before the first
+    turn_rewards_PGK: Tensor | None = None  # float32; nan where an episode has fewer turns; None: none by turn
 
 
 def grpo(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
@@ -254,7 +256,18 @@ def k3_plus(x: Tensor, *, kl_clamp: float) -> Tensor:
     return value - value.detach() + k3(x, kl_clamp=kl_clamp).detach()
 
 
-KL: dict[str, Callable[..., Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_plus}  # x -> estimate of the KL
+def no_kl(x: Tensor) -> Tensor:
+    """0: the reference is there for a policy loss that reads its log-probs."""
+    return torch.zeros_like(x)
+
+
+KL: dict[str, Callable[..., Tensor]] = {  # x -> estimate of the KL
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "k3+": k3_plus,
+    "none": no_kl,
+}
 
 
 # Divergence over the vocabulary ---------------------------------------------------------------------------------------
@@ -419,6 +432,7 @@ class Algorithm:
     kl_direction: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     rollout_correction: Callable[[Tokens], Correction]
     loss_aggregation: Callable[[Tensor], Tensor]
+    columns: tuple[str, ...]  # of a row, that the advantage reads
     old_logprobs: str  # whose: "trainer" or "rollout", the sampler
     loss_metrics: tuple[str, ...]  # names of the metrics that a policy loss brings
     is_corrected: bool  # the rollout correction's weights enter the loss

@@ -245,6 +245,16 @@ def check_places(args: Namespace) -> None:
         raise ValueError(f"{given(FLAGS['--generation_gpus'], args)}: {taken}; use {num_ranks} and higher.")
 
 
+def check_columns(args: Namespace, columns: Sequence[str], data: PromptData) -> None:
+    """Raises ValueError for a row that lacks a column which the advantage reads."""
+    for row in data.rows:
+        for name in columns:
+            if name not in row.columns:
+                known = ", ".join(row.columns) or "none"
+                given = f"--advantage {args.advantage}"
+                raise ValueError(f"{given} reads the column {name!r}; those of {row.where} are {known}.")
+
+
 def check_world(args: Namespace, world: World) -> None:
     """What only ranks together can know; then they watch each other. ValueError or RuntimeError, on every rank."""
     check_shared(Path(args.out_dir))

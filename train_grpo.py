@@ -45,7 +45,7 @@ from grpo import Algorithm
 from inputs.checks import ranks_per_engine
 from inputs.command_line import exit_with_error
 from instruments.memory_watch import watch_memory
-from load_inputs import Inputs, check_world, load_inputs
+from load_inputs import Inputs, check_columns, check_world, load_inputs
 from policy import Policy, build_policy
 from run import Run, open_run_folder
 from runtime.start import NOT_FINISHED, RunError, Stopped, arm, leave, signal_name
@@ -175,6 +175,7 @@ def open_run(args: Namespace, algorithm: Algorithm) -> tuple[Inputs, PromptData,
         check_world(args, world)
         train_data = PromptData.mix([inputs.grader.check_keys(data, world) for data in inputs.train_data])
         eval_sets = [inputs.grader.check_keys(data, world) for data in inputs.eval_sets]
+        check_columns(args, algorithm.columns, train_data)
         plan = make_plan(args, len(train_data.rows))
         watch = watch_memory(args, len(train_data.rows), world, most_sequences(args, inputs, world))
     except (ValueError, OSError, RuntimeError) as error:

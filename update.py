@@ -188,7 +188,8 @@ def compute_advantages(
     lengths_B = torch.tensor([len(completion) for completion in rollout.completions])
     returns_T = torch.repeat_interleave(rewards_B, lengths_B)
     turn_fields = by_turn(rollout, algorithm.group_size)
-    if turn_fields:  # a token is credited with its own turn and later ones, not with what was earned before it
+    if "turn_rewards_PGK" in turn_fields:
+        # A token is credited with its own turn and later ones, not with what was earned before it.
         to_go = grpo.to_go(turn_fields["turn_rewards_PGK"].nan_to_num()).flatten(0, 1)
         returns_T = to_go[torch.repeat_interleave(lengths_B), turn_fields["turns_T"]]
     if penalties is not None:
@@ -205,6 +206,7 @@ def compute_advantages(
         mask_T=mask_T,
         step=step,
         total_steps=total_steps,
+        columns=[row.columns for row in rollout.rows[:: algorithm.group_size]],
         **grade_fields(rollout, rewards_PG.shape),
         **turn_fields,
     )
@@ -231,21 +233,31 @@ def grade_fields(rollout: Rollout, shape: torch.Size) -> dict[str, Tensor | dict
     }
 
 
-def by_turn(rollout: Rollout, group_size: int) -> dict[str, Tensor]:
-    """The fields of `Graded` for rewards by turn; {} where there are none."""
+def by_turn(rollout: Rollout, group_size: int) -> dict[str, Tensor | list[list[bytes]]]:
+    """The fields of `Graded` for episodes of several turns; {} where there are none. Not all have rewards by turn."""
     is_by_turn = ["turn_1" in grade.parts for grade in rollout.grades if grade.status == "ok"]
-    if not all(is_by_turn or [rollout.has_replies]):
+    has_rewards = all(is_by_turn or [rollout.has_replies])
+    if not has_rewards and not rollout.has_replies:
         return {}
     turns = rollout.turns
+    fields = {"turns_T": torch.from_numpy(np.concatenate(turns)), "states_B": states_of(rollout)}
+    if not has_rewards:
+        return fields
     most_turns = max(int(turns_of_tokens.max()) + 1 for turns_of_tokens in turns)
     rewards_BK = torch.full((len(turns), most_turns), torch.nan)
     for b, turns_of_tokens in enumerate(turns):
         for k in range(int(turns_of_tokens.max()) + 1):
             rewards_BK[b, k] = rollout.grades[b].parts.get(f"turn_{k + 1}", 0.0)
-    return {
-        "turn_rewards_PGK": rewards_BK.view(-1, group_size, most_turns),
-        "turns_T": torch.from_numpy(np.concatenate(turns)),
-    }
+    return fields | {"turn_rewards_PGK": rewards_BK.view(-1, group_size, most_turns)}
+
+
+def states_of(rollout: Rollout) -> list[list[bytes]]:
+    """For each turn, what the environment said before it, as the bytes of its tokens; b"" before the first."""
+    states = []
+    for ids, is_sampled, turns in zip(rollout.completions, rollout.is_sampled, rollout.turns, strict=True):
+        replies = [ids[~is_sampled & (turns == k)].tobytes() for k in range(int(turns.max()))]
+        states.append([b"", *replies])
+    return states
 
 
 def update_policy(

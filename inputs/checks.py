@@ -95,7 +95,7 @@ def check_loss(args: argparse.Namespace, flag: SimpleNamespace) -> None:
 
 
 def check_groups(args: argparse.Namespace, flag: SimpleNamespace) -> None:
-    compares = args.advantage not in ("zero", "none", "reinforce++") and ".py:" not in args.advantage
+    compares = args.advantage not in ("zero", "none", "reinforce++", "a_star_po") and ".py:" not in args.advantage
     if args.group_size == 1 and compares:
         raise ValueError(
             f"--group_size 1 has nothing to compare with for {flag.advantage}; use 2 or more, or --advantage zero."

@@ -54,9 +54,10 @@ def algorithm_of(args: argparse.Namespace) -> Algorithm:
     check_effects(args, functions)
     bound = {name: bind(name, function, args) for name, function in functions.items()}
     metrics: tuple[str, ...] = ()
+    columns: dict[str, object] = defaultdict(lambda: 0.5)  # of a row; those that are read on the trial
     for name in OWN:
         if functions[name].__module__ != "grpo":  # it may have metrics of its own
-            metrics += try_out(name, args, bound[name])
+            metrics += try_out(name, args, bound[name], columns)
     check_optimizer(args)
     check_hook(args)
     kl_clamp = 0.0
@@ -64,6 +65,7 @@ def algorithm_of(args: argparse.Namespace) -> Algorithm:
         kl_clamp = bound["--kl_estimator"].keywords.get("kl_clamp", 0.0)
     return Algorithm(
         **{name.removeprefix("--"): function for name, function in bound.items()},
+        columns=tuple(columns),
         old_logprobs=args.old_logprobs,
         loss_metrics=metrics,
         is_corrected=args.rollout_correction != "none",
@@ -148,13 +150,13 @@ def describe(args: argparse.Namespace, bound: dict[str, partial]) -> str:
     return f"algorithm: {'; '.join(parts)}"
 
 
-def try_out(name: str, args: argparse.Namespace, function: Callable) -> tuple[str, ...]:
+def try_out(name: str, args: argparse.Namespace, function: Callable, columns: dict[str, object]) -> tuple[str, ...]:
     """Calls the function once. Returns the names of its own metrics; raises ValueError if it fails."""
     written, shapes = given(FLAGS[name], args), [(7,)]
     needs_gradient = name == "--policy_loss" or (name == "--kl_estimator" and args.kl_in == "loss")
     random = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)) - 3.0
     if name == "--advantage":
-        argument, shapes = made_up_grades(args), [(2 * args.group_size,), (1, args.group_size)]
+        argument, shapes = made_up_grades(args, columns), [(2 * args.group_size,), (1, args.group_size)]
     elif name == "--policy_loss":
         argument = made_up_tokens(*random[:3], has_reference=args.kl_coef != 0)
     else:
@@ -234,7 +236,7 @@ def made_up_tokens(logprobs: Tensor, old_logprobs: Tensor, rollout_logprobs: Ten
     )  # fmt: skip
 
 
-def made_up_grades(args: argparse.Namespace) -> Graded:
+def made_up_grades(args: argparse.Namespace, columns: dict[str, object]) -> Graded:
     """One group, whose completions have two tokens each and the rewards 0, 1, 0, 1, ..."""
     from grading.score import parse_reward  # takes seconds
 
@@ -244,10 +246,12 @@ def made_up_grades(args: argparse.Namespace) -> Graded:
         parts = defaultdict(lambda: rewards_PG, parts)
     mask_T = torch.ones(2 * args.group_size, dtype=torch.bool)
     turn_fields = {}
+    if args.environment or args.tools:
+        turn_fields = {"turns_T": 0 * mask_T.long(), "states_B": [[b""]] * args.group_size}
     if args.environment:
-        turn_fields = {"turn_rewards_PGK": rewards_PG[..., None], "turns_T": 0 * mask_T.long()}
+        turn_fields["turn_rewards_PGK"] = rewards_PG[..., None]
     return Graded(
         rewards_PG=rewards_PG, returns_T=rewards_PG[0].repeat_interleave(2), mask_T=mask_T,
-        lengths_B=torch.full((args.group_size,), 2), parts=parts,
+        lengths_B=torch.full((args.group_size,), 2), parts=parts, columns=[columns],
         is_correct_PG=rewards_PG > 0, is_truncated_PG=rewards_PG > 0, **turn_fields,
     )  # fmt: skip

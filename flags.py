@@ -168,6 +168,8 @@ GROUPS["advantage"] = [
     flag("--dynamic_sampling", "off", "replace groups without signal by newly sampled prompts (DAPO); signal: some "
          "but not all completions are correct (correct), or not all rewards are equal (reward)",
          choices=("off", "correct", "reward")),
+    flag("--drop_solved", 0.0, "a prompt is drawn no more once this share of its group was correct (ScaleRL: 0.9); as "
+         "many as a step needs are left; 0: all are drawn again", (0, 1)),
 ]
 GROUPS["policy loss"] = [
     flag("--policy_loss", "clip", "loss of a token:"),

@@ -527,6 +527,15 @@ def test_kl_estimates_are_finite_far_from_the_reference(kind):
         assert x.grad.equal(x.detach()), "the gradient of k2, which no clamp cuts"
 
 
+# Aggregation ----------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_count_the_same_whatever_their_lengths():
+    """Of three prompts one is left out of the loss; a token of the others counts 1 / 2 / tokens of its prompt."""
+    weights_PG = grpo.prompt_mean(torch.tensor([[3, 1], [0, 0], [0, 5]]))
+    assert_near(weights_PG[[0, 2]], [[1 / 8, 1 / 8], [1 / 10, 1 / 10]], tolerance=1e-7)
+
+
 # Sampler-trainer mismatch ---------------------------------------------------------------------------------------------
 
 

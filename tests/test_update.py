@@ -86,6 +86,7 @@ def test_what_the_loss_leaves_out_stays_out_of_the_statistics():
         ("token_mean", [1 / 2, 1 / 5, 1 / 5]),
         ("seq_mean_token_mean", [1 / 2, 1 / 6, 1 / 4]),
         ("seq_mean_token_sum_norm", [1 / 10, 1 / 20, 1 / 20]),
+        ("prompt_mean", [1 / 2, 1 / 5, 1 / 5]),
     ],
 )
 def test_every_update_has_the_weights_of_its_own_sequences(kind, expected):

@@ -197,7 +197,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
     held_out = {"sets": eval_sets, "samplings": inputs.eval_samplings, "grader": inputs.grader}
     evaluator = Evaluator.from_flags(args, **held_out, folder=out_dir / "eval")
     must_evaluate = evaluator.is_missing(saved_step, saved_step == last_step, logged)
-    run.recall(saved_step - must_evaluate)
+    run.recall(saved_step - must_evaluate)  # what --after_step keeps is as it was
     if (saved_step >= last_step or run.is_stopped) and not must_evaluate:
         end_complete(run, saved_step, last_step)
         return

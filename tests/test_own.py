@@ -7,6 +7,8 @@ import math
 import pytest
 import torch
 
+from grading.own import load_reference
+from grpo import Tokens, k3
 from helpers.distributed import on_ranks
 from helpers.made_up import flags
 from helpers.runs import ROOT, copy_at, metrics_of, torchrun, training_flags, without_times
@@ -134,9 +136,31 @@ def test_the_optimizers_of_torch_that_work_are_taken(name, tmp_path):
     algorithm_of(flags(optimizer=f"{tmp_path}/mine.py:make"))
 
 
-def test_the_hook_that_stops_at_an_accuracy_wants_it_of_every_set():
-    from grading.own import load_reference
+def test_the_entropy_bonus_falls_over_the_run_to_none():
+    """What the total loss subtracts is given back, with its gradient, in the share of the run that is over."""
+    own = algorithm_of(flags(policy_loss="docs/hooks/entropy_schedule.py:clip_explores", entropy_coef=0.2))
+    entropies, zeros = torch.tensor([1.0, 3.0], requires_grad=True), torch.zeros(2)
+    fields = dict.fromkeys(("logprobs", "old_logprobs", "rollout_logprobs", "advantages"), zeros)
+    tokens = Tokens(
+        **fields, mask=zeros == 0, sequence_ids=zeros.long(), entropies=entropies, step=4, total_steps=4
+    )  # fmt: skip
+    per_token = own.policy_loss(tokens).per_token
+    assert per_token.tolist() == pytest.approx([0.75 * 0.2 * 1.0, 0.75 * 0.2 * 3.0])
+    per_token.sum().backward()
+    assert entropies.grad.tolist() == pytest.approx([0.15, 0.15])
 
+
+def test_the_kl_coefficient_follows_its_target():
+    adapt = load_reference(f"{ROOT}/docs/hooks/adaptive_kl.py:adapt")
+    x, scales = torch.tensor([0.5]), []
+    plain = k3(x, kl_clamp=10.0).item()
+    for step, kl in enumerate((0.2, 0.11, 0.0), start=1):
+        adapt(step, {"policy/kl_ref": kl})
+        scales.append(load_reference(f"{ROOT}/docs/hooks/adaptive_kl.py:scaled")(x, kl_clamp=10.0).item() / plain)
+    assert scales == pytest.approx([1.002, 1.002 * 1.001, 1.002 * 1.001 * 0.998])
+
+
+def test_the_hook_that_stops_at_an_accuracy_wants_it_of_every_set():
     stop_at = load_reference(f"{ROOT}/docs/hooks/stop_at.py:stop_at")
     high, low = {"eval/a/avg@1": 0.9, "eval/a/stderr": 0.1}, {"eval/b/avg@4": 0.89}
     assert (stop_at(1, high), stop_at(2, high | low), stop_at(3, {"reward/mean": 1.0})) == ("stop", None, None)

@@ -161,7 +161,7 @@ class Run:
     @property
     def is_last(self) -> bool:
         """Whether this is the last step."""
-        return self.step == self.last_step or self.is_stopped
+        return 0 < self.step == self.last_step or self.is_stopped
 
     def steps(self, first: int, last: int) -> Iterator[int]:
         """The numbers of the steps. Raises Stopped between two of them if a signal came."""

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 IMAGE = "<image>"  # in a prompt: the place of an image
 Messages = list[dict[str, object]]
 Metrics = dict[str, float]
-State = dict[str, int | list[int] | list[float] | list[tuple[int, int]]]  # the loop's, by name: in the checkpoint
+State = dict[str, int | list[int] | list[float] | list[tuple[int | str, int]]]  # the loop's, by name: in the checkpoint
 # (index b of the completion, text, sampled token ids, truncated, grade if the environment has given
 # one)
 OnFinished = Callable[[int, str, Sequence[int], bool, Grade | None], None]

@@ -127,6 +127,8 @@ GROUPS["batch, counted in prompts"] = [
          (1, INF), type=int),
     flag("--total_episodes", None, "length of training in completions, rounded down to whole steps",
          (1, INF), type=int),
+    flag("--after_step", None, "my_hook.py:function, which is called as f(step, metrics) when the line of a step is "
+         "written; if it returns \"stop\", that step was the last"),
     flag("--stop_after", None, "stop after this step, with a checkpoint; the learning-rate schedule stays that of the "
          "whole length", (1, INF), free_on_resume=True, type=int),
 ]
@@ -166,6 +168,8 @@ GROUPS["advantage"] = [
     flag("--dynamic_sampling", "off", "replace groups without signal by newly sampled prompts (DAPO); signal: some "
          "but not all completions are correct (correct), or not all rewards are equal (reward)",
          choices=("off", "correct", "reward")),
+    flag("--drop_solved", 0.0, "a prompt is drawn no more once this share of its group was correct (ScaleRL: 0.9); as "
+         "many as a step needs are left; 0: all are drawn again", (0, 1)),
 ]
 GROUPS["policy loss"] = [
     flag("--policy_loss", "clip", "loss of a token:"),
@@ -222,7 +226,9 @@ GROUPS["LoRA"] = [
     flag("--lora_targets", None, "names of the linear layers that get an adapter, for example q_proj v_proj; default: "
          "all of the decoder but the head", is_list=True, only_with="--lora_rank"),
 ]
-GROUPS["optimizer (AdamW)"] = [
+GROUPS["optimizer"] = [  # docs/hacks.md, Another optimizer
+    flag("--optimizer", "adamw", "adamw; or my_optimizer.py:function, of the trained parameters (name -> parameter) "
+         "and of the settings below, which returns a torch optimizer"),
     flag("--learning_rate", None, "peak learning rate; default: 1e-6, and ten times that with --lora_rank",
          (0, INF), type=float),
     flag("--lr_schedule", "constant", "learning rate after the warm-up; cosine and linear fall to 0",
@@ -398,7 +404,8 @@ class Memory(Settings):  # precision, and what is kept where
     share_prompts: bool
 
 
-class AdamW(Settings):  # the optimizer
+class AdamW(Settings):  # the optimizer, whatever its kind
+    optimizer: str
     learning_rate: float = 1e-6  # for all weights
     weight_decay: float
     adam_beta1: float
@@ -496,14 +503,21 @@ class Plan(Settings, kw_only=True):
         is_older = self.steps_ahead or self.partial_rollouts or self.replay  # other weights sampled: a gap is no fault
         # Without a pass of the trainer before the first update, later ones only see how far the policy has moved.
         is_unknown = self.old_logprobs == "rollout" and (i > 0 or self.lora_dropout > 0)
-        largest_gap = 0.0 if is_older or is_unknown else self.max_rollout_gap
         is_last = i + 1 == self.updates_per_step
         is_moving = is_last and self.reference_every > 0 and step % self.reference_every == 0
         return UpdateStep(
-            index, self.rate(index), i == 0, self.max_grad_norm, self.seed, step, i + 1, largest_gap,
+            index=index,
+            rate=self.rate(index),
+            is_first=i == 0,
+            max_grad_norm=self.max_grad_norm,
+            seed=self.seed,
+            step=step,
+            number=i + 1,
+            max_rollout_gap=0.0 if is_older or is_unknown else self.max_rollout_gap,
+            total_steps=self.total_steps,
             reference_mixup=self.reference_mixup if is_moving else 0.0,
             resets_optimizer=is_moving and self.reset_optimizer,
-        )  # fmt: skip
+        )
 
     def rate(self, update: int) -> float:
         """The learning rate of update 0, 1, ...: linear warm-up to the peak, then constant, or cosine or linear to 0.
@@ -529,6 +543,7 @@ class UpdateStep(NamedTuple):
     step: int = 1
     number: int = 1  # in its step
     max_rollout_gap: float = 0.0  # beyond it the run ends before the update; 0: no bound
+    total_steps: int = 1
     reference_mixup: float = 0.0  # how far the reference moves to the policy after it; 0: it stays
     resets_optimizer: bool = False  # after it
 

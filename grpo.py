@@ -36,13 +36,17 @@ class Graded:
     returns_T: Tensor  # from the token's turn on; with --kl_in reward, minus the KL penalties of these tokens
     lengths_B: Tensor  # completion tokens, those of an environment included
     mask_T: Tensor  # bool: the token is trained
+    step: int = 1  # 1, 2, ..., total_steps
+    total_steps: int = 1
+    columns: list[dict[str, object]] = field(default_factory=list)  # those of each prompt's row, P of them
     # From the grades, as they were given:
     parts: dict[str, Tensor] = field(default_factory=dict)  # verifier or sub-score -> [P, G], without its weight
     is_correct_PG: Tensor | None = None  # bool: full marks from the first verifier of the reward
     is_truncated_PG: Tensor | None = None  # bool: stopped by the length limit
-    # From environments that reward each of K turns (docs/turns.md):
-    turn_rewards_PGK: Tensor | None = None  # float32; nan where an episode has fewer turns
+    # From episodes of up to K turns (docs/turns.md); None: each completion is one turn
     turns_T: Tensor | None = None  # int64: the turn of each token, 0, 1, ...
+    states_B: list[list[bytes]] | None = None  # what the environment said before each turn; b"" before the first
+    turn_rewards_PGK: Tensor | None = None  # float32; nan where an episode has fewer turns; None: none by turn
 
 
 def grpo(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
@@ -125,15 +129,15 @@ class Tokens:
     """The tokens of a micro-batch, the input of a policy loss. Each field has the shape N."""
 
     logprobs: Tensor  # the policy's, with gradient
-    old_logprobs: (
-        Tensor  # under the weights that sampled, by the trainer (or, with --old_logprobs rollout, the sampler)
-    )
+    old_logprobs: Tensor  # under the weights that sampled, by the trainer (with --old_logprobs rollout the sampler)
     rollout_logprobs: Tensor  # under the same weights, by the sampler
     advantages: Tensor
     mask: Tensor  # bool: a completion token that is trained
     sequence_ids: Tensor  # int64, the sequence that the token belongs to
-    entropies: Tensor | None = None  # that of the policy's distribution of the token, in nats, without gradient
+    entropies: Tensor | None = None  # of the policy's distribution, in nats; with gradient if --entropy_coef is not 0
     ref_logprobs: Tensor | None = None  # the reference's; None without --kl_coef
+    step: int = 1  # 1, 2, ..., total_steps; this and the next are plain numbers
+    total_steps: int = 1
 
 
 class Loss(NamedTuple):
@@ -252,7 +256,18 @@ def k3_plus(x: Tensor, *, kl_clamp: float) -> Tensor:
     return value - value.detach() + k3(x, kl_clamp=kl_clamp).detach()
 
 
-KL: dict[str, Callable[..., Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "k3+": k3_plus}  # x -> estimate of the KL
+def no_kl(x: Tensor) -> Tensor:
+    """0: the reference is there for a policy loss that reads its log-probs."""
+    return torch.zeros_like(x)
+
+
+KL: dict[str, Callable[..., Tensor]] = {  # x -> estimate of the KL
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "k3+": k3_plus,
+    "none": no_kl,
+}
 
 
 # Divergence over the vocabulary ---------------------------------------------------------------------------------------
@@ -369,39 +384,47 @@ def masked(ratio: Tensor, low: float, high: float) -> Correction:
 
 
 # Aggregation ----------------------------------------------------------------------------------------------------------
-# Weights of the tokens of each completion, shape B. The loss of an update is the sum of weight x token loss.
-# `lengths_B` counts the trained tokens of all completions of the update, over all ranks and micro-batches, so loss and
+# Weights of the tokens of each completion, shape [P, G]. The loss of an update is the sum of weight x token loss.
+# `lengths_PG` counts the trained tokens of all completions of the update, over all ranks and micro-batches, so loss and
 # gradient do not depend on packing or ranks. A completion of length 0 is left out, and does not count as a sequence.
 
 
-def token_mean(lengths_B: Tensor) -> Tensor:
+def token_mean(lengths_PG: Tensor) -> Tensor:
     """Mean over all tokens of the update, as verl and EasyR1: long completions count more.
 
     DAPO (arXiv 2503.14476), eq. 12, writes it for the tokens of one group.
     """
-    return (1.0 / lengths_B.double().sum().clamp(min=1)).expand(len(lengths_B)).float()
+    return (1.0 / lengths_PG.double().sum().clamp(min=1)).expand(lengths_PG.shape).float()
 
 
-def seq_mean_token_mean(lengths_B: Tensor) -> Tensor:
+def seq_mean_token_mean(lengths_PG: Tensor) -> Tensor:
     """Mean over the completions of their token means: each counts the same. GRPO (arXiv 2402.03300), eq. 3."""
-    return (1.0 / (num_sequences(lengths_B) * lengths_B.double().clamp(min=1))).float()
+    return (1.0 / (num_sequences(lengths_PG) * lengths_PG.double().clamp(min=1))).float()
 
 
-def seq_mean_token_sum_norm(lengths_B: Tensor, *, loss_constant_tokens: int) -> Tensor:
+def seq_mean_token_sum_norm(lengths_PG: Tensor, *, loss_constant_tokens: int) -> Tensor:
     """Mean over the completions of their token sums / a constant, the limit of the length. Dr. GRPO (2503.20783)."""
-    return (1.0 / (num_sequences(lengths_B) * loss_constant_tokens)).expand(len(lengths_B)).float()
+    return (1.0 / (num_sequences(lengths_PG) * loss_constant_tokens)).expand(lengths_PG.shape).float()
 
 
-AGGREGATIONS: dict[str, Callable[..., Tensor]] = {  # lengths_B -> weights_B
+def prompt_mean(lengths_PG: Tensor) -> Tensor:
+    """Mean over the prompts of the token means of their groups: each prompt counts the same. ScaleRL (2510.13786)."""
+    lengths_P1 = lengths_PG.double().sum(dim=1, keepdim=True)
+    num_prompts = (lengths_P1 > 0).sum().clamp(min=1)
+    return (1.0 / (num_prompts * lengths_P1.clamp(min=1))).expand(lengths_PG.shape).float()
+
+
+AGGREGATIONS: dict[str, Callable[..., Tensor]] = {  # lengths_PG -> weights_PG
     "token_mean": token_mean,
     "seq_mean_token_mean": seq_mean_token_mean,
     "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
+    "prompt_mean": prompt_mean,
 }
 
 
-def num_sequences(lengths_B: Tensor) -> Tensor:
+def num_sequences(lengths_PG: Tensor) -> Tensor:
     """The number of completions with a trained token, at least 1."""
-    return (lengths_B > 0).sum().clamp(min=1)
+    return (lengths_PG > 0).sum().clamp(min=1)
 
 
 # The loss -------------------------------------------------------------------------------------------------------------
@@ -417,6 +440,7 @@ class Algorithm:
     kl_direction: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     rollout_correction: Callable[[Tokens], Correction]
     loss_aggregation: Callable[[Tensor], Tensor]
+    columns: tuple[str, ...]  # of a row, that the advantage reads
     old_logprobs: str  # whose: "trainer" or "rollout", the sampler
     loss_metrics: tuple[str, ...]  # names of the metrics that a policy loss brings
     is_corrected: bool  # the rollout correction's weights enter the loss
@@ -439,7 +463,13 @@ class Algorithm:
 
 
 def total_loss(
-    batch: Batch, logprobs_N: Tensor, old_logprobs_N: Tensor, entropies_N: Tensor, algorithm: Algorithm
+    batch: Batch,
+    logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    entropies_N: Tensor,
+    algorithm: Algorithm,
+    step: int = 1,
+    total_steps: int = 1,
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """(loss_N, the values that the metrics average over tokens, those of which they take the maximum).
 
@@ -452,8 +482,10 @@ def total_loss(
         advantages=batch.advantages_N,
         mask=batch.loss_mask_N,
         sequence_ids=batch.sequence_ids_N,
-        entropies=entropies_N.detach(),
+        entropies=entropies_N,
         ref_logprobs=batch.ref_logprobs_N,
+        step=step,
+        total_steps=total_steps,
     )
     loss = as_loss(algorithm.policy_loss(t), t)
     if set(loss.metrics) != set(algorithm.loss_metrics):  # ranks add them up together, so all must have the same
@@ -487,9 +519,9 @@ def measured(
     # What compares the two engines needs the trainer's log-probs.
     old_N = t.logprobs.detach() if algorithm.old_logprobs == "rollout" else t.old_logprobs
     gap_N = (old_N.exp() - t.rollout_logprobs.exp()).abs()
-    slope_N, spread_N, squares_N = temperature_terms(old_N, t.rollout_logprobs, t.entropies)
+    slope_N, spread_N, squares_N = temperature_terms(old_N, t.rollout_logprobs, t.entropies.detach())
     means = {
-        "policy/entropy": t.entropies,
+        "policy/entropy": t.entropies.detach(),
         "policy/clip_frac": loss.is_low | loss.is_high,
         "policy/clip_frac_low": loss.is_low,
         "policy/clip_frac_high": loss.is_high,

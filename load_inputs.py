@@ -105,7 +105,8 @@ def load_inputs(args: Namespace) -> Inputs:
     sources = zip([*args.train_data, *args.eval_data], [*train_data, *eval_sets], strict=True)
     digests |= {source: digest(contents_of(data)) for source, data in sources}
     references = [args.environment or "", *(args.tools or "").split(",")]
-    files = own_files([*grader.weights, args.advantage, args.policy_loss, args.kl_estimator, *references])
+    references += [args.advantage, args.policy_loss, args.kl_estimator, args.optimizer, args.after_step or ""]
+    files = own_files([*grader.weights, *references])
     digests |= {str(file): digest([file.read_bytes()]) for file in files}
     return Inputs(tokenizer, vision, train_data, eval_sets, samplings, grader, turns, hints, companions, digests)
 
@@ -250,6 +251,16 @@ def check_places(args: Namespace) -> None:
     if torch.cuda.is_available() and min(gpus) < num_ranks:
         taken = f"the {num_ranks} ranks of this node train on GPUs 0 to {num_ranks - 1}"
         raise ValueError(f"{given(FLAGS['--generation_gpus'], args)}: {taken}; use {num_ranks} and higher.")
+
+
+def check_columns(args: Namespace, columns: Sequence[str], data: PromptData) -> None:
+    """Raises ValueError for a row that lacks a column which the advantage reads."""
+    for row in data.rows:
+        for name in columns:
+            if name not in row.columns:
+                known = ", ".join(row.columns) or "none"
+                given = f"--advantage {args.advantage}"
+                raise ValueError(f"{given} reads the column {name!r}; those of {row.where} are {known}.")
 
 
 def check_world(args: Namespace, world: World) -> None:

@@ -27,7 +27,8 @@ from update import UpdateGuard, add_advantages, add_logprobs, pack_updates, upda
 
 # Flags that would change the numbers, but not here. The rest of what is left out only watches a run, or saves it.
 LEFT_OUT = (
-    "engine", "partial_rollouts", "dynamic_sampling", "truncated", "environment", "tools", "replay", "hint_column",
+    "engine", "partial_rollouts", "dynamic_sampling", "drop_solved", "truncated", "environment", "tools", "replay",
+    "hint_column", "after_step",
 )  # fmt: skip
 
 
@@ -68,7 +69,7 @@ def main() -> None:
         updates = add_logprobs(updates, policy, reference, algorithm)
 
         # 3. Advantage: how much better is a completion than the others of its group?
-        rollout, updates = add_advantages(rollout, updates, algorithm)
+        rollout, updates = add_advantages(rollout, updates, algorithm, step, plan.total_steps)
 
         # 4. Update: one optimizer step per mini-batch of prompts.
         metrics = []

@@ -246,7 +246,7 @@ def build_policy(
     if memory.compile:
         for model in {policy, reference} - {None}:  # with LoRA they may be one
             compile_layers(model)
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
     # Last: the weights are loaded before its state takes memory.
     return policy, reference, make_optimizer(trained, adamw, memory)
 

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,8 +141,9 @@ class Run:
     total_steps: int
     recording: Recording
     tokenizer: PreTrainedTokenizerBase
+    after_step: Callable[[int, Metrics], object] | None = None  # the function of --after_step
+    is_stopped: bool = False  # it has returned "stop"
     step: int = 0
-    is_last: bool = False  # whether this is the last step
     last_step: int = 0
     num_done: int = 0  # steps that are trained and logged
     start: float | None = None  # when the step began, by the clock
@@ -157,12 +158,18 @@ class Run:
         self.rollouts = Keeper(self.out_dir, self.recording.keep_rollouts, tokens)
         self.console = Console(self.out_dir, self.world.is_main, self.recording)
 
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last step."""
+        return 0 < self.step == self.last_step or self.is_stopped
+
     def steps(self, first: int, last: int) -> Iterator[int]:
         """The numbers of the steps. Raises Stopped between two of them if a signal came."""
         self.num_done, self.last_step = first - 1, last
         for self.step in range(first, last + 1):
             end_if_requested()
-            self.is_last = self.step == last
+            if self.is_stopped:
+                return
             yield self.step
             self.num_done = self.step
         end_if_requested()
@@ -206,6 +213,8 @@ class Run:
         self.seconds, self.updates = {}, []
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON knows no nan
         self._append_to_log({"step": step, **finite})
+        if self.after_step and step:  # 0 is an evaluation before training
+            self.is_stopped = self.after_step(step, broadcast_from_main(metrics)) == "stop"
         self.console.tell_step(step, self.total_steps, metrics, seconds_of_phases(metrics))
         for remark in [*self.memory.remarks(memory), *self._remarks(metrics)]:
             self.say(remark)
@@ -223,13 +232,18 @@ class Run:
                 reason = "all rewards of a group are the same: see docs/symptoms.md, The reward is always 0"
             yield f"warning: for {IDLE_STEPS} steps {reason}"
 
-    def logged(self, step: int) -> Metrics:
-        """The step's line of metrics.jsonl, the same on every rank; {} if there is none."""
+    def logged(self, steps: Container[int]) -> dict[int, Metrics]:
+        """The lines of metrics.jsonl of these steps, the same on every rank."""
         metrics = {}
         for line in read_metrics(self.out_dir) if self.world.is_main else ():
-            if line["step"] == step and not metrics:
-                metrics = {name: math.nan if x is None else x for name, x in line.items() if name != "step"}
+            if (step := line.pop("step")) in steps:
+                metrics[step] = {name: math.nan if x is None else x for name, x in line.items()}
         return broadcast_from_main(metrics)
+
+    def recall(self, last: int) -> None:
+        """--after_step gets the lines of all steps to this one again, so that what it keeps is as it was."""
+        for step, metrics in self.logged(range(1, last + 1)).items() if self.after_step else ():
+            self.is_stopped = self.after_step(step, metrics) == "stop"
 
     def say(self, text: str) -> None:
         self.console.say(text)

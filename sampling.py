@@ -6,6 +6,8 @@ in rounds, until P groups have a signal; groups beyond P are not used. After `MO
 the groups that were put aside first fill the gap. Prompts are then drawn from the data in a row,
 over all epochs; the checkpoint keeps how far (`state`).
 
+With --drop_solved (ScaleRL, arXiv 2510.13786) a prompt whose group was correct often enough is skipped from then on.
+
 With --steps_ahead generation servers sample the first round of coming steps while the ranks train
 this one (`start`).
 """
@@ -40,6 +42,7 @@ class Draws(Settings):
     group_size: int
     seed: int
     keep_last: bool
+    drop_solved: float  # share of correct completions from which on a prompt is drawn no more; 0: none is dropped
     dynamic_sampling: str  # "off"; a group has a signal if some completions are "correct", or if a "reward" differs
     truncated: str  # "mask": what was cut is compared with like all, but left out of the loss
     steps_ahead: int  # steps whose first round is sampled while an earlier one is trained
@@ -56,7 +59,8 @@ class Sampler:
     sampling: Sampling
     run: Run
     hints: Hints | None = None  # what makes hints of the completions, for the reference; None: nothing does
-    num_drawn: int = 0  # prompts sampled so far, in the order of the data
+    num_drawn: int = 0  # prompts drawn or skipped so far, in the order of the data
+    solved: dict[str, int] = field(default_factory=dict)  # place of a row that is skipped -> num_drawn at that time
     drawn_ahead: dict[int, int] = field(default_factory=dict)  # step that was begun -> num_drawn before its first round
     before: dict[int, State] = field(default_factory=dict)  # the last step -> `position` at its beginning
     # About the step that was collected last:
@@ -77,10 +81,13 @@ class Sampler:
         state: State = {"prompts_drawn": self.num_drawn}
         if self.drawn_ahead:
             state["drawn_ahead"] = sorted(self.drawn_ahead.items())
+        if self.solved:
+            state["solved"] = sorted(self.solved.items())
         return state
 
     def restore(self, state: State) -> None:
         self.num_drawn, self.drawn_ahead = state["prompts_drawn"], dict(state.get("drawn_ahead", ()))
+        self.solved = dict(state.get("solved", ()))
 
     def start(self, step: int, last_step: int) -> None:
         """Servers begin to sample the first round of the steps after this one; an engine in the ranks does nothing.
@@ -88,10 +95,9 @@ class Sampler:
         The bound is on what is begun, so no sampled token is thrown away.
         """
         for ahead in range(step + 1, min(step + self.draws.steps_ahead, last_step) + 1):
-            if ahead not in self.drawn_ahead:  # after a resume it may be there already: the same prompts then
-                self.drawn_ahead[ahead] = self.num_drawn
-                self.num_drawn += self.draws.prompts_per_step
+            first = self.num_drawn
             rows = self.draw(ahead, 0, self.draws.prompts_per_step)
+            self.drawn_ahead.setdefault(ahead, first)  # after a resume it may be there already: the same prompts then
             self.engine.begin(rows, self.sampling, self.seed_of(ahead, 0))
 
     def collect(self, step: int) -> tuple[Rollout, Metrics]:
@@ -111,6 +117,7 @@ class Sampler:
         )
         self.run.reward_failures(step, self.sampled)
         self.used_B, metrics = choose_groups(self.sampled, len(rounds), self.draws)
+        metrics |= self.drop_solved()
         # The metrics of rewards and lengths are those of all that were sampled: dynamic sampling would flatter them.
         chosen = self.sampled.select(self.used_B)
         if self.hints:
@@ -155,17 +162,42 @@ class Sampler:
 
     def draw(self, step: int, number: int, count: int) -> list[Row]:
         """The next `count` prompts, for round `number` of the step; those that it began with, if it was begun ahead."""
-        draws = self.draws
-        if number == 0 and step in self.drawn_ahead:
-            first = self.drawn_ahead[step]
+        draws, is_begun = self.draws, number == 0 and step in self.drawn_ahead
+        first = self.drawn_ahead[step] if is_begun else self.num_drawn
+        if draws.dynamic_sampling == "off" and not draws.drop_solved:  # the step alone says which
+            indices_P, end = self.data.indices_of_step(step, count, draws.seed, draws.keep_last), first + count
         else:
-            first = self.num_drawn
-            self.num_drawn += count
-        if draws.dynamic_sampling == "off":  # the step alone says which: there is no state to lose
-            indices_P = self.data.indices_of_step(step, draws.prompts_per_step, draws.seed, draws.keep_last)
-        else:
-            indices_P = self.data.indices_from(first, count, draws.seed)
+            indices_P, end = self.unsolved_from(first, count)
+        self.num_drawn = max(self.num_drawn, end)
         return [self.data.rows[i] for i in indices_P]
+
+    def unsolved_from(self, first: int, count: int) -> tuple[list[int], int]:
+        """The row indices of the next `count` prompts from number `first` on, without solved ones; the number after.
+
+        A prompt is skipped at numbers that were not drawn yet when it was solved: those of earlier draws stay.
+        """
+        indices, number = [], first
+        while len(indices) < count:
+            for index in self.data.indices_from(number, self.draws.prompts_per_step, self.draws.seed):
+                number += 1
+                if number <= self.solved.get(self.data.rows[index].where, math.inf):
+                    indices.append(index)
+                if len(indices) == count:
+                    break
+        return indices, number
+
+    def drop_solved(self) -> Metrics:
+        """Notes which prompts of the step are solved, but for the last ones that a step needs; counts all of them."""
+        draws = self.draws
+        if not draws.drop_solved:
+            return {}
+        num_left = len({row.where for row in self.data.rows}) - len(self.solved)
+        is_correct_PG = self.sampled.is_correct_B.reshape(-1, draws.group_size)
+        for row, rate in zip(self.sampled.rows[:: draws.group_size], is_correct_PG.mean(axis=1), strict=True):
+            if rate >= draws.drop_solved and row.where not in self.solved and num_left > draws.prompts_per_step:
+                self.solved[row.where] = self.num_drawn
+                num_left -= 1
+        return {"sampling/prompts_solved": float(len(self.solved))}
 
 
 def has_signal_P(rollout: Rollout, draws: Draws) -> np.ndarray:

@@ -40,11 +40,12 @@ from flags import (
     make_plan,
 )
 from fsdp_utils import World, close_world, init_world, is_main_process, set_allocator
+from grading.own import load_reference
 from grpo import Algorithm
 from inputs.checks import ranks_per_engine
 from inputs.command_line import exit_with_error
 from instruments.memory_watch import watch_memory
-from load_inputs import Inputs, check_world, load_inputs
+from load_inputs import Inputs, check_columns, check_world, load_inputs
 from policy import Policy, build_policy
 from run import Run, open_run_folder
 from runtime.start import NOT_FINISHED, RunError, Stopped, arm, leave, signal_name
@@ -54,8 +55,24 @@ from sampling import Draws, Sampler
 from update import Bounds, UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy, work_of_step
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from rollout import Engine
     from servers.engine import ServerEngine
+
+
+def load_models(
+    args: Namespace, algorithm: Algorithm, inputs: Inputs, run: Run, saved_step: int
+) -> tuple[Policy, Policy | None, Optimizer, Engine | ServerEngine]:
+    """The policy, the reference (None without a KL term), the policy's optimizer, and the engine."""
+    memory, lora, adamw = Memory.from_flags(args), Lora.from_flags(args), AdamW.from_flags(args)
+    # With LoRA the reference costs nothing: it is the policy with its adapter off.
+    teacher = args.reference or args.model if algorithm.kl_coef > 0 else None
+    with run.loading(saved_step):
+        policy, reference, optimizer = build_policy(args.model, memory, lora, adamw, teacher, args.seed, run.world)
+        engine = build_engine(args, inputs, policy, run, saved_step)
+    run.say(policy.describe())
+    return policy, reference, optimizer, engine
 
 
 def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run, saved_step: int) -> Engine | ServerEngine:
@@ -117,11 +134,19 @@ def end_complete(run: Run, saved_step: int, last_step: int) -> None:
     """Says that there is nothing left to train, and how there would be."""
     finish(run, saved_step)
     longer = "--stop_after" if last_step < run.total_steps else "--total_steps (of a constant learning rate alone)"
-    run.say(
-        f"{run.out_dir} is complete: it has a checkpoint of step {saved_step}. "
-        f"To continue it, raise {longer} or change --out_dir."
-    )
+    way_on = f"To continue it, raise {longer} or change --out_dir."
+    if run.is_stopped:
+        way_on = "It was ended by --after_step; to start afresh, change --out_dir."
+    run.say(f"{run.out_dir} is complete: it has a checkpoint of step {saved_step}. {way_on}")
     close_world()
+
+
+def end_by_signal(run: Run, inputs: Inputs, engine: Engine | ServerEngine) -> None:
+    """Ends the process. The last step that was done is saved."""
+    run.finish(f"stopped after step {run.num_done}")
+    run.say(f"ended by {signal_name()} after step {run.num_done}, which is saved; the same command continues")
+    close(inputs, engine)
+    leave(NOT_FINISHED)  # on GPUs the engine may sleep: its exit could change the status
 
 
 def starting_point(args: Namespace, run: Run, last_step: int) -> tuple[int, Path | None]:
@@ -140,7 +165,7 @@ def close(inputs: Inputs, engine: Engine | ServerEngine) -> None:
     close_world()
 
 
-def open_run(args: Namespace) -> tuple[Inputs, PromptData, list[PromptData], Plan, Run]:
+def open_run(args: Namespace, algorithm: Algorithm) -> tuple[Inputs, PromptData, list[PromptData], Plan, Run]:
     """What the user gives, checked by all ranks together, and the run folder. A mistake ends with one sentence."""
     try:
         inputs, out_dir = load_inputs(args), Path(args.out_dir)
@@ -150,35 +175,33 @@ def open_run(args: Namespace) -> tuple[Inputs, PromptData, list[PromptData], Pla
         check_world(args, world)
         train_data = PromptData.mix([inputs.grader.check_keys(data, world) for data in inputs.train_data])
         eval_sets = [inputs.grader.check_keys(data, world) for data in inputs.eval_sets]
+        check_columns(args, algorithm.columns, train_data)
         plan = make_plan(args, len(train_data.rows))
         watch = watch_memory(args, len(train_data.rows), world, most_sequences(args, inputs, world))
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
-    run = Run(out_dir, lock, world, watch, plan.total_steps, Recording.from_flags(args), inputs.tokenizer)
+    after_step = load_reference(args.after_step) if args.after_step else None
+    recording = Recording.from_flags(args)
+    run = Run(out_dir, lock, world, watch, plan.total_steps, recording, inputs.tokenizer, after_step)
+    run.say(f"{world.describe()}; {plan.describe()}\n{algorithm.description}")
+    run.describe_data([train_data, *eval_sets])
     return inputs, train_data, eval_sets, plan, run
 
 
 def main(args: Namespace, algorithm: Algorithm) -> None:
-    inputs, train_data, eval_sets, plan, run = open_run(args)
+    inputs, train_data, eval_sets, plan, run = open_run(args, algorithm)
     world, out_dir, memory = run.world, run.out_dir, Memory.from_flags(args)
-    run.say(f"{world.describe()}; {plan.describe()}\n{algorithm.description}")
-    run.describe_data([train_data, *eval_sets])
     last_step = min(plan.total_steps, args.stop_after or plan.total_steps)
     saved_step, saved = starting_point(args, run, last_step)
-    logged = run.logged(saved_step)
+    logged = run.logged([saved_step]).get(saved_step, {})
     held_out = {"sets": eval_sets, "samplings": inputs.eval_samplings, "grader": inputs.grader}
     evaluator = Evaluator.from_flags(args, **held_out, folder=out_dir / "eval")
     must_evaluate = evaluator.is_missing(saved_step, saved_step == last_step, logged)
-    if saved_step >= last_step and not must_evaluate:
+    run.recall(saved_step - must_evaluate)  # what --after_step keeps is as it was
+    if (saved_step >= last_step or run.is_stopped) and not must_evaluate:
         end_complete(run, saved_step, last_step)
         return
-    lora, adamw = Lora.from_flags(args), AdamW.from_flags(args)
-    # With LoRA the reference costs nothing: it is the policy with its adapter off.
-    teacher = args.reference or args.model if algorithm.kl_coef > 0 else None
-    with run.loading(saved_step):
-        policy, reference, optimizer = build_policy(args.model, memory, lora, adamw, teacher, args.seed, world)
-        engine = build_engine(args, inputs, policy, run, saved_step)
-    run.say(policy.describe())
+    policy, reference, optimizer, engine = load_models(args, algorithm, inputs, run, saved_step)
     sampler = build_sampler(args, inputs, train_data, engine, run)
     writer = Writer(out_dir, inputs.companions, Saving.from_flags(args), world, run.say)
     guard = UpdateGuard(world, Bounds.from_flags(args))
@@ -214,7 +237,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
             # 3. Advantage: how much better is a completion than the others of its group?
             # Not before the log-probs: with --kl_in reward the KL of each token is a part of its reward.
             with run.phase("advantage"):
-                rollout, updates = add_advantages(rollout, updates, algorithm)
+                rollout, updates = add_advantages(rollout, updates, algorithm, step, plan.total_steps)
 
             # 4. Update: one optimizer step per mini-batch of prompts.
             # Where a guard ends the run, what was sampled is written first, so that it can be looked at.
@@ -243,15 +266,12 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
                 with run.phase("checkpoint"):
                     writer.save(step, policy, optimizer, sampler.state(step) | guard.state(), run.is_last)
                     run.plot()
-        finish(run, max(saved_step, last_step))
-        run.say(f"done, step {last_step}/{plan.total_steps}: {out_dir}/final holds the policy; curves.png is beside it")
+        finish(run, done := run.num_done)
+        run.say(f"done, step {done}/{plan.total_steps}: {out_dir}/final holds the policy; curves.png is beside it")
     except Stopped:
         done = run.num_done
         writer.save(done, policy, optimizer, sampler.state(done) | guard.state(), is_required=True)
-        run.finish(f"stopped after step {done}")
-        run.say(f"ended by {signal_name()} after step {done}, which is saved; the same command continues")
-        close(inputs, engine)
-        leave(NOT_FINISHED)  # on GPUs the engine may sleep: its exit could change the status
+        end_by_signal(run, inputs, engine)
     close(inputs, engine)
 
 

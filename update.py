@@ -59,13 +59,13 @@ def pack_updates(
     # The weight of a token in the loss follows from the lengths of the whole update. It is known
     # before anything is packed, so loss and gradient do not depend on which sequences share a
     # micro-batch or a rank.
-    weights_B = loss_weights(trained_lengths_B, indices_of_updates, algorithm)
+    weights_B = loss_weights(trained_lengths_B, plan, algorithm)
     rollout = replace(rollout, loss_weights_B=weights_B.numpy())
     group_size = group_size_of_hinted = plan.group_size if memory.share_prompts else 1
     if rollout.is_hinted_B is not None:
         group_size_of_hinted = 1  # each completion has a hint of its own, so none share a prompt
         is_hinted_B = torch.from_numpy(rollout.is_hinted_B)
-        hinted_weights_B = loss_weights(trained_lengths_B * is_hinted_B, indices_of_updates, algorithm)
+        hinted_weights_B = loss_weights(trained_lengths_B * is_hinted_B, plan, algorithm)
         rollout = replace(rollout, kl_weights_B=(is_hinted_B * hinted_weights_B / weights_B).numpy())
     hinted = rollout.hinted()
     longest = hinted or rollout  # the reference's batches must fit under the cap, too
@@ -96,9 +96,10 @@ def pack_updates(
     return updates
 
 
-def loss_weights(lengths_B: Tensor, indices_of_updates: list[np.ndarray], algorithm: Algorithm) -> Tensor:
+def loss_weights(lengths_B: Tensor, plan: Plan, algorithm: Algorithm) -> Tensor:
     """The weight of each token of each completion in the loss of its update. `lengths_B`: the tokens that count."""
-    return torch.cat([algorithm.loss_aggregation(lengths_B[indices]) for indices in indices_of_updates])
+    lengths_of_updates = lengths_B.view(plan.updates_per_pass, -1, plan.group_size)  # [updates, P, G]
+    return torch.cat([algorithm.loss_aggregation(lengths_PG) for lengths_PG in lengths_of_updates]).flatten()
 
 
 def add_logprobs(updates: list[Update], policy: Policy, reference: Policy | None, algorithm: Algorithm) -> list[Update]:
@@ -161,10 +162,12 @@ def logprobs_under(model: Policy, field: str, update: Update, algorithm: Algorit
     return update
 
 
-def add_advantages(rollout: Rollout, updates: list[Update], algorithm: Algorithm) -> tuple[Rollout, list[Update]]:
+def add_advantages(
+    rollout: Rollout, updates: list[Update], algorithm: Algorithm, step: int = 1, total_steps: int = 1
+) -> tuple[Rollout, list[Update]]:
     """The rollout with its advantages, and the updates with them at each of their positions."""
     penalties = gather_penalties(rollout, updates, algorithm) if algorithm.has_penalties else None
-    rollout = replace(rollout, advantages=compute_advantages(rollout, penalties, algorithm))
+    rollout = replace(rollout, advantages=compute_advantages(rollout, penalties, algorithm, step, total_steps))
     return rollout, [update.map(partial(with_advantages, rollout)) for update in updates]
 
 
@@ -189,13 +192,16 @@ def gather_penalties(rollout: Rollout, updates: list[Update], algorithm: Algorit
     return [gathered[b] for b in range(len(gathered))]
 
 
-def compute_advantages(rollout: Rollout, penalties: list[np.ndarray] | None, algorithm: Algorithm) -> list[np.ndarray]:
+def compute_advantages(
+    rollout: Rollout, penalties: list[np.ndarray] | None, algorithm: Algorithm, step: int = 1, total_steps: int = 1
+) -> list[np.ndarray]:
     """The advantage of each token of each completion. Raises RunError where --advantage has none for these rewards."""
     rewards_B = torch.from_numpy(rollout.rewards_B)
     lengths_B = torch.tensor([len(completion) for completion in rollout.completions])
     returns_T = torch.repeat_interleave(rewards_B, lengths_B)
     turn_fields = by_turn(rollout, algorithm.group_size)
-    if turn_fields:  # a token is credited with its own turn and later ones, not with what was earned before it
+    if "turn_rewards_PGK" in turn_fields:
+        # A token is credited with its own turn and later ones, not with what was earned before it.
         to_go = grpo.to_go(turn_fields["turn_rewards_PGK"].nan_to_num()).flatten(0, 1)
         returns_T = to_go[torch.repeat_interleave(lengths_B), turn_fields["turns_T"]]
     if penalties is not None:
@@ -210,6 +216,9 @@ def compute_advantages(rollout: Rollout, penalties: list[np.ndarray] | None, alg
         returns_T=returns_T,
         lengths_B=lengths_B,
         mask_T=mask_T,
+        step=step,
+        total_steps=total_steps,
+        columns=[row.columns for row in rollout.rows[:: algorithm.group_size]],
         **grade_fields(rollout, rewards_PG.shape),
         **turn_fields,
     )
@@ -236,21 +245,31 @@ def grade_fields(rollout: Rollout, shape: torch.Size) -> dict[str, Tensor | dict
     }
 
 
-def by_turn(rollout: Rollout, group_size: int) -> dict[str, Tensor]:
-    """The fields of `Graded` for rewards by turn; {} where there are none."""
+def by_turn(rollout: Rollout, group_size: int) -> dict[str, Tensor | list[list[bytes]]]:
+    """The fields of `Graded` for episodes of several turns; {} where there are none. Not all have rewards by turn."""
     is_by_turn = ["turn_1" in grade.parts for grade in rollout.grades if grade.status == "ok"]
-    if not all(is_by_turn or [rollout.has_replies]):
+    has_rewards = all(is_by_turn or [rollout.has_replies])
+    if not has_rewards and not rollout.has_replies:
         return {}
     turns = rollout.turns
+    fields = {"turns_T": torch.from_numpy(np.concatenate(turns)), "states_B": states_of(rollout)}
+    if not has_rewards:
+        return fields
     most_turns = max(int(turns_of_tokens.max()) + 1 for turns_of_tokens in turns)
     rewards_BK = torch.full((len(turns), most_turns), torch.nan)
     for b, turns_of_tokens in enumerate(turns):
         for k in range(int(turns_of_tokens.max()) + 1):
             rewards_BK[b, k] = rollout.grades[b].parts.get(f"turn_{k + 1}", 0.0)
-    return {
-        "turn_rewards_PGK": rewards_BK.view(-1, group_size, most_turns),
-        "turns_T": torch.from_numpy(np.concatenate(turns)),
-    }
+    return fields | {"turn_rewards_PGK": rewards_BK.view(-1, group_size, most_turns)}
+
+
+def states_of(rollout: Rollout) -> list[list[bytes]]:
+    """For each turn, what the environment said before it, as the bytes of its tokens; b"" before the first."""
+    states = []
+    for ids, is_sampled, turns in zip(rollout.completions, rollout.is_sampled, rollout.turns, strict=True):
+        replies = [ids[~is_sampled & (turns == k)].tobytes() for k in range(int(turns.max()))]
+        states.append([b"", *replies])
+    return states
 
 
 def update_policy(
@@ -315,7 +334,9 @@ def add_gradients(
             if batch.teacher is not None:
                 distilled = {"ref_logprobs_N": scores.ref_logprobs_N, "kl_N": scores.kl_N, "agrees_N": scores.agrees_N}
                 scored = replace(batch, **distilled)
-            loss_N, means, maxima = grpo.total_loss(scored, logprobs_N, old_logprobs_N, scores.entropies_N, algorithm)
+            loss_N, means, maxima = grpo.total_loss(
+                scored, logprobs_N, old_logprobs_N, scores.entropies_N, algorithm, step.step, step.total_steps
+            )
             mask_N = batch.loss_mask_N
             # A sum, not a mean: the weights have the counts of the whole update in them.
             loss = grpo.masked_sum(loss_N * batch.loss_weights_N, mask_N)

@@ -64,6 +64,12 @@ def load_function(path: str, name: str) -> Callable:
     return function
 
 
+def load_reference(reference: str) -> Callable:
+    """The function or class of FILE.py:NAME. Raises as `load_function`."""
+    path, _, name = reference.rpartition(":")
+    return load_function(path, name)
+
+
 FOLDERS = {str(Path(__file__).parent.parent)}  # where own files have been loaded from; and ours
 
 

@@ -96,7 +96,7 @@ def check_loss(args: argparse.Namespace, flag: SimpleNamespace) -> None:
 
 
 def check_groups(args: argparse.Namespace, flag: SimpleNamespace) -> None:
-    compares = args.advantage not in ("zero", "none", "reinforce++") and ".py:" not in args.advantage
+    compares = args.advantage not in ("zero", "none", "reinforce++", "a_star_po") and ".py:" not in args.advantage
     if args.group_size == 1 and compares:
         raise ValueError(
             f"--group_size 1 has nothing to compare with for {flag.advantage}; use 2 or more, or --advantage zero."
@@ -113,12 +113,12 @@ def check_groups(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         raise ValueError(
             "--policy_loss gspo needs one advantage a sequence, not reinforce++ with --kl_in reward; use gspo_token."
         )
-    if args.dynamic_sampling != "off" and args.epochs is not None:
-        raise ValueError(f"{flag.epochs} with {flag.dynamic_sampling} is no fixed number of steps; give --total_steps.")
-    if args.dynamic_sampling != "off" and args.keep_last:
-        raise ValueError(
-            f"--keep_last has no effect with {flag.dynamic_sampling}, which has no last steps; leave it out."
-        )
+    in_a_row = flag.drop_solved if args.drop_solved else flag.dynamic_sampling
+    if args.drop_solved or args.dynamic_sampling != "off":
+        if args.epochs is not None:
+            raise ValueError(f"{flag.epochs} with {in_a_row} is no fixed number of steps; give --total_steps.")
+        if args.keep_last:
+            raise ValueError(f"--keep_last has no effect with {in_a_row}, which has no last steps; leave it out.")
     is_on_policy = args.prompts_per_update == args.prompts_per_step and args.num_iterations == 1
     if args.max_kl and is_on_policy and not args.lora_dropout:
         raise ValueError(f"{flag.max_kl} has no effect with one update a step, whose KL is 0; leave it out.")
@@ -132,6 +132,7 @@ def check_reward(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         )
     needs_reward = {
         flag.dynamic_sampling: args.dynamic_sampling != "off",
+        flag.drop_solved: args.drop_solved > 0,
         flag.truncated: args.truncated == "zero",
         flag.eval_data: args.eval_data,
     }
@@ -203,6 +204,10 @@ def check_memory(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         raise ValueError(
             "--dtype float32 computes more finely than --param_dtype bfloat16 stores; leave one of them out."
         )
+    is_own = args.optimizer != "adamw"
+    if is_own and (args.param_dtype == "bfloat16" or args.offload == "optimizer"):
+        written = flag.offload if args.offload == "optimizer" else flag.param_dtype
+        raise ValueError(f"{written} is for adamw alone, not for {flag.optimizer}; leave one of them out.")
     no_effect = f"has no effect with {flag.lora_rank}; leave it out"
     if args.lora_rank and args.param_dtype != "float32":
         raise ValueError(f"{flag.param_dtype} {no_effect}: adapters are kept in float32, the rest in --dtype.")

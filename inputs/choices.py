@@ -17,8 +17,8 @@ from torch import Tensor
 
 import grpo
 import losses
-from flags import FLAGS, most_lag
-from grading.own import load_function
+from flags import FLAGS, AdamW, most_lag
+from grading.own import load_reference
 from grpo import AGGREGATIONS, CORRECTIONS, KL, Algorithm, Graded, Loss, Tokens, check_returned
 from inputs.checks import given, leave
 
@@ -54,14 +54,18 @@ def algorithm_of(args: argparse.Namespace) -> Algorithm:
     check_effects(args, functions)
     bound = {name: bind(name, function, args) for name, function in functions.items()}
     metrics: tuple[str, ...] = ()
+    columns: dict[str, object] = defaultdict(lambda: 0.5)  # of a row; those that are read on the trial
     for name in OWN:
         if functions[name].__module__ != "grpo":  # it may have metrics of its own
-            metrics += try_out(name, args, bound[name])
+            metrics += try_out(name, args, bound[name], columns)
+    check_optimizer(args)
+    check_hook(args)
     kl_clamp = 0.0
     if args.kl_over == "sampled":
         kl_clamp = bound["--kl_estimator"].keywords.get("kl_clamp", 0.0)
     return Algorithm(
         **{name.removeprefix("--"): function for name, function in bound.items()},
+        columns=tuple(columns),
         old_logprobs=args.old_logprobs,
         loss_metrics=metrics,
         is_corrected=args.rollout_correction != "none",
@@ -83,13 +87,17 @@ def choose(name: str, choice: str) -> Callable:
     """The function of this name, or the user's own, FILE.py:FUNCTION. Raises ValueError if it cannot be loaded."""
     if choice in CHOICES[name]:
         return CHOICES[name][choice]
-    path, _, function_name = choice.rpartition(":")
     if name not in OWN:
         raise ValueError(f"{name} {choice}: use {', '.join(CHOICES[name])}.")
-    if not path.endswith(".py"):
-        raise ValueError(f"{name} {choice}: use {', '.join(CHOICES[name])} or FILE.py:FUNCTION.")
+    return load_own(name, choice, f"{', '.join(CHOICES[name])} or ")
+
+
+def load_own(name: str, choice: str, others: str = "") -> Callable:
+    """The user's own function, FILE.py:FUNCTION. Raises ValueError if it cannot be loaded. `others`: other choices."""
+    if not choice.rpartition(":")[0].endswith(".py"):
+        raise ValueError(f"{name} {choice}: use {others}FILE.py:FUNCTION.")
     try:
-        return load_function(path, function_name)
+        return load_reference(choice)
     except ValueError as error:
         raise ValueError(f"{name} {choice} cannot be loaded: {error}") from None
     except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything
@@ -142,13 +150,13 @@ def describe(args: argparse.Namespace, bound: dict[str, partial]) -> str:
     return f"algorithm: {'; '.join(parts)}"
 
 
-def try_out(name: str, args: argparse.Namespace, function: Callable) -> tuple[str, ...]:
+def try_out(name: str, args: argparse.Namespace, function: Callable, columns: dict[str, object]) -> tuple[str, ...]:
     """Calls the function once. Returns the names of its own metrics; raises ValueError if it fails."""
     written, shapes = given(FLAGS[name], args), [(7,)]
     needs_gradient = name == "--policy_loss" or (name == "--kl_estimator" and args.kl_in == "loss")
     random = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)) - 3.0
     if name == "--advantage":
-        argument, shapes = made_up_grades(args), [(2 * args.group_size,), (1, args.group_size)]
+        argument, shapes = made_up_grades(args, columns), [(2 * args.group_size,), (1, args.group_size)]
     elif name == "--policy_loss":
         argument = made_up_tokens(*random[:3], has_reference=args.kl_coef != 0)
     else:
@@ -168,6 +176,56 @@ def try_out(name: str, args: argparse.Namespace, function: Callable) -> tuple[st
     return tuple(metrics)
 
 
+def check_optimizer(args: argparse.Namespace) -> None:
+    """Raises ValueError for an --optimizer of the user's that does not train, or that could not be sharded or resumed.
+
+    Its trial, with a matrix and a bias: a step at the rate 0, which torch makes before it loads a state, and another.
+    """
+    if args.optimizer == "adamw":
+        return
+    make, written = load_own("--optimizer", args.optimizer, "adamw or "), given(FLAGS["--optimizer"], args)
+    shapes = {"layers.0.weight": (4, 6), "layers.0.bias": (4,)}
+    named = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+    try:
+        optimizer = make(named, AdamW.from_flags(args))
+        moved = [moved_by(optimizer, named, rate) for rate in (0.0, 0.01)]
+        kept = [(weight, *each) for weight, state in optimizer.state.items() for each in state.items()]
+    except Exception as error:  # noqa: BLE001  the user's code may raise anything
+        raise ValueError(f"{written} fails on a trial: {type(error).__name__}: {error}") from None
+    if moved != [[], [*named]] or not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"{written} made a {type(optimizer).__name__}, which moves {moved[0]} at the rate 0 and {moved[1]} at "
+            f"0.01; needed is a torch optimizer that takes its rate from group['lr'], and moves [] and {[*named]}."
+        )
+    for weight, name, value in kept:
+        if isinstance(value, Tensor) and value.ndim and value.shape != weight.shape:
+            raise ValueError(
+                f"{written} keeps {name} of the shape {[*value.shape]} for a parameter of {[*weight.shape]}; "
+                "needed are numbers, or tensors of the parameter's shape, which are sharded as it is."
+            )
+
+
+def moved_by(optimizer: torch.optim.Optimizer, named: dict[str, torch.nn.Parameter], rate: float) -> list[str]:
+    """The names of the parameters that a step at this rate changes."""
+    before = {name: parameter.detach().clone() for name, parameter in named.items()}
+    for parameter in named.values():
+        parameter.grad = torch.full_like(parameter, float(rate > 0))
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    return [name for name in named if not before[name].equal(named[name])]
+
+
+def check_hook(args: argparse.Namespace) -> None:
+    """Raises ValueError for an --after_step that cannot be called. It is not tried: it may keep what it is told."""
+    if args.after_step:
+        hook = load_own("--after_step", args.after_step)
+        try:
+            inspect.signature(hook).bind(1, {})
+        except TypeError as error:
+            raise ValueError(f"--after_step {args.after_step} is called as f(step, metrics), but {error}.") from None
+
+
 def made_up_tokens(logprobs: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor, has_reference: bool) -> Tokens:
     """Two sequences of 4 and 3 tokens. The first is not trained: a loss must not drop what the mask leaves out."""
     sequence_ids = torch.tensor([0, 0, 0, 0, 1, 1, 1])
@@ -178,7 +236,7 @@ def made_up_tokens(logprobs: Tensor, old_logprobs: Tensor, rollout_logprobs: Ten
     )  # fmt: skip
 
 
-def made_up_grades(args: argparse.Namespace) -> Graded:
+def made_up_grades(args: argparse.Namespace, columns: dict[str, object]) -> Graded:
     """One group, whose completions have two tokens each and the rewards 0, 1, 0, 1, ..."""
     from grading.score import parse_reward  # takes seconds
 
@@ -188,10 +246,12 @@ def made_up_grades(args: argparse.Namespace) -> Graded:
         parts = defaultdict(lambda: rewards_PG, parts)
     mask_T = torch.ones(2 * args.group_size, dtype=torch.bool)
     turn_fields = {}
+    if args.environment or args.tools:
+        turn_fields = {"turns_T": 0 * mask_T.long(), "states_B": [[b""]] * args.group_size}
     if args.environment:
-        turn_fields = {"turn_rewards_PGK": rewards_PG[..., None], "turns_T": 0 * mask_T.long()}
+        turn_fields["turn_rewards_PGK"] = rewards_PG[..., None]
     return Graded(
         rewards_PG=rewards_PG, returns_T=rewards_PG[0].repeat_interleave(2), mask_T=mask_T,
-        lengths_B=torch.full((args.group_size,), 2), parts=parts,
+        lengths_B=torch.full((args.group_size,), 2), parts=parts, columns=[columns],
         is_correct_PG=rewards_PG > 0, is_truncated_PG=rewards_PG > 0, **turn_fields,
     )  # fmt: skip

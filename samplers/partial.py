@@ -63,10 +63,11 @@ class PartialSampler(Sampler):
     def position(self) -> State:
         """A run that continues samples anew what is unfinished, from the same prompts."""
         numbers = [group.number for group in self.groups] + self.waiting
-        return {"prompts_drawn": self.num_drawn, "in_the_air": sorted(numbers)}
+        return super().position() | {"in_the_air": sorted(numbers)}
 
     def restore(self, state: State) -> None:
-        self.num_drawn, self.waiting = state["prompts_drawn"], list(state["in_the_air"])
+        super().restore(state)
+        self.waiting = list(state["in_the_air"])
 
     def collect(self, step: int) -> tuple[Rollout, Metrics]:
         rollout, metrics = super().collect(step)
@@ -104,17 +105,17 @@ class PartialSampler(Sampler):
         numbers = self.waiting[: max(most - len(self.groups), 0)]
         self.waiting = self.waiting[len(numbers) :]
         while len(self.groups) + len(numbers) < most:
-            numbers.append(self.num_drawn)
-            self.num_drawn += 1
+            _, self.num_drawn = self.unsolved_from(self.num_drawn, 1)
+            numbers.append(self.num_drawn - 1)
         for number in numbers:
             completions = [Completion() for _ in range(self.sampling.num_samples)]
             engine = int(np.argmin(self.num_unfinished_E))
             self.groups.append(Group(number, self.prompt(number), engine, step - 1, completions))
 
     def prompt(self, number: int) -> Row:
-        """The prompt of this number in the run: with dynamic sampling in a row over all epochs, else step by step."""
+        """The prompt of this number in the run: with dynamic sampling or dropped ones in a row, else step by step."""
         draws = self.draws
-        if draws.dynamic_sampling != "off":
+        if draws.dynamic_sampling != "off" or draws.drop_solved:
             (index,) = self.data.indices_from(number, 1, draws.seed)
         else:
             step, place = divmod(number, draws.prompts_per_step)

@@ -28,6 +28,7 @@ UNTRAINED = 4  # the sequence of which no token is trained
 ADVANTAGES = ["grpo", "grpo_batch_std", "dr_grpo", "rloo", "maxrl"]
 LOSSES = ["clip", "gspo", "gspo_token", "cispo", "sapo", "dppo", "dppo_kl", "reinforce"]
 CORRECTIONS = ["none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"]
+ESTIMATORS = [kind for kind in grpo.KL if kind != "none"]
 AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
 
 each_seed = pytest.mark.parametrize("seed", range(4))
@@ -306,7 +307,7 @@ DIFFERENTIABLE = [  # by the log-probs
     ],
     *[
         (lambda c, x, kind, clamp: kl(c.ref_logprobs_N - x, kind, clamp), naive_kl, {"kind": kind, "clamp": clamp})
-        for kind in grpo.KL for clamp in (0.0, 0.5, 10.0)
+        for kind in ESTIMATORS for clamp in (0.0, 0.5, 10.0)
     ],
 ]  # fmt: skip
 EQUATIONS = [
@@ -511,7 +512,7 @@ def test_a_ratio_at_a_bound_or_a_zero_advantage_is_not_clipped():
 # KL -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", grpo.KL)
+@pytest.mark.parametrize("kind", ESTIMATORS)
 def test_kl_estimates_are_finite_far_from_the_reference(kind):
     """The clamp of k3 is on x at 20 and on the value, and far from the reference everything is finite."""
     x = torch.tensor([25.0, -25.0, -13.0], dtype=torch.float64)
@@ -524,6 +525,15 @@ def test_kl_estimates_are_finite_far_from_the_reference(kind):
     assert kl(x, kind, 10.0).isfinite().all() and x.grad.isfinite().all()
     if kind in ("k2", "k3+"):
         assert x.grad.equal(x.detach()), "the gradient of k2, which no clamp cuts"
+
+
+# Aggregation ----------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_count_the_same_whatever_their_lengths():
+    """Of three prompts one is left out of the loss; a token of the others counts 1 / 2 / tokens of its prompt."""
+    weights_PG = grpo.prompt_mean(torch.tensor([[3, 1], [0, 0], [0, 5]]))
+    assert_near(weights_PG[[0, 2]], [[1 / 8, 1 / 8], [1 / 10, 1 / 10]], tolerance=1e-7)
 
 
 # Sampler-trainer mismatch ---------------------------------------------------------------------------------------------

@@ -25,10 +25,14 @@ SAID = [
 
 @pytest.fixture(scope="module")
 def flags(policy, tmp_path_factory) -> list[str]:
-    """A run on two ranks, half a second a step; bf16, which some CPUs emulate, is for others to test."""
+    """A run on two ranks, half a second a step, of three epochs and more, in which prompts are dropped as solved; bf16,
+    which some CPUs emulate, is for others to test.
+    """
     (reward := tmp_path_factory.mktemp("reward") / "slow_reward.py").write_text(soak.REWARD)
+    dropped = ["--train_data", f"{policy}/train.jsonl#24", "--drop_solved", "0.5"]
     moving = ["--kl_coef", "1", "--reference_every", "1", "--reference_mixup", "0.5"]  # what a resume must not lose
-    return [*soak.flags_of(policy, steps=10), "--dtype", "float32", "--reward", f"{reward}:score", *moving]
+    common = [*soak.flags_of(policy, steps=10), "--dtype", "float32", "--reward", f"{reward}:score"]
+    return [*common, *dropped, *moving]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -89,6 +93,8 @@ def test_eight_kills_change_no_result_of_a_run(flags, undisturbed, tmp_path):
     run = partial(soak.bring_to_its_end, flags=flags, rng=rng, moments=moments)
     kills, wrong = soak.disturb(tmp_path, 8, run, partial(soak.differences, undisturbed=undisturbed[0]))
     assert (len(kills), wrong) == (8, [])
+    solved = [line.get("sampling/prompts_solved", 0) for line in soak.last_lines(undisturbed[0]).values()]
+    assert 0 < solved[0] < solved[-1] == 24 - 8, "the last ones that a step needs are left"
 
 
 def test_a_signal_in_any_phase_saves_the_run(flags, undisturbed, tmp_path):

@@ -54,7 +54,7 @@ def loss_of(case: Case, given: str, own: dict[str, float] = {}, **changes: objec
     ids = torch.repeat_interleave(torch.tensor(LENGTHS))
     t = Tokens(
         logprobs=logprobs, old_logprobs=case.old, rollout_logprobs=case.sampler, advantages=case.a, mask=mask,
-        sequence_ids=ids, entropies=case.entropies,
+        sequence_ids=ids, entropies=case.entropies, ref_logprobs=case.sampler,
     )  # fmt: skip
     loss = as_loss(function(t, **own), t)
     (gradient,) = torch.autograd.grad(torch.where(mask, loss.per_token, 0.0).sum(), logprobs)
@@ -186,3 +186,111 @@ def test_opo_takes_off_the_mean_that_is_weighted_by_length():
     rewards = [[1.0, 0.0, 0.5], [0.0, 0.0, 3.0]]
     means = [(1 * 1.0 + 2 * 0.0 + 3 * 0.5) / 6, (6 * 3.0) / 15]
     assert_near(advantages("opo", rewards), [[r - m for r in row] for row, m in zip(rewards, means, strict=True)])
+
+
+# Advantages of turns, columns and steps ---------------------------------------------------------------------------
+
+
+def test_gigpo_compares_turns_that_began_in_the_same_state():
+    """GiGPO: the episode's advantage, and that of each turn among turns of its group in the same state. Two groups of
+    two episodes; the first has rewards 1 and 0 at its ends and meets the state "x" three times.
+    """
+    states = [[b"", b"x", b"x"], [b"", b"x"], [b""], [b"", b"x"]]
+    rewards, lengths = [[1.0, 0.0], [2.0, 2.0]], torch.tensor([3, 2, 1, 2])
+    turns_T = torch.cat([torch.arange(n) for n in lengths])
+    graded = Graded(
+        rewards_PG=torch.tensor(rewards), returns_T=torch.zeros(8), lengths_B=lengths, mask_T=turns_T >= 0,
+        turns_T=turns_T, states_B=states,
+    )  # fmt: skip
+    given = flags(advantage="gigpo", group_size=2, tools=f"{ROOT}/docs/environments/calculator.py:calculator")
+    returns = [[0.95**2, 0.95, 1.0], [0.0, 0.0], [2.0], [0.95 * 2.0, 2.0]]
+
+    def standardised(value: float, values: list[float]) -> float:
+        return (value - fmean(values)) / (stdev(values) + 1e-6)
+
+    first, same = [0.95**2, 0.0], [0.95, 1.0, 0.0]  # turns before which nothing was said; those in the state "x"
+    expected = [
+        standardised(1.0, rewards[0]) + standardised(returns[0][0], first),
+        *(standardised(1.0, rewards[0]) + standardised(x, same) for x in returns[0][1:]),
+        standardised(0.0, rewards[0]) + standardised(0.0, first),
+        standardised(0.0, rewards[0]) + standardised(0.0, same),
+        standardised(2.0, [2.0, 1.9]), standardised(1.9, [2.0, 1.9]), 0.0,
+    ]  # fmt: skip
+    found = algorithm_of(given).advantage(graded)
+    assert found.tolist() == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(ValueError, match="gigpo needs episodes of turns"):
+        algorithm_of(flags(advantage="gigpo"))
+
+
+def test_gpg_scales_the_gradient_up_for_groups_without_one():
+    found = advantages("gpg", [[1.0, 0.0], [1.0, 1.0], [0.0, 2.0], [0.0, 0.0]])
+    assert_near(found, [[1.0, -1.0], [0.0, 0.0], [-2.0, 2.0], [0.0, 0.0]])
+    assert_near(advantages("gpg", [[1.0, 1.0]]), [[0.0, 0.0]])
+
+
+def test_a_star_po_takes_off_a_value_from_rewards_of_the_start():
+    """beta log(mean of exp(r / beta)) of the completions of the starting policy, which are in a column."""
+    columns = [{"start_rewards": [1.0, 0.0, 0.0, 1.0]}, {"start_rewards": 0.25}]
+    graded = Graded(
+        rewards_PG=torch.tensor([[1.0, 0.0], [0.0, 1.0]]), returns_T=torch.zeros(4), lengths_B=torch.ones(4).long(),
+        mask_T=torch.ones(4).bool(), columns=columns,
+    )  # fmt: skip
+    algorithm = algorithm_of(flags(advantage="a_star_po", group_size=2))
+    assert algorithm.columns == ("start_rewards",), "what was read on the trial"
+    value = 0.5 * math.log((2 * math.exp(2.0) + 2) / 4)
+    assert_near(algorithm.advantage(graded).tolist(), [[1 - value, -value], [-0.25, 0.75]])
+
+
+def test_a_star_po_is_a_regression_of_the_log_ratio_to_the_reference():
+    case, expected, slopes = make_case(), {}, {}
+    loss, gradient = loss_of(case, "a_star_po", {"beta_2": 0.1}, kl_coef=1.0, kl_estimator="none")
+    for own in case.trained:
+        error = 0.1 * sum((case.new[t] - case.sampler[t]).item() for t in own) - case.a[own[0]].item()
+        expected |= dict.fromkeys(own, error**2)
+        slopes |= dict.fromkeys(own, 2 * error * 0.1 * len(own))  # each token's loss depends on all of them
+    assert_trained(loss.per_token, expected)
+    assert_trained(gradient, slopes)
+    with pytest.raises(ValueError, match="needs the reference"):
+        algorithm_of(flags(policy_loss="a_star_po"))
+
+
+def test_kl_cov_holds_the_tokens_of_largest_covariance():
+    case = make_case()
+    loss, _ = loss_of(case, "kl_cov", {"share": 0.25, "penalty": 0.5})
+    tokens = sum(case.trained, [])
+    a, x = ([v[t].item() for t in tokens] for v in (case.a, case.new))
+    covariances = {t: (i - fmean(a)) * (j - fmean(x)) for t, i, j in zip(tokens, a, x, strict=True)}
+    held = sorted(tokens, key=covariances.get)[-3:]  # a quarter of 13
+    logs = {t: (case.new[t] - case.old[t]).item() for t in tokens}
+    values = {t: -case.a[t].item() * math.exp(logs[t]) + 0.5 * abs(logs[t]) * (t in held) for t in tokens}
+    assert_trained(loss.per_token, values)
+    assert set(loss.metrics["held_frac"].nonzero()[:, 0].tolist()) == set(held)
+
+
+def test_fipo_weighs_a_token_by_the_discounted_shift_of_later_ones():
+    """Without tokens beyond the dual clip, and without a sequence that has two of them."""
+    case, values = make_case(scale=0.9), {}
+    own_values = {"half_life": 2.0, "most": 1.5, "safety": 1.3}
+    loss, _ = loss_of(case, "fipo", own_values, **CLIP | {"dual_clip": 2.0})
+    for own in case.trained:
+        logs = {t: (case.new[t] - case.old[t]).item() for t in own}
+        beyond = [t for t in own if case.a[t] < 0 and math.exp(logs[t]) > 2.0]
+        for t in own:
+            counted = [u for u in own if u >= t and math.exp(logs[u]) <= 2.0]
+            factor = min(max(math.exp(sum(0.5 ** ((u - t) / 2.0) * logs[u] for u in counted)), 1.0), 1.5)
+            if case.a[t] < 0 and math.exp(logs[t]) > 1.3:
+                factor = 1.0
+            values[t] = factor * naive_clip(case, t) if len(beyond) < 2 else 0.0
+    assert_trained(loss.per_token, values)
+    assert len({round(x, 3) for x in loss.metrics["future_factor"].tolist()}) > 3, "some factors are within the bounds"
+
+
+def test_rlsd_weighs_a_token_by_the_evidence_of_its_teacher():
+    case, values = make_case(scale=0.2), {}
+    loss, _ = loss_of(case, "rlsd", {"share": 0.5, "bound": 0.2}, kl_coef=1.0, kl_estimator="none", **CLIP)
+    for t in sum(case.trained, []):
+        evidence = math.exp(math.copysign(1.0, case.a[t]) * (case.sampler[t] - case.old[t]).item())
+        values[t] = (0.5 + 0.5 * min(max(evidence, 0.8), 1.2)) * naive_clip(case, t)
+    assert_trained(loss.per_token, values)
+    with pytest.raises(ValueError, match="needs the teacher"):
+        algorithm_of(flags(policy_loss="rlsd"))

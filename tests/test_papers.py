@@ -92,6 +92,10 @@ def test_the_flags_of_a_method_go_together_and_train(name, policy, qwen3_policy,
     assert "algorithm: --advantage" in algorithm_of(args).description
     tiny, model = parse_flags(f"{given} {TINY}".split()), load_policy(policy)
     reference = load_policy(qwen3_policy) if tiny.reference else None
+    for row in sampled.rows:
+        row.columns["start_rewards"] = [0.0, 1.0]
+    if tiny.environment:  # the reply to a first turn, then a second one
+        sampled = replace(sampled, is_sampled=[np.arange(len(ids)) != 1 for ids in sampled.completions])
     if tiny.hint_column:
         hinted_rows = [Row([], "", {}, "", ids=row.ids, hinted_ids=np.append(row.ids, [5, 9])) for row in sampled.rows]
         sampled = replace(sampled, rows=hinted_rows)

@@ -1,6 +1,7 @@
 """Dynamic sampling: which groups a step trains on, how many prompts a round asks for, and what happens at the bound."""
 
 import argparse
+import json
 import math
 from contextlib import nullcontext
 from dataclasses import replace
@@ -195,3 +196,57 @@ def test_the_seed_of_a_round_has_the_step_and_its_number():
     sampler.collect(3)
     sampler.start(3, 8)
     assert sampler.engine.seeds == [(7, 3, 0, 0), (7, 3, 0, 1), (7, 4, 0, 0)]
+
+
+# Prompts that are solved ----------------------------------------------------------------------------------------------
+
+
+def epochs_of(count: int) -> PromptData:
+    """Prompts of four tokens, drawn in the order of their rows, one epoch after the other."""
+    data = data_of(count)
+    data.rows = [make_row(row.ids, where=f"row {i}") for i, row in enumerate(data.rows)]
+    data.indices_from = lambda first, prompts, _: [i % count for i in range(first, first + prompts)]
+    return data
+
+
+class EvenRows(StubGrader):
+    """All completions of every row of an even number are correct, and the first of the two of the others."""
+
+    def callback_for(self, rows: list[Row], sampling: Sampling) -> OnFinished:
+        self.numbers = [int(row.ids[0]) for row in rows for _ in range(2)]
+        return super().callback_for(rows, sampling)
+
+    def collect_from_ranks(self) -> list[Grade]:
+        return [make_grade(b, is_correct=b % 2 == 0 or self.numbers[b] % 2 == 0) for b in self.heard]
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("stops", [(), (1, 2, 5)])
+@pytest.mark.parametrize("dynamic_sampling", ["off", "reward"])
+def test_solved_prompts_are_drawn_no_more(ahead, stops, dynamic_sampling):
+    """Of ten rows the even ones are solved when they are first seen. A run that is continued draws the same prompts,
+    also those that were begun ahead, before they were solved.
+    """
+    changes = {"dynamic_sampling": dynamic_sampling, "engine": "server", "steps_ahead": ahead, "drop_solved": 0.9}
+    args, used, state = flags(prompts_per_step=4, group_size=2, **changes), [], {"prompts_drawn": 0}
+    for last in (*stops, 8):
+        sampler = sampler_over(epochs_of(10), args)
+        sampler.grader = EvenRows()
+        sampler.restore(json.loads(json.dumps(state)))
+        for step in range(len(used) + 1, last + 1):
+            _, metrics = sampler.collect(step)
+            sampler.start(step, 8)
+            used.append([int(row.ids[0]) for row in sampler.sampled.rows[::2]])
+        state = sampler.state(last)
+    # Two steps ahead, row 8 is drawn again before its completions are graded.
+    fourth = [5, 7, 8, 9] if ahead else [5, 7, 9, 1]
+    assert used[:4] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 1, 3], fourth]
+    assert all(i % 2 for step in used[4:] for i in step) and metrics["sampling/prompts_solved"] == 5
+    assert [sum(step.count(i) for step in used[4:]) for i in (1, 3, 5, 7, 9)] == pytest.approx([3.2] * 5, abs=0.81)
+
+
+def test_as_many_prompts_as_a_step_needs_are_never_dropped():
+    args = flags(prompts_per_step=4, group_size=2, drop_solved=0.5)
+    sampler = sampler_over(epochs_of(6), args, divisor=1)  # all completions are correct
+    solved = [sampler.collect(step)[1]["sampling/prompts_solved"] for step in (1, 2, 3)]
+    assert solved == [2, 2, 2] and len(sampler.draw(4, 0, 4)) == 4

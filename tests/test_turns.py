@@ -40,7 +40,7 @@ from inputs.choices import algorithm_of
 from instruments.samples import UNKNOWN, pack_samples
 from runtime.start import RunError
 from turns import Episode, Template, Turns
-from update import compute_advantages
+from update import compute_advantages, states_of
 from warm_start import build_tokenizer
 
 LONG = Sampling(1, 1.0, 200)
@@ -445,6 +445,7 @@ def test_rewards_of_turns_become_returns_to_go():
     assert np.concatenate(rollout.sampled_only(by_return)) == pytest.approx(wanted, abs=1e-6)
     one = 0.5**0.5  # (1 - 0.75) / std of 1 and 0.5; the second turn has nothing to be compared with
     assert np.concatenate(rollout.sampled_only(by_turns)) == pytest.approx([one, one, 0.0, -one, -one], abs=1e-6)
+    assert states_of(rollout) == [[b"", np.array([2, 3]).tobytes()], [b""]], "the tokens between the turns"
     failed = replace(rollout, grades=[Grade(0.0, "truncated"), Grade(0.0, "timeout")])
     given = flags(advantage="mt_grpo", group_size=2, environment=f"{FILE}:Counts")
     assert not np.concatenate(compute_advantages(failed, None, algorithm_of(given))).any(), (

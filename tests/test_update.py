@@ -31,6 +31,7 @@ from helpers.made_up import (
 )
 from helpers.runs import ROOT
 from inputs.choices import algorithm_of
+from load_inputs import check_columns
 from policy import Policy
 from runtime.start import RunError
 from update import (
@@ -85,6 +86,7 @@ def test_what_the_loss_leaves_out_stays_out_of_the_statistics():
         ("token_mean", [1 / 2, 1 / 5, 1 / 5]),
         ("seq_mean_token_mean", [1 / 2, 1 / 6, 1 / 4]),
         ("seq_mean_token_sum_norm", [1 / 10, 1 / 20, 1 / 20]),
+        ("prompt_mean", [1 / 2, 1 / 5, 1 / 5]),
     ],
 )
 def test_every_update_has_the_weights_of_its_own_sequences(kind, expected):
@@ -102,6 +104,35 @@ def test_every_update_has_the_weights_of_its_own_sequences(kind, expected):
         for x, weights in zip(batch.segments_S, batch.loss_weights_N.split(batch.lengths_S), strict=True)
     }
     assert [found[b] for b in (0, 2, 3)] == pytest.approx(expected)
+
+
+def test_an_advantage_knows_the_step_and_the_columns_of_the_rows():
+    """By the file that weighs prompts by a pass rate: that of the group, or that of a column, as the run goes on."""
+    rollout, file = graded(), f"{ROOT}/docs/advantages/pass_rate.py"
+    rows = [
+        replace_columns(row, {"pass_rate": str(rate)}) for row, rate in zip(rollout.rows, (1, 1, 0.5, 0.5), strict=True)
+    ]
+    rollout = replace(
+        rollout, rows=rows, grades=[make_grade(r, is_correct=c) for r, c in ((1, 1), (0, 1), (0, 0), (1, 1))]
+    )
+    plain = 0.5 / (0.5**0.5 + 1e-6)
+    hard = algorithm_of(flags(advantage=f"{file}:hard", group_size=2))
+    found = [x[0] for x in compute_advantages(rollout, None, hard)]
+    assert found == pytest.approx([0, 0, -plain, plain], abs=1e-6), "2 x (1 - 1) and 2 x (1 - 0.5)"
+    easy_first = algorithm_of(flags(advantage=f"{file}:curriculum", group_size=2))
+    assert easy_first.columns == ("pass_rate",)
+    for step, targets in ((1, 1.0), (2, 0.5), (3, 0.0)):
+        weights = [math.exp(-(((rate - targets) / 0.3) ** 2)) for rate in (1, 1, 0.5, 0.5)]
+        found = [x[0] for x in compute_advantages(rollout, None, easy_first, step, 3)]
+        wanted = [w * sign * plain for w, sign in zip(weights, (1, -1, -1, 1), strict=True)]
+        assert found == pytest.approx(wanted, abs=1e-6), step
+    data = Namespace(rows=[replace_columns(rows[0], {"pass_rate": 1, "x": 2}), replace_columns(rows[0], {"x": 2})])
+    with pytest.raises(ValueError, match="--advantage .*curriculum reads the column 'pass_rate'; those of .* are x[.]"):
+        check_columns(flags(advantage=f"{file}:curriculum"), easy_first.columns, data)
+
+
+def replace_columns(row: Namespace, columns: dict[str, object]) -> Namespace:
+    return make_row(row.ids, columns=columns, where="row 7")
 
 
 @pytest.mark.parametrize(("advantage", "words"), [

@@ -318,6 +318,13 @@ def under_policy(path: str, words: str, world: World) -> tuple[list[Metrics], Te
     return metrics, weights_of(policy), state, [calls["reduce_scatter_single"], calls["all_gather_single"]]
 
 
+def with_optimizer(world: World, path: str, optimizer: str) -> tuple[list[Metrics], Tensors]:
+    """(metrics, weights) of three updates by an optimizer of the user's."""
+    args = parsed(f"--model {path} --group_size 2 --optimizer {optimizer}", world.num_trainers)
+    trained = build(args, world)
+    return train(trained, args, world, 3), weights_of(trained[0])
+
+
 # An update with --compile beside the same one in eager mode -----------------------------------------------------------
 
 COMPILED = {  # ranks -> name -> flags

@@ -163,7 +163,7 @@ def test_optimizer_state_made_before_the_first_step_trains_alike(changes):
     args = flags(learning_rate=SETTINGS["lr"], weight_decay=SETTINGS["weight_decay"], **changes)
     parameter = torch.nn.Parameter(torch.randn(1000).to(getattr(torch, args.param_dtype)))
     lazy = torch.nn.Parameter(parameter.detach().clone())
-    optimizer = make_optimizer(iter([parameter]), AdamW.from_flags(args), Memory.from_flags(args))
+    optimizer = make_optimizer({"weight": parameter}, AdamW.from_flags(args), Memory.from_flags(args))
     tensors = dict(optimizer.state[parameter])
     assert all(tensor.eq(0).all() for tensor in tensors.values())
     train(optimizer, gradients(3))

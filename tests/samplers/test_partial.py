@@ -124,6 +124,13 @@ def test_every_prompt_is_used_once_and_no_token_is_lost(count, prompts, last):
     assert not sampler.groups and sampler.kept_tokens == 0
 
 
+def test_solved_prompts_are_not_begun():
+    sampler = sampler_of([[1, 1]] * 64, last_step=4, drop_solved=0.9)
+    sampler.solved = {str(i): 0 for i in range(0, 64, 2)}
+    assert sorted(prompts_of(run_steps(sampler, 1, 4))) == list(range(1, 64, 2))
+    assert dict(sampler.state(4)["solved"]) == sampler.solved
+
+
 @pytest.mark.parametrize("num_long", [1, 3])
 def test_no_completion_is_carried_for_longer_than_the_bound(num_long):
     sampler = sampler_of([[5, 5]] * 80, 10, max_completion_tokens=1000)

@@ -1,0 +1,14 @@
+"""GPG: the plain policy gradient, scaled up for the groups that give none: --advantage gpg
+
+    --policy_loss reinforce --loss_aggregation seq_mean_token_mean
+
+Sources: arXiv 2504.02546 and its code (AMAP-ML/GPG, adjust_gd), whose scale is 1 / (share + 1e-5).
+"""
+
+from grpo import centred
+
+
+def gpg(g):
+    """(r - mean of group) / the share of groups whose rewards are not all equal."""
+    has_signal_P = g.rewards_PG.amax(dim=1) > g.rewards_PG.amin(dim=1)
+    return centred(g.rewards_PG) / has_signal_P.float().mean().clamp(min=1 / len(has_signal_P))

@@ -1,0 +1,166 @@
+"""Files of one's own that change the loop, without a change of the program: an optimizer, what follows a step, and
+functions that know the step.
+"""
+
+import math
+
+import pytest
+import torch
+
+from grading.own import load_reference
+from grpo import Tokens, k3
+from helpers.distributed import on_ranks
+from helpers.made_up import flags
+from helpers.runs import ROOT, copy_at, metrics_of, torchrun, training_flags, without_times
+from inputs.checks import check_flags
+from inputs.choices import algorithm_of
+
+MUON = "docs/optimizers/muon.py:make"
+OWN = """
+from grpo import clip, dr_grpo
+
+told = []
+
+
+def noted(g):
+    told.append(g.step)
+    return dr_grpo(g) * g.step / g.total_steps
+
+
+def hook(step, metrics):
+    told.append(-step)
+    print("told", told)
+    return "stop" if {stop} else None
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(policy, tmp_path_factory) -> tuple[str, object, object]:
+    """What a run says with an optimizer, a schedule and a KL coefficient of its own; its folder; that of the same run
+    after a kill.
+    """
+    folder = tmp_path_factory.mktemp("own")
+    adaptive = "docs/hooks/adaptive_kl.py"
+    changes = {
+        "optimizer": MUON, "policy_loss": "docs/hooks/entropy_schedule.py:clip_explores", "entropy_coef": 0.1,
+        "kl_estimator": f"{adaptive}:scaled", "after_step": f"{adaptive}:adapt", "eval_before_training": None,
+    }  # fmt: skip
+    for name in ("whole", "parts"):
+        if name == "parts":
+            copy_at(2, folder / "whole", folder / "parts")
+        done = torchrun(1, "train_grpo.py", *training_flags(policy, folder / name, **changes))
+    return done.stdout, folder / "whole", folder / "parts"
+
+
+def test_a_run_with_own_files_continues_bit_for_bit_after_a_kill(runs):
+    """Also what a hook keeps comes back: the log is told to it again."""
+    said, whole, parts = runs
+    assert f"continues from {parts}/step_2" in said
+    expected, found = metrics_of(whole), metrics_of(parts)
+    assert list(found) == [1, 2, 3, 4]
+    for step in found:
+        assert without_times(found[step]) == without_times(expected[step]), step
+    weights = [(run / "step_4" / "model.safetensors").read_bytes() for run in (whole, parts)]
+    assert weights[0] == weights[1]
+
+
+@pytest.fixture(scope="module")
+def stopped(policy, tmp_path_factory) -> list[str]:
+    """What a run on two ranks says, which its hook ends after step 3; the start after that, and one after a kill."""
+    folder = tmp_path_factory.mktemp("stopped")
+    (folder / "mine.py").write_text(OWN.format(stop="step == 3"))
+    changes = {"advantage": f"{folder}/mine.py:noted", "after_step": f"{folder}/mine.py:hook", "eval_every": 0}
+    changes |= dict.fromkeys(["eval_data", "eval_before_training"])
+    said = []
+    for name in ("run", "run", "killed"):
+        if name == "killed":
+            copy_at(2, folder / "run", folder / name)
+        said.append(torchrun(2, "train_grpo.py", *training_flags(policy, folder / name, **changes)).stdout)
+        assert (folder / name / "final").resolve() == folder / name / "step_3"
+        assert list(metrics_of(folder / name)) == [1, 2, 3]
+    return said
+
+
+def test_a_hook_ends_the_run_on_every_rank(stopped):
+    """The run ends as after its last step, and is complete for the same command."""
+    assert all("done, step 3/4" in said for said in (stopped[0], stopped[2]))
+    assert "is complete: it has a checkpoint of step 3. It was ended by --after_step" in stopped[1]
+
+
+def test_a_file_that_two_flags_name_is_one_module(stopped):
+    """The advantage and the hook share a list. Before the run the advantage is tried, as if in step 1."""
+    assert stopped[0].count("1, 1, -1, 2, -2, 3, -3]") == 2, "each rank"
+    assert stopped[2].count("1, 1, -1, -2, 3, -3]") == 2, "after a kill the hook gets steps 1 and 2 from the log"
+
+
+def test_an_own_optimizer_trains_on_two_ranks_as_on_one(policy):
+    """Muon, whose matrices are sharded; it orthogonalises in bf16, whose rounding may fall another way."""
+    (alone, weights), (together, sharded) = (on_ranks(n, "distributed:with_optimizer", policy, MUON) for n in (1, 2))
+    for a, b in zip(together, alone, strict=True):
+        b["perf/update_idle_frac"] = a["perf/update_idle_frac"]
+        assert a == pytest.approx(b, abs=1e-3)
+    assert math.sqrt(sum((weights[name] - sharded[name]).square().sum() for name in weights)) < 0.02
+    torch.testing.assert_close(sharded, weights, atol=5e-4, rtol=0)  # three updates of 1e-3
+
+
+WRONG = {  # name of the function -> its lines
+    "factored": "    return torch.optim.Adafactor(named.values(), lr=adamw.learning_rate)",
+    "deaf": "    return torch.optim.SGD(list(named.values())[:1], lr=1.0)",
+    "nothing": "    return named",
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"optimizer": "adam"}, "--optimizer adam: use adamw or FILE.py:FUNCTION"),
+    ({"optimizer": "FOLDER/mine.py:none"}, "mine.py has no function or class 'none'; it has factored, deaf, nothing"),
+    ({"optimizer": "FOLDER/mine.py:nothing"}, "fails on a trial: AttributeError: 'dict' object"),
+    ({"optimizer": "FOLDER/mine.py:factored"}, r"keeps row_var of the shape \[4, 1\] for a parameter of \[4, 6\]"),
+    ({"optimizer": "FOLDER/mine.py:deaf"}, r"made a SGD, which moves \[\] at the rate 0 and \['layers.0.weight'\]"),
+    ({"optimizer": MUON, "param_dtype": "bfloat16"}, "--param_dtype bfloat16 is for adamw alone"),
+    ({"optimizer": MUON, "offload": "optimizer"}, "--offload optimizer is for adamw alone"),
+    ({"after_step": "FOLDER/mine.py"}, "mine.py: use FILE.py:FUNCTION"),
+    ({"after_step": "FOLDER/mine.py:hook"}, r"is called as f\(step, metrics\), but too many positional"),
+])  # fmt: skip
+def test_what_cannot_work_is_refused_with_a_sentence(changes, words, tmp_path):
+    bodies = [f"def {name}(named, adamw):\n{body}\n" for name, body in WRONG.items()]
+    (tmp_path / "mine.py").write_text("import torch\n" + "".join(bodies) + "def hook(step): pass\n")
+    args = flags(**{name: value.replace("FOLDER", str(tmp_path)) for name, value in changes.items()})
+    with pytest.raises(ValueError, match=words):
+        check_flags(args, num_ranks=1)
+        algorithm_of(args)
+
+
+@pytest.mark.parametrize("name", ["NAdam", "RAdam", "SGD", "Adagrad", "RMSprop", "Adamax", "Rprop", "Adadelta"])
+def test_the_optimizers_of_torch_that_work_are_taken(name, tmp_path):
+    (tmp_path / "mine.py").write_text(f"import torch\nmake = lambda named, a: torch.optim.{name}(named.values())\n")
+    algorithm_of(flags(optimizer=f"{tmp_path}/mine.py:make"))
+
+
+def test_the_entropy_bonus_falls_over_the_run_to_none():
+    """What the total loss subtracts is given back, with its gradient, in the share of the run that is over."""
+    own = algorithm_of(flags(policy_loss="docs/hooks/entropy_schedule.py:clip_explores", entropy_coef=0.2))
+    entropies, zeros = torch.tensor([1.0, 3.0], requires_grad=True), torch.zeros(2)
+    fields = dict.fromkeys(("logprobs", "old_logprobs", "rollout_logprobs", "advantages"), zeros)
+    tokens = Tokens(
+        **fields, mask=zeros == 0, sequence_ids=zeros.long(), entropies=entropies, step=4, total_steps=4
+    )  # fmt: skip
+    per_token = own.policy_loss(tokens).per_token
+    assert per_token.tolist() == pytest.approx([0.75 * 0.2 * 1.0, 0.75 * 0.2 * 3.0])
+    per_token.sum().backward()
+    assert entropies.grad.tolist() == pytest.approx([0.15, 0.15])
+
+
+def test_the_kl_coefficient_follows_its_target():
+    adapt = load_reference(f"{ROOT}/docs/hooks/adaptive_kl.py:adapt")
+    x, scales = torch.tensor([0.5]), []
+    plain = k3(x, kl_clamp=10.0).item()
+    for step, kl in enumerate((0.2, 0.11, 0.0), start=1):
+        adapt(step, {"policy/kl_ref": kl})
+        scales.append(load_reference(f"{ROOT}/docs/hooks/adaptive_kl.py:scaled")(x, kl_clamp=10.0).item() / plain)
+    assert scales == pytest.approx([1.002, 1.002 * 1.001, 1.002 * 1.001 * 0.998])
+
+
+def test_the_hook_that_stops_at_an_accuracy_wants_it_of_every_set():
+    stop_at = load_reference(f"{ROOT}/docs/hooks/stop_at.py:stop_at")
+    high, low = {"eval/a/avg@1": 0.9, "eval/a/stderr": 0.1}, {"eval/b/avg@4": 0.89}
+    assert (stop_at(1, high), stop_at(2, high | low), stop_at(3, {"reward/mean": 1.0})) == ("stop", None, None)

@@ -55,12 +55,11 @@ def pack_updates(
     """The updates of one pass over the rollout, each of consecutive prompts and divided by `plan_micro_batches`."""
     indices_of_updates = np.split(np.arange(plan.completions_per_step), plan.updates_per_pass)
     trained_lengths_B = torch.from_numpy(rollout.trained_lengths_B)
-    lengths_of_updates = trained_lengths_B.view(plan.updates_per_pass, -1, plan.group_size)  # [updates, P, G]
     # The weight of a token in the loss follows from the lengths of the whole update. It is known
     # before anything is packed, so loss and gradient do not depend on which sequences share a
     # micro-batch or a rank.
-    weights = torch.cat([algorithm.loss_aggregation(lengths_PG) for lengths_PG in lengths_of_updates])
-    rollout = replace(rollout, loss_weights_B=weights.flatten().numpy())
+    weights = [algorithm.loss_aggregation(trained_lengths_B[indices]) for indices in indices_of_updates]
+    rollout = replace(rollout, loss_weights_B=torch.cat(weights).numpy())
     hinted = rollout.hinted()
     longest = hinted or rollout  # the reference's batches must fit under the cap, too
     lengths_B = longest.sequence_lengths_B

@@ -384,37 +384,37 @@ def masked(ratio: Tensor, low: float, high: float) -> Correction:
 
 
 # Aggregation ----------------------------------------------------------------------------------------------------------
-# Weights of the tokens of each completion, shape [P, G]. The loss of an update is the sum of weight x token loss.
-# `lengths_PG` counts the trained tokens of all completions of the update, over all ranks and micro-batches, so loss and
+# Weights of the tokens of each completion, shape B. The loss of an update is the sum of weight x token loss.
+# `lengths_B` counts the trained tokens of all completions of the update, over all ranks and micro-batches, so loss and
 # gradient do not depend on packing or ranks. A completion of length 0 is left out, and does not count as a sequence.
 
 
-def token_mean(lengths_PG: Tensor) -> Tensor:
+def token_mean(lengths_B: Tensor) -> Tensor:
     """Mean over all tokens of the update, as verl and EasyR1: long completions count more.
 
     DAPO (arXiv 2503.14476), eq. 12, writes it for the tokens of one group.
     """
-    return (1.0 / lengths_PG.double().sum().clamp(min=1)).expand(lengths_PG.shape).float()
+    return (1.0 / lengths_B.double().sum().clamp(min=1)).expand(len(lengths_B)).float()
 
 
-def seq_mean_token_mean(lengths_PG: Tensor) -> Tensor:
+def seq_mean_token_mean(lengths_B: Tensor) -> Tensor:
     """Mean over the completions of their token means: each counts the same. GRPO (arXiv 2402.03300), eq. 3."""
-    return (1.0 / (num_sequences(lengths_PG) * lengths_PG.double().clamp(min=1))).float()
+    return (1.0 / (num_sequences(lengths_B) * lengths_B.double().clamp(min=1))).float()
 
 
-def seq_mean_token_sum_norm(lengths_PG: Tensor, *, loss_constant_tokens: int) -> Tensor:
+def seq_mean_token_sum_norm(lengths_B: Tensor, *, loss_constant_tokens: int) -> Tensor:
     """Mean over the completions of their token sums / a constant, the limit of the length. Dr. GRPO (2503.20783)."""
-    return (1.0 / (num_sequences(lengths_PG) * loss_constant_tokens)).expand(lengths_PG.shape).float()
+    return (1.0 / (num_sequences(lengths_B) * loss_constant_tokens)).expand(len(lengths_B)).float()
 
 
-def prompt_mean(lengths_PG: Tensor) -> Tensor:
+def prompt_mean(lengths_B: Tensor, *, group_size: int) -> Tensor:
     """Mean over the prompts of the token means of their groups: each prompt counts the same. ScaleRL (2510.13786)."""
-    lengths_P1 = lengths_PG.double().sum(dim=1, keepdim=True)
+    lengths_P1 = lengths_B.double().view(-1, group_size).sum(dim=1, keepdim=True)
     num_prompts = (lengths_P1 > 0).sum().clamp(min=1)
-    return (1.0 / (num_prompts * lengths_P1.clamp(min=1))).expand(lengths_PG.shape).float()
+    return (1.0 / (num_prompts * lengths_P1.clamp(min=1))).expand(-1, group_size).flatten().float()
 
 
-AGGREGATIONS: dict[str, Callable[..., Tensor]] = {  # lengths_PG -> weights_PG
+AGGREGATIONS: dict[str, Callable[..., Tensor]] = {  # lengths_B -> weights_B
     "token_mean": token_mean,
     "seq_mean_token_mean": seq_mean_token_mean,
     "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
@@ -422,9 +422,9 @@ AGGREGATIONS: dict[str, Callable[..., Tensor]] = {  # lengths_PG -> weights_PG
 }
 
 
-def num_sequences(lengths_PG: Tensor) -> Tensor:
+def num_sequences(lengths_B: Tensor) -> Tensor:
     """The number of completions with a trained token, at least 1."""
-    return (lengths_PG > 0).sum().clamp(min=1)
+    return (lengths_B > 0).sum().clamp(min=1)
 
 
 # The loss -------------------------------------------------------------------------------------------------------------

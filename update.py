@@ -59,13 +59,13 @@ def pack_updates(
     # The weight of a token in the loss follows from the lengths of the whole update. It is known
     # before anything is packed, so loss and gradient do not depend on which sequences share a
     # micro-batch or a rank.
-    weights_B = loss_weights(trained_lengths_B, plan, algorithm)
+    weights_B = loss_weights(trained_lengths_B, indices_of_updates, algorithm)
     rollout = replace(rollout, loss_weights_B=weights_B.numpy())
     group_size = group_size_of_hinted = plan.group_size if memory.share_prompts else 1
     if rollout.is_hinted_B is not None:
         group_size_of_hinted = 1  # each completion has a hint of its own, so none share a prompt
         is_hinted_B = torch.from_numpy(rollout.is_hinted_B)
-        hinted_weights_B = loss_weights(trained_lengths_B * is_hinted_B, plan, algorithm)
+        hinted_weights_B = loss_weights(trained_lengths_B * is_hinted_B, indices_of_updates, algorithm)
         rollout = replace(rollout, kl_weights_B=(is_hinted_B * hinted_weights_B / weights_B).numpy())
     hinted = rollout.hinted()
     longest = hinted or rollout  # the reference's batches must fit under the cap, too
@@ -96,10 +96,9 @@ def pack_updates(
     return updates
 
 
-def loss_weights(lengths_B: Tensor, plan: Plan, algorithm: Algorithm) -> Tensor:
+def loss_weights(lengths_B: Tensor, indices_of_updates: list[np.ndarray], algorithm: Algorithm) -> Tensor:
     """The weight of each token of each completion in the loss of its update. `lengths_B`: the tokens that count."""
-    lengths_of_updates = lengths_B.view(plan.updates_per_pass, -1, plan.group_size)  # [updates, P, G]
-    return torch.cat([algorithm.loss_aggregation(lengths_PG) for lengths_PG in lengths_of_updates]).flatten()
+    return torch.cat([algorithm.loss_aggregation(lengths_B[indices]) for indices in indices_of_updates])
 
 
 def add_logprobs(updates: list[Update], policy: Policy, reference: Policy | None, algorithm: Algorithm) -> list[Update]:

@@ -106,7 +106,8 @@ def load_own(name: str, choice: str, others: str = "") -> Callable:
 
 def check_effects(args: argparse.Namespace, functions: dict[str, Callable]) -> None:
     """Raises ValueError for a flag that was changed, but that none of the chosen functions has as a parameter."""
-    used = {key for function in functions.values() for key in parameters_of(function)}
+    used = {"group_size"}  # which says how many are compared, whether or not a function asks for it
+    used |= {key for function in functions.values() for key in parameters_of(function)}
     for name in functions:
         users = defaultdict(list)  # parameter -> the choices that have it
         for choice, function in CHOICES[name].items():

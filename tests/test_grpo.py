@@ -532,8 +532,8 @@ def test_kl_estimates_are_finite_far_from_the_reference(kind):
 
 def test_prompts_count_the_same_whatever_their_lengths():
     """Of three prompts one is left out of the loss; a token of the others counts 1 / 2 / tokens of its prompt."""
-    weights_PG = grpo.prompt_mean(torch.tensor([[3, 1], [0, 0], [0, 5]]))
-    assert_near(weights_PG[[0, 2]], [[1 / 8, 1 / 8], [1 / 10, 1 / 10]], tolerance=1e-7)
+    weights_B = grpo.prompt_mean(torch.tensor([3, 1, 0, 0, 0, 5]), group_size=2)
+    assert_near(weights_B[[0, 1, 4, 5]], [1 / 8, 1 / 8, 1 / 10, 1 / 10], tolerance=1e-7)
 
 
 # Sampler-trainer mismatch ---------------------------------------------------------------------------------------------

@@ -28,7 +28,8 @@ def flags(policy, tmp_path_factory) -> list[str]:
     """A run on two ranks, half a second a step; bf16, which some CPUs emulate, is for others to test."""
     (reward := tmp_path_factory.mktemp("reward") / "slow_reward.py").write_text(soak.REWARD)
     moving = ["--kl_coef", "1", "--reference_every", "1", "--reference_mixup", "0.5"]  # what a resume must not lose
-    return [*soak.flags_of(policy, steps=10), "--dtype", "float32", "--reward", f"{reward}:score", *moving]
+    hints = ["--hint_column", "@group", "--max_prompt_tokens", "100"]
+    return [*soak.flags_of(policy, steps=10), "--dtype", "float32", "--reward", f"{reward}:score", *moving, *hints]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -20,6 +20,9 @@ game (docs/environments/guess_number.py) searches well, and the others repeat on
 
 The numbers are from 1 to 15, and the name of a game says nothing of its number.
 
+With --task hints it is the starting policy of scripts/tiny_sdpo_cpu.sh, which also reads hints: behind a problem with
+its solution, in the words of hints.py, five of six demonstrations think.
+
 The folder is in Hugging Face format (model, tokenizer with chat template), with train.jsonl and heldout.jsonl. All of
 it is a function of the flags. The held-out problems are in no demonstration and not in train.jsonl, also not with the
 numbers swapped.
@@ -42,11 +45,10 @@ from tokenizers import Tokenizer as Backend
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from transformers import PreTrainedTokenizerFast as Tokenizer
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 NUM_DIGITS = 3
-PROMPT_TOKENS = 2 * NUM_DIGITS + 3  # <user>347+285<assistant>: the same for every problem, so prompts need no padding
 NUM_TRAIN, NUM_HELDOUT = 4096, 256
 MODEL = {
     "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -56,6 +58,8 @@ MODEL = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 BATCH_SIZE, NUM_GOOD = 64, 16  # demonstrations of an update; with a scratchpad, or of a careful player
+NUM_HINTED, NUM_HINTED_GOOD = 24, 20  # beside them: with a hint; with a scratchpad, too
+HINT = "\nCorrect solution:\n\n{}\n\nCorrectly solve the original question."  # as in hints.py
 HIGHEST, NUM_GUESSES = 15, 4  # the game's
 NAMES = [f"game{number}" for number in range(100, 1000)]
 PEAK_LR = 6e-3  # for Muon (the matrices inside the blocks) and for AdamW (embedding, norms, biases)
@@ -105,14 +109,21 @@ def draw_problems(rng: np.random.Generator, count: int, excluded: set[tuple[int,
 
 
 def draw_demonstrations(task: str, rng: np.random.Generator, heldout: set[tuple[int, int]]) -> list[list[str]]:
-    """Those of an update, in two parts: with a scratchpad, or careful, and the others."""
+    """Those of an update, in parts: with a scratchpad, or careful; the others; then the same with hints."""
     if task == "game":
         secrets = rng.integers(1, HIGHEST + 1, size=BATCH_SIZE).tolist()
         texts = [game(secret, i < NUM_GOOD, rng) for i, secret in enumerate(secrets)]
     else:
         problems = draw_problems(rng, BATCH_SIZE, heldout)
         texts = [demonstration(a, b, i < NUM_GOOD) for i, (a, b) in enumerate(problems)]
-    return [texts[:NUM_GOOD], texts[NUM_GOOD:]]
+    parts = [texts[:NUM_GOOD], texts[NUM_GOOD:]]
+    if task == "hints":
+        hinted = []
+        for i, (a, b) in enumerate(draw_problems(rng, NUM_HINTED, heldout)):
+            text = demonstration(a, b, i < NUM_HINTED_GOOD)
+            hinted.append(text.replace("<assistant>", HINT.format(a + b) + "<assistant>"))
+        parts += [hinted[:NUM_HINTED_GOOD], hinted[NUM_HINTED_GOOD:]]
+    return parts
 
 
 def draw_rows(task: str, rng: np.random.Generator) -> tuple[dict[str, list[dict[str, str]]], set[tuple[int, int]]]:
@@ -185,20 +196,23 @@ class Muon:
 def completion_loss(policy: Qwen2ForCausalLM, tokenizer: Tokenizer, texts: list[str]) -> tuple[Tensor, int]:
     """The summed cross-entropy of the completions' tokens, <eos> included, and their number."""
     batch = tokenizer(texts, padding=True, return_tensors="pt")
-    labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)[:, PROMPT_TOKENS:]
+    is_prompt = (batch.input_ids == tokenizer.convert_tokens_to_ids("<assistant>")).cumsum(dim=1) == 0
+    start = int(is_prompt.sum(dim=1).min())  # prompts without a hint have one length, so no padding
+    labels = batch.input_ids.masked_fill(is_prompt | (batch.attention_mask == 0), -100)[:, start + 1 :]
+    labels = labels.masked_fill(is_prompt[:, start:-1], -100)  # nor does it learn to end a prompt
     # Padding is on the right, where causal attention never looks: no attention mask is needed.
-    logits = policy(input_ids=batch.input_ids, use_cache=False).logits[:, PROMPT_TOKENS - 1 : -1]
+    logits = policy(input_ids=batch.input_ids, use_cache=False).logits[:, start:-1]
     loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
     return loss, int((labels != -100).sum())
 
 
 def train(policy: Qwen2ForCausalLM, tokenizer: Tokenizer, draw: Callable[[], list[list[str]]], updates: int) -> None:
-    """Imitates new demonstrations in every update: `draw` returns them in two parts."""
+    """Imitates new demonstrations in every update: `draw` returns them in parts of similar length."""
     matrices = [each for name, each in policy.named_parameters() if each.ndim == 2 and "embed_tokens" not in name]
     vectors = [each for name, each in policy.named_parameters() if each.ndim == 1 or "embed_tokens" in name]
     muon, adamw = Muon(matrices), torch.optim.AdamW(vectors, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     for update in (progress := tqdm(range(updates), desc="warm start", unit="update", mininterval=1.0)):
-        # Two forward passes: in one, the short completions would be padded to the length of the long ones.
+        # A forward pass each: in one, the short completions would be padded to the length of the long ones.
         kinds = [completion_loss(policy, tokenizer, texts) for texts in draw()]
         loss = sum(loss for loss, _ in kinds) / sum(count for _, count in kinds)  # over the completion tokens of both
         policy.zero_grad()
@@ -229,7 +243,9 @@ def main() -> None:
     add = parser.add_argument
     add("--out_dir", type=Path, required=True, help="folder to write, which must not exist")
     add("--seed", type=int, default=1, help="random seed for weights, demonstrations, data and sampling")
-    add("--task", default="addition", choices=("addition", "game"), help="sums, or a number game")
+    add(
+        "--task", default="addition", choices=("addition", "game", "hints"), help="sums; a number game; sums with hints"
+    )
     add("--num_updates", type=int, help="optimizer updates (default: 650; game: 200)")
     args = parser.parse_args()
     if args.out_dir.exists():
@@ -239,6 +255,8 @@ def main() -> None:
     torch.manual_seed(args.seed)
     rng = np.random.default_rng(args.seed)
     tokenizer = build_tokenizer()
+    if args.task == "hints":  # as transformers reads it beside a Qwen2: it divides words in another way
+        tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parent / "tiny_policy")
     policy, (rows, heldout) = build_policy(tokenizer), draw_rows(args.task, rng)
     num_updates = args.num_updates or (200 if args.task == "game" else 650)
     train(policy, tokenizer, lambda: draw_demonstrations(args.task, rng, heldout), num_updates)

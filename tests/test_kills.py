@@ -31,8 +31,9 @@ def flags(policy, tmp_path_factory) -> list[str]:
     (reward := tmp_path_factory.mktemp("reward") / "slow_reward.py").write_text(soak.REWARD)
     dropped = ["--train_data", f"{policy}/train.jsonl#24", "--drop_solved", "0.5"]
     moving = ["--kl_coef", "1", "--reference_every", "1", "--reference_mixup", "0.5"]  # what a resume must not lose
+    hints = ["--hint_column", "@group", "--max_prompt_tokens", "100"]
     common = [*soak.flags_of(policy, steps=10), "--dtype", "float32", "--reward", f"{reward}:score"]
-    return [*common, *dropped, *moving]
+    return [*common, *dropped, *moving, *hints]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -71,6 +71,11 @@ def save_random_model(
             _end_after(model, tokenizer.eos_token_id, mean_tokens)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    save_task(folder, num_rows)
+
+
+def save_task(folder: Path, num_rows: int = 256) -> None:
+    """Writes `num_rows` sums, as train.jsonl, and reward.py."""
     (folder / "reward.py").write_text(REWARD)
     sums = [{"problem": f"{100 + i}+{999 - i}", "answer": "1"} for i in range(num_rows)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))

@@ -9,6 +9,8 @@ r"""A whole step of ours against TRL's GRPOTrainer: same model, prompts and leng
     python benchmarks/bench_step.py --trl_env trl_env --mean_tokens 20    # lengths differ, as in training
     python benchmarks/bench_step.py --trl_env trl_env                     # all of one length
     python benchmarks/bench_step.py                                       # ours alone
+    # A real model, whose chat template makes longer prompts:
+    python benchmarks/bench_step.py --trl_env trl_env --model FOLDER --prompts 4 --prompt_tokens 64 --max_tokens 48
 
 Ours is `train_grpo.py` on two ranks (FSDP2, vLLM, and `FLAGS`), with the seconds of its metrics.jsonl. TRL generates
 with transformers (one process of two threads, two DDP processes, two FSDP2 ranks) or with its colocated vLLM (two DDP
@@ -16,7 +18,7 @@ processes, two FSDP2 ranks; `bench_step_trl.py` says what has to be patched for 
 documentation says: ours by scripts/launch.py, TRL's processes by torchrun. Everything is fp32, with one optimizer
 update a step, KL 0, no gradient checkpointing, no evaluation and no checkpoint. Each process has one thread, except for
 the first variant. No completion ends early, or, with --mean_tokens, lengths are geometric
-(`bench_common.save_random_model`). The reward costs nothing.
+(`bench_common.save_random_model`), or, with --model, a real model ends them. The reward costs nothing.
 
 The programs run in turn, --rounds times; the first two steps of each run are not counted. The median step of each round
 is taken, then the median of the rounds; a ratio is TRL's seconds over ours in the same round. Goals: 3 x the fastest of
@@ -48,7 +50,7 @@ from runtime.machine import prepare_cpu
 
 GOALS = {"trl_fsdp2_or_vllm": 3.0, "trl_best": 2.0, "memory": 1.0}
 OURS = "ours, 2 ranks"
-FLAGS = "--communicate_once --share_prompts --max_prompt_tokens 16 --learning_rate 1e-6 --dtype float32"
+FLAGS = "--communicate_once --share_prompts --learning_rate 1e-6 --dtype float32"
 TRL = {  # name -> processes, settings
     "TRL generate, 1 process x 2 threads": (1, {"threads": 2}),
     "TRL generate, 2 DDP processes": (2, {}),
@@ -91,11 +93,11 @@ def memory_of_tree(root: psutil.Process) -> int:
     return total
 
 
-def run_ours(model: Path, out_dir: Path, args: argparse.Namespace) -> Found:
+def run_ours(model: Path, task: Path, out_dir: Path, args: argparse.Namespace) -> Found:
     flags = {
-        "model": model, "train_data": model / "train.jsonl", "out_dir": out_dir, "reward": f"{model}/reward.py:score",
+        "model": model, "train_data": task / "train.jsonl", "out_dir": out_dir, "reward": f"{task}/reward.py:score",
         "reward_workers": 1, "prompts_per_step": args.prompts, "group_size": args.group_size,
-        "max_completion_tokens": args.max_tokens, "total_steps": args.steps,
+        "max_prompt_tokens": args.prompt_tokens, "max_completion_tokens": args.max_tokens, "total_steps": args.steps,
         "micro_batch_tokens": args.micro_batch_tokens,
     }  # fmt: skip
     words = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
@@ -105,12 +107,15 @@ def run_ours(model: Path, out_dir: Path, args: argparse.Namespace) -> Found:
     return seconds, peak, statistics.mean(step["completion/tokens_mean"] for step in steps)
 
 
-def run_trl(model: Path, out: Path, args: argparse.Namespace, num_ranks: int, more: dict[str, object]) -> Found:
+def run_trl(model: Path, task: Path, out: Path, args: argparse.Namespace, variant: str) -> Found:
+    num_ranks, more = TRL[variant]
     sequences, config = args.prompts * args.group_size // num_ranks, AutoConfig.from_pretrained(model)
+    longest = args.prompt_tokens + args.max_tokens
     settings = {
-        "model": str(model), "out": str(out), "prompts": args.prompts, "group_size": args.group_size,
-        "max_tokens": args.max_tokens, "steps": args.steps, "threads": 1, "fsdp": False, "vllm": False,
-        "cache_bytes": cpu_cache_bytes(config, 16 + args.max_tokens, 4, 1, sequences),  # as large as ours
+        "model": str(model), "data": str(task / "train.jsonl"), "out": str(out), "prompts": args.prompts,
+        "group_size": args.group_size, "max_tokens": args.max_tokens, "longest": longest, "steps": args.steps,
+        "threads": 1, "fsdp": False, "vllm": False,
+        "cache_bytes": cpu_cache_bytes(config, longest, 4, 1, sequences),  # as large as ours
         "cache_block": CPU_BLOCK,
     } | more  # fmt: skip
     launcher = [str(Path(args.trl_env).absolute() / "bin" / "python"), *(torchrun(num_ranks) if num_ranks > 1 else [])]
@@ -124,10 +129,12 @@ def parse() -> argparse.Namespace:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--trl_env", help="folder of TRL's environment; none: ours alone")
+    add("--model", type=Path, help="folder of a model in Hugging Face format; none: a random one")
     add("--hidden", type=int, default=256, help="hidden size; the FFN has 4 times that, a head 64; vocabulary 64")
     add("--layers", type=int, default=4, help="decoder layers")
     add("--prompts", type=int, default=32, help="prompts of a step")
     add("--group_size", type=int, default=8, help="completions per prompt")
+    add("--prompt_tokens", type=int, default=16, help="tokens of a prompt at most, chat template included")
     add("--max_tokens", type=int, default=64, help="tokens of a completion")
     add("--mean_tokens", type=float, default=0, help="mean of geometric lengths before the limit; 0: all reach it")
     add("--micro_batch_tokens", type=int, default=600, help="tokens of our micro-batches; TRL's have 32 completions")
@@ -143,12 +150,14 @@ def main() -> None:
     seconds: dict[str, list[float]] = {name: [] for name in (OURS, *variants)}
     peaks: dict[str, list[float]] = {name: [] for name in seconds}
     with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "model"
-        save_random_model(model, args.hidden, args.layers, mean_tokens=args.mean_tokens)
+        model = task = Path(folder) / "model"
+        save_random_model(task, args.hidden, args.layers, mean_tokens=args.mean_tokens)
+        model = args.model or model
         for round_index in range(args.rounds):
             for name in seconds:
                 out = Path(folder) / f"{name}_{round_index}".replace(" ", "_")
-                measured = run_ours(model, out, args) if name == OURS else run_trl(model, out, args, *variants[name])
+                where = model, task, out, args
+                measured = run_ours(*where) if name == OURS else run_trl(*where, name)
                 seconds[name].append(measured[0])
                 peaks[name].append(measured[1])
                 text = "{:.2f} s a step, {:.2f} GiB, completions of {:.1f} tokens".format(*measured)

@@ -28,7 +28,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoConfig, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 
@@ -82,9 +82,11 @@ def make_trainer(args: SimpleNamespace, clock: Clock) -> GRPOTrainer:
     micro_batch = min(32, completions)  # with which it is fastest
     options = {}
     if args.fsdp:
-        options |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]}}
+        (architecture,) = AutoConfig.from_pretrained(args.model).architectures
+        layer = architecture.replace("ForCausalLM", "DecoderLayer")
+        options |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": [layer]}}
     if args.vllm:
-        options |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 16 + args.max_tokens}
+        options |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": args.longest}
     config = GRPOConfig(
         output_dir=f"{args.out}_trainer", use_cpu=True, bf16=False, report_to=[], save_strategy="no", logging_steps=1,
         seed=1, per_device_train_batch_size=micro_batch, gradient_accumulation_steps=completions // micro_batch,
@@ -94,7 +96,7 @@ def make_trainer(args: SimpleNamespace, clock: Clock) -> GRPOTrainer:
         ddp_find_unused_parameters=False, model_init_kwargs={"dtype": "float32"}, **options,
     )  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    rows = [json.loads(line) for line in Path(args.model, "train.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in Path(args.data).read_text().splitlines()]
     chats = [[{"role": "user", "content": row["problem"]}] for row in rows]
     prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
     data = Dataset.from_dict({"prompt": prompts})

@@ -84,9 +84,9 @@ def untied_qwen3_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct, pretrained."""
-    from helpers.smollm2 import make_smollm2
+    from smollm2 import unpack_model
 
-    return make_smollm2()
+    return unpack_model()
 
 
 @pytest.fixture(scope="session")

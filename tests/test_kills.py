@@ -113,7 +113,8 @@ def test_a_signal_to_one_of_an_engines_ranks_aborts_its_requests(flags, tmp_path
     """An engine over two ranks gives its requests up when one of them gets a signal. Both ranks must leave the
     engine at the same of its steps.
     """
-    flags = [*flags, "--tensor_parallel_size", "2", "--max_completion_tokens", "100", "--temperature", "2"]
+    long = ["--max_prompt_tokens", "28", "--max_completion_tokens", "100", "--temperature", "2"]
+    flags = [*flags, "--tensor_parallel_size", "2", *long]
     last = end_by_signal(SIGTERM, "sample", tmp_path / "run", flags, rank=1)
     soak.run_to_the_end(tmp_path / "run", [*flags, "--stop_after", str(last + 1)])
     assert max(soak.last_lines(tmp_path / "run")) == last + 1

@@ -238,7 +238,7 @@ def test_every_value_of_a_script_has_its_source(name):
 
 
 EVALUATIONS = sorted(path.stem for path in (ROOT / "scripts").glob("eval_*.sh"))
-JOB_SCRIPTS = ("tiny_cpu", "tiny_turns_cpu", "tiny_distill_cpu", "tiny_sdpo_cpu", "smoke")
+JOB_SCRIPTS = ("tiny_cpu", "tiny_turns_cpu", "tiny_distill_cpu", "tiny_sdpo_cpu", "smollm2_cpu", "smoke")
 TELLS = '() { printf "%s\\0" "$@"; printf "\\1"; }'  # in place of python
 
 

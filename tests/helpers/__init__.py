@@ -7,7 +7,6 @@
     fake_servers   generation servers without a model, and an engine and a sampler over them
     programs       what `on_ranks` cannot start, because it needs another world than the program's, or none
     user_code      rewards, environments and tools of a user: runs load it by its path
-    smollm2        a pretrained model, made once for a machine
     warm           imports of the warm process
 
 No file has the name of one of the program: a script finds what stands beside it first.

@@ -35,7 +35,7 @@ from helpers.programs import GPUS
 from helpers.runs import PROGRAMS, ROOT, torchrun
 from inputs.command_line import parse_flags
 from instruments.dry_run import config_of
-from model.sizes import NOT_ALIKE
+from model.sizes import MIXTURES, NOT_ALIKE
 from smoke_inputs import SETUPS, make_model
 from test_setups import launched
 
@@ -330,7 +330,14 @@ OBJECTS = {
     "vllm.distributed.weight_transfer.nccl_engine:NCCLWeightTransferUpdateInfo": "names dtype_names shapes",
     "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod": "process_weights_after_loading"
     "(layer)",
+    "vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts": "quant_method",
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod": "moe_kernel "
+    "process_weights_after_loading(layer)",
+    "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEKernel": "fused_experts",
+    "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts": "process_weights_after_loading"
+    "(layer)",
     "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed": "make_group_name",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeTopKRouter": "num_experts forward(hidden_states)",
     "transformers:PreTrainedModel": "_supports_attention_backend _keys_to_ignore_on_load_unexpected get_decoder() "
     "base_model_prefix",
     "peft.tuners.lora:LoraLayer": "lora_A lora_B scaling lora_dropout reset_lora_parameters(adapter_name)",
@@ -403,8 +410,8 @@ def test_objects_have_what_we_read_and_call(place):
 
 
 def test_families_hand_their_windows_to_the_attention():
-    """The packed pass knows no other way. Those that put them in the mask alone are refused, some as mixtures of
-    experts: whoever admits one must refuse its windows.
+    """The packed pass knows no other way. Those that put them in the mask alone are refused, or their windows are.
+    Whoever admits one must refuse its windows.
     """
     sources = (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")
     silent = set()
@@ -413,6 +420,7 @@ def test_families_hand_their_windows_to_the_attention():
         if "create_sliding_window_causal_mask" in source and not re.search("sliding_window=(self|getattr)", source):
             silent.add(file.parent.name)
     assert silent - {"paligemma", "phimoe", "qwen2_moe"} <= NOT_ALIKE
+    assert MIXTURES["qwen2_moe"]["use_sliding_window"] is False
 
 
 # Names ----------------------------------------------------------------------------------------------------------------

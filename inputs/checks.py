@@ -204,10 +204,14 @@ def check_memory(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         raise ValueError(
             "--dtype float32 computes more finely than --param_dtype bfloat16 stores; leave one of them out."
         )
-    is_own = args.optimizer != "adamw"
-    if is_own and (args.param_dtype == "bfloat16" or args.offload == "optimizer"):
-        written = flag.offload if args.offload == "optimizer" else flag.param_dtype
-        raise ValueError(f"{written} is for adamw alone, not for {flag.optimizer}; leave one of them out.")
+    for_adamw = {
+        flag.param_dtype: args.param_dtype == "bfloat16",
+        flag.offload: args.offload == "optimizer",
+        flag.reset_optimizer: args.reset_optimizer,
+    }
+    for written, is_chosen in for_adamw.items():
+        if is_chosen and args.optimizer != "adamw":
+            raise ValueError(f"{written} is for adamw alone, not for {flag.optimizer}; leave one of them out.")
     no_effect = f"has no effect with {flag.lora_rank}; leave it out"
     if args.lora_rank and args.param_dtype != "float32":
         raise ValueError(f"{flag.param_dtype} {no_effect}: adapters are kept in float32, the rest in --dtype.")

@@ -92,10 +92,13 @@ def choose(name: str, choice: str) -> Callable:
     return load_own(name, choice, f"{', '.join(CHOICES[name])} or ")
 
 
-def load_own(name: str, choice: str, others: str = "") -> Callable:
-    """The user's own function, FILE.py:FUNCTION. Raises ValueError if it cannot be loaded. `others`: other choices."""
+def load_own(name: str, choice: str, built_in: str = "") -> Callable:
+    """The user's own function, FILE.py:FUNCTION. Raises ValueError if it cannot be loaded.
+
+    `built_in`: the other values of the flag.
+    """
     if not choice.rpartition(":")[0].endswith(".py"):
-        raise ValueError(f"{name} {choice}: use {others}FILE.py:FUNCTION.")
+        raise ValueError(f"{name} {choice}: use {built_in}FILE.py:FUNCTION.")
     try:
         return load_reference(choice)
     except ValueError as error:

@@ -226,7 +226,7 @@ GROUPS["LoRA"] = [
     flag("--lora_targets", None, "names of the linear layers that get an adapter, for example q_proj v_proj; default: "
          "all of the decoder but the head", is_list=True, only_with="--lora_rank"),
 ]
-GROUPS["optimizer"] = [  # docs/hacks.md, Another optimizer
+GROUPS["optimizer"] = [  # docs/hacks.md
     flag("--optimizer", "adamw", "adamw; or my_optimizer.py:function, of the trained parameters (name -> parameter) "
          "and of the settings below, which returns a torch optimizer"),
     flag("--learning_rate", None, "peak learning rate; default: 1e-6, and ten times that with --lora_rank",

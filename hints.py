@@ -34,9 +34,10 @@ def solution(rollout: Rollout, b: int, group_size: int) -> str | None:
 
 
 def feedback(rollout: Rollout, b: int, group_size: int) -> str | None:
-    """What the reward says about completion b."""
-    said = rollout.grades[b].feedback.strip()
-    return FEEDBACK.format(said) if said else None
+    """What the reward says about completion b, unless it is correct: the template says that it is not."""
+    grade = rollout.grades[b]
+    said = grade.feedback.strip()
+    return FEEDBACK.format(said) if said and not grade.is_correct else None
 
 
 MAKERS: dict[str, Callable[[Rollout, int, int], str | None]] = {"@group": solution, "@feedback": feedback}

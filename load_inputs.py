@@ -254,11 +254,11 @@ def check_places(args: Namespace) -> None:
 
 
 def check_columns(args: Namespace, columns: Sequence[str], data: PromptData) -> None:
-    """Raises ValueError for a row that lacks a column which the advantage reads."""
+    """Raises ValueError for a row that lacks a column which the advantage reads, or has null in it."""
     for row in data.rows:
         for name in columns:
-            if name not in row.columns:
-                known = ", ".join(row.columns) or "none"
+            if row.columns.get(name) is None:
+                known = ", ".join(each for each, value in row.columns.items() if value is not None) or "none"
                 given = f"--advantage {args.advantage}"
                 raise ValueError(f"{given} reads the column {name!r}; those of {row.where} are {known}.")
 

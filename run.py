@@ -214,7 +214,7 @@ class Run:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON knows no nan
         self._append_to_log({"step": step, **finite})
         if self.after_step and step:  # 0 is an evaluation before training
-            self.is_stopped = self.after_step(step, broadcast_from_main(metrics)) == "stop"
+            self._call_hook(step, broadcast_from_main(metrics))
         self.console.tell_step(step, self.total_steps, metrics, seconds_of_phases(metrics))
         for remark in [*self.memory.remarks(memory), *self._remarks(metrics)]:
             self.say(remark)
@@ -243,7 +243,18 @@ class Run:
     def recall(self, last: int) -> None:
         """--after_step gets the lines of all steps to this one again, so that what it keeps is as it was."""
         for step, metrics in self.logged(range(1, last + 1)).items() if self.after_step else ():
-            self.is_stopped = self.after_step(step, metrics) == "stop"
+            self._call_hook(step, metrics)
+
+    def _call_hook(self, step: int, metrics: Metrics) -> None:
+        """Calls --after_step on every rank; what the main process gets decides. Raises RunError if it fails."""
+        try:
+            is_stopped = self.after_step(step, metrics) == "stop"
+        except Exception as error:  # noqa: BLE001  the user's code may raise anything
+            raise RunError(
+                f"--after_step fails after step {step}: {type(error).__name__}: {error}; "
+                "mend it (only the lines of evaluated steps have eval/)."
+            ) from error
+        self.is_stopped = broadcast_from_main(is_stopped)
 
     def say(self, text: str) -> None:
         self.console.say(text)

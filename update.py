@@ -226,6 +226,8 @@ def compute_advantages(
         grpo.check_returned("--advantage", advantages, [tuple(rewards_PG.shape), tuple(returns_T.shape)])
     except ValueError as error:  # the same on all ranks, which all have all completions
         raise RunError(str(error)) from error
+    except (TypeError, RuntimeError) as error:  # of a column that holds something else, for example
+        raise RunError(f"--advantage fails: {type(error).__name__}: {error}") from error
     if advantages.shape == rewards_PG.shape:  # one for the whole completion: each of its tokens gets it
         advantages = torch.repeat_interleave(advantages.flatten(), lengths_B)
     return [piece.numpy() for piece in advantages.split(lengths_B.tolist())]
@@ -245,11 +247,9 @@ def grade_fields(rollout: Rollout, shape: torch.Size) -> dict[str, Tensor | dict
 
 
 def by_turn(rollout: Rollout, group_size: int) -> dict[str, Tensor | list[list[bytes]]]:
-    """The fields of `Graded` for episodes of several turns; {} where there are none. Not all have rewards by turn."""
+    """The fields of `Graded` about turns. A completion without replies is one turn; not all turns have rewards."""
     is_by_turn = ["turn_1" in grade.parts for grade in rollout.grades if grade.status == "ok"]
     has_rewards = all(is_by_turn or [rollout.has_replies])
-    if not has_rewards and not rollout.has_replies:
-        return {}
     turns = rollout.turns
     fields = {"turns_T": torch.from_numpy(np.concatenate(turns)), "states_B": states_of(rollout)}
     if not has_rewards:
@@ -284,7 +284,8 @@ def update_policy(
 
     The weights of the loss are made of global counts, so micro-batches, packing and ranks do not enter it; metrics are
     means over the trained tokens of all ranks. An update that the guard finds bad, for example because its loss is not
-    finite, leaves policy and optimizer untouched. Raises RunError where the guard ends the run.
+    finite, leaves policy and optimizer untouched; a reference that is due moves all the same. Raises RunError where the
+    guard ends the run.
     """
     passes = add_gradients(policy, update, algorithm, step, memory, guard.world)
     grad_norm = clip_grad_norm(policy, step.max_grad_norm)

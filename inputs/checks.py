@@ -89,9 +89,9 @@ def check_loss(args: argparse.Namespace, flag: SimpleNamespace) -> None:
             raise ValueError(f"{written} has no effect with --kl_over vocabulary, which is exact; leave it out.")
     if args.advantage == "zero" and (not args.kl_coef or args.kl_in == "reward"):
         raise ValueError("--advantage zero trains on nothing but the KL in the loss: give --kl_coef, and --kl_in loss.")
-    if args.kl_over == "sampled" and args.advantage == "zero" and args.kl_estimator == "k1":
+    if args.kl_over == "sampled" and args.advantage == "zero" and args.kl_estimator in ("k1", "none"):
         raise ValueError(
-            "--kl_estimator k1 as a loss has a gradient of mean zero, so --advantage zero learns nothing; use k2."
+            f"{flag.kl_estimator} as a loss has a gradient of mean zero, so --advantage zero learns nothing; use k2."
         )
 
 
@@ -154,7 +154,7 @@ def check_reward(args: argparse.Namespace, flag: SimpleNamespace) -> None:
 
 
 def check_hints(args: argparse.Namespace, flag: SimpleNamespace) -> None:
-    """Of hints that a step makes; a hint in a column has nothing of its own to contradict."""
+    """Checks hints that a step makes; a hint in a column has nothing of its own to contradict."""
     if not (args.hint_column or "").startswith("@"):
         return
     names = args.hint_column.split(",")

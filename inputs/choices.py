@@ -89,10 +89,10 @@ def choose(name: str, choice: str) -> Callable:
         return CHOICES[name][choice]
     if name not in OWN:
         raise ValueError(f"{name} {choice}: use {', '.join(CHOICES[name])}.")
-    return load_own(name, choice, f"{', '.join(CHOICES[name])} or ")
+    return own_function(name, choice, f"{', '.join(CHOICES[name])} or ")
 
 
-def load_own(name: str, choice: str, built_in: str = "") -> Callable:
+def own_function(name: str, choice: str, built_in: str = "") -> Callable:
     """The user's own function, FILE.py:FUNCTION. Raises ValueError if it cannot be loaded.
 
     `built_in`: the other values of the flag.
@@ -183,12 +183,15 @@ def try_out(name: str, args: argparse.Namespace, function: Callable, columns: di
 def check_optimizer(args: argparse.Namespace) -> None:
     """Raises ValueError for an --optimizer of the user's that does not train, or that could not be sharded or resumed.
 
-    Its trial, with a matrix and a bias: a step at the rate 0, which torch makes before it loads a state, and another.
+    Its trial, with a matrix and a bias, or with an adapter: a step at the rate 0, which torch makes before it loads a
+    state, and another.
     """
     if args.optimizer == "adamw":
         return
-    make, written = load_own("--optimizer", args.optimizer, "adamw or "), given(FLAGS["--optimizer"], args)
+    make, written = own_function("--optimizer", args.optimizer, "adamw or "), given(FLAGS["--optimizer"], args)
     shapes = {"layers.0.weight": (4, 6), "layers.0.bias": (4,)}
+    if args.lora_rank:
+        shapes = {"layers.0.lora_A.weight": (4, 6), "layers.0.lora_B.weight": (6, 4)}
     named = {name: torch.nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
     try:
         optimizer = make(named, AdamW.from_flags(args))
@@ -223,7 +226,7 @@ def moved_by(optimizer: torch.optim.Optimizer, named: dict[str, torch.nn.Paramet
 def check_hook(args: argparse.Namespace) -> None:
     """Raises ValueError for an --after_step that cannot be called. It is not tried: it may keep what it is told."""
     if args.after_step:
-        hook = load_own("--after_step", args.after_step)
+        hook = own_function("--after_step", args.after_step)
         try:
             inspect.signature(hook).bind(1, {})
         except TypeError as error:

@@ -467,8 +467,8 @@ def write_report(place: Place) -> int:
                 print(line, flush=True)
                 print(line, file=report, flush=True)
                 lines += [line] if isinstance(line, Line) else []
-            for weights in itertools.chain(*map(place.folder.glob, ("*/step_*", "*/final"))):
-                shutil.rmtree(weights)  # the next check needs the room
+            for checkpoint in place.folder.glob("*/step_*"):
+                shutil.rmtree(checkpoint)
     headings = ("GPU", "torch", "memory,", "update,", "sample,", "sync,")
     print(f"\nFor a report, {time.strftime('%Y-%m-%d')}, {place.num_ranks} ranks:")
     print(*(line for line in lines if line.what.startswith(headings) or not line.is_ok), sep="\n")

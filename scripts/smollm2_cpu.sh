@@ -16,7 +16,7 @@ GAP=$([ "$NUM_GPUS" -gt 0 ] && echo 0.05 || echo 1e-4) # bfloat16 rounds; in flo
 python "${REPO}scripts/smollm2.py" --out_dir "$DATA" ${MODEL:+--data_only}
 MODEL=${MODEL:-$DATA/model} # a folder in Hugging Face format, or a hub id
 if [ "$NUM_GPUS" -eq 0 ]; then
-    echo "24 steps take about 27 minutes of CPU time, over all cores; each step's line says how long is left" >&2
+    echo "24 steps take about 26 minutes of CPU time, over all cores; each step's line says how long is left" >&2
 fi
 
 # What: one flag per line. All are our own choice: nothing is being reproduced.

@@ -61,10 +61,10 @@ def test_a_hint_is_another_completion_or_what_the_reward_says():
     c, e, feedback = SOLUTION.format("c{}"), SOLUTION.format("e"), FEEDBACK.format
     alone = [None] * 4  # a completion that holds what only the template writes is no hint
     assert hinted("@group", rollout) == ([c, e, c, c, *[None] * 4, *alone], {"distill/frac_hinted": 4 / 12})
-    says = [feedback("no a"), None, None, feedback("no e"), feedback("no f"), *[None] * 3, *alone]
+    says = [feedback("no a"), *[None] * 3, feedback("no f"), *[None] * 3, *alone]  # e is correct
     assert hinted("@feedback", rollout)[0] == says
     assert hinted("@group,@feedback", rollout)[0] == [c, e, c, c, *says[4:]]
-    assert hinted("@feedback,@group", rollout)[0] == [says[0], e, c, *says[3:]]
+    assert hinted("@feedback,@group", rollout)[0] == [says[0], e, c, c, *says[4:]]
     length = len(TOKENIZER(f"[user]0?{c}[assistant]")["input_ids"])
     assert hinted("@group", rollout, length - 1)[0] == [None, e, *[None] * 10], "the others are too long by one token"
 

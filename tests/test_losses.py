@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import combinations
 from statistics import fmean, pstdev, stdev
 from types import SimpleNamespace
@@ -11,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from grading import Grade
 from grpo import Graded, Loss, Tokens, as_loss
-from helpers.made_up import flags
+from helpers.made_up import flags, make_rollout
 from helpers.runs import ROOT
 from inputs.choices import algorithm_of
+from update import compute_advantages
 
 FOLDER = ROOT / "losses"
 LENGTHS = [5, 3, 4, 2]  # tokens of sequences; the last token of the first is not trained
@@ -220,6 +223,16 @@ def test_gigpo_compares_turns_that_began_in_the_same_state():
     assert found.tolist() == pytest.approx(expected, abs=1e-5)
     with pytest.raises(ValueError, match="gigpo needs episodes of turns"):
         algorithm_of(flags(advantage="gigpo"))
+
+
+def test_gigpo_takes_an_episode_without_replies_as_one_turn():
+    """Also where no episode of the step has a reply: each is its first turn alone, and compared twice."""
+    given = flags(advantage="gigpo", group_size=2, tools=f"{ROOT}/docs/environments/calculator.py:calculator")
+    grades = [Grade(reward, "ok", {"tools": reward}) for reward in (1.0, 0.0)]
+    rollout = replace(make_rollout([2, 3], group_size=2), grades=grades)
+    first, second = compute_advantages(rollout, None, algorithm_of(given))
+    assert first == pytest.approx([2 * 0.5**0.5] * 2, abs=1e-5)
+    assert second == pytest.approx([-2 * 0.5**0.5] * 3, abs=1e-5)
 
 
 def test_gpg_scales_the_gradient_up_for_groups_without_one():

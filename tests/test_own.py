@@ -3,6 +3,7 @@ functions that know the step.
 """
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from helpers.made_up import flags
 from helpers.runs import ROOT, copy_at, metrics_of, torchrun, training_flags, without_times
 from inputs.checks import check_flags
 from inputs.choices import algorithm_of
+from run import Run
+from runtime.start import RunError
 
 MUON = "docs/optimizers/muon.py:make"
 OWN = """
@@ -87,6 +90,12 @@ def test_a_hook_ends_the_run_on_every_rank(stopped):
     assert "is complete: it has a checkpoint of step 3. It was ended by --after_step" in stopped[1]
 
 
+def test_a_hook_that_fails_ends_the_run_with_a_sentence():
+    run = SimpleNamespace(after_step=lambda step, metrics: metrics["eval/x/avg@1"] > 0.5)
+    with pytest.raises(RunError, match="--after_step fails after step 3: KeyError: 'eval/x/avg@1'; mend it"):
+        Run._call_hook(run, 3, {"reward/mean": 1.0})
+
+
 def test_a_file_that_two_flags_name_is_one_module(stopped):
     """The advantage and the hook share a list. Before the run the advantage is tried, as if in step 1."""
     assert stopped[0].count("1, 1, -1, 2, -2, 3, -3]") == 2, "each rank"
@@ -138,6 +147,11 @@ def test_what_cannot_work_is_refused_with_a_sentence(changes, words, tmp_path):
 def test_the_optimizers_of_torch_that_work_are_taken(name, tmp_path):
     (tmp_path / "mine.py").write_text(f"import torch\nmake = lambda named, a: torch.optim.{name}(named.values())\n")
     algorithm_of(flags(optimizer=f"{tmp_path}/mine.py:make"))
+
+
+def test_muon_takes_what_lora_trains():
+    """Matrices alone: there is nothing for AdamW."""
+    algorithm_of(flags(optimizer=MUON, lora_rank=4))
 
 
 def test_the_entropy_bonus_falls_over_the_run_to_none():

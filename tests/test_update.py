@@ -126,7 +126,9 @@ def test_an_advantage_knows_the_step_and_the_columns_of_the_rows():
         found = [x[0] for x in compute_advantages(rollout, None, easy_first, step, 3)]
         wanted = [w * sign * plain for w, sign in zip(weights, (1, -1, -1, 1), strict=True)]
         assert found == pytest.approx(wanted, abs=1e-6), step
-    data = Namespace(rows=[replace_columns(rows[0], {"pass_rate": 1, "x": 2}), replace_columns(rows[0], {"x": 2})])
+    data = Namespace(
+        rows=[replace_columns(rows[0], {"pass_rate": 1}), replace_columns(rows[0], {"pass_rate": None, "x": 2})]
+    )
     with pytest.raises(ValueError, match="--advantage .*curriculum reads the column 'pass_rate'; those of .* are x[.]"):
         check_columns(flags(advantage=f"{file}:curriculum"), easy_first.columns, data)
 

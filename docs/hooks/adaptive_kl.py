@@ -3,6 +3,8 @@
 --kl_coef 0.1 --kl_estimator docs/hooks/adaptive_kl.py:scaled --after_step docs/hooks/adaptive_kl.py:adapt
 """
 
+import math
+
 from grpo import k3
 
 TARGET, HORIZON = 0.1, 100  # nats a token; steps in which the coefficient may change by a factor of about e^0.2
@@ -17,4 +19,5 @@ def scaled(x, *, kl_clamp):
 def adapt(step, metrics):
     global scale
     error = metrics["policy/kl_ref"] / TARGET - 1.0
-    scale *= 1.0 + min(max(error, -0.2), 0.2) / HORIZON
+    if math.isfinite(error):  # an update that was left out may have none
+        scale *= 1.0 + min(max(error, -0.2), 0.2) / HORIZON

@@ -1,4 +1,7 @@
-"""An entropy bonus that falls from --entropy_coef to 0: --policy_loss docs/hooks/entropy_schedule.py:clip_explores"""
+"""An entropy bonus that falls from --entropy_coef to 0: --policy_loss docs/hooks/entropy_schedule.py:clip_explores
+
+It needs --rollout_correction none, whose weights would also count for what is taken off here.
+"""
 
 from grpo import clip
 

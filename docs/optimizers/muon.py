@@ -24,5 +24,7 @@ def make(named, adamw):
     matrices = {name: p for name, p in named.items() if p.ndim == 2 and "layers." in name}
     rest = [p for name, p in named.items() if name not in matrices]
     decay, betas = adamw.weight_decay, (adamw.adam_beta1, adamw.adam_beta2)
-    first = torch.optim.Muon(matrices.values(), weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-    return Muon(first, torch.optim.AdamW(rest, betas=betas, weight_decay=decay))
+    parts = [torch.optim.Muon(matrices.values(), weight_decay=decay, adjust_lr_fn="match_rms_adamw")]
+    if rest:  # LoRA trains matrices alone
+        parts.append(torch.optim.AdamW(rest, betas=betas, weight_decay=decay))
+    return Muon(*parts)

@@ -37,6 +37,4 @@ def score(completion, answer):
             print(ascii(text), file=child.stdin, flush=True)
             said = child.stdout.readline()
         child.kill()
-    passes = said == f"{mark}\n"
-    feedback = "" if passes else "Not all tests passed." if code else "There is no block of Python code."
-    return {"reward": float(passes), "has_code": float(bool(code)), "feedback": feedback}
+    return {"reward": float(said == f"{mark}\n"), "has_code": float(bool(code)), "feedback": "Not all tests passed."}

@@ -21,6 +21,7 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, f"{VOCABULARY} --kl_estimator k2", "--kl_estimator k2 has no effect with --kl_over vocabulary, which is exact"),
     (1, "--advantage zero", "--advantage zero trains on nothing but the KL in the loss: give --kl_coef"),
     (1, "--advantage zero --kl_coef 1 --kl_estimator k1", "gradient of mean zero, .* learns nothing; use k2"),
+    (1, "--advantage zero --kl_coef 1 --kl_estimator none", "--kl_estimator none .* learns nothing; use k2"),
     (1, "--advantage zero --kl_coef 1", "--advantage zero follows the reference, which is --model itself: give"),
     (1, "--reward none", "--reward none grades nothing for --advantage grpo to compare; give --advantage zero"),
     (1, f"{NO_REWARD} --dynamic_sampling reward", "--dynamic_sampling reward needs a reward"),

@@ -86,6 +86,7 @@ def test_mistakes_are_told_in_a_sentence(tmp_path):
 def test_every_launch_script_takes_seed_and_folder(tmp_path, name):
     place(tmp_path, "")
     shutil.copy(ROOT / "scripts" / f"{name}.sh", tmp_path / "scripts")
+    (tmp_path / "scripts" / "smollm2.py").touch()  # makes the data of the job of that name
     launch = 'launch() { echo "$@" | tr "\\n" " " >> started; echo >> started; }\n'
     (tmp_path / "scripts" / "launch.sh").write_text("NUM_GPUS=0 REPO=\n" + launch)
     assert seeds(tmp_path, "1", f"scripts/{name}.sh", POLICY=".")[0] == 0, "with a policy that is there"

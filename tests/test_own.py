@@ -128,7 +128,7 @@ WRONG = {  # name of the function -> its lines
     ({"optimizer": MUON, "param_dtype": "bfloat16"}, "--param_dtype bfloat16 is for adamw alone"),
     ({"optimizer": MUON, "offload": "optimizer"}, "--offload optimizer is for adamw alone"),
     (
-        {"optimizer": MUON, "kl_coef": 1.0, "reference_every": 1, "reset_optimizer": True},
+        {"optimizer": MUON, "kl_coef": "1", "reference_every": "1", "reset_optimizer": True},
         "--reset_optimizer is for adamw alone",
     ),
     ({"after_step": "FOLDER/mine.py"}, "mine.py: use FILE.py:FUNCTION"),
@@ -137,7 +137,8 @@ WRONG = {  # name of the function -> its lines
 def test_what_cannot_work_is_refused_with_a_sentence(changes, words, tmp_path):
     bodies = [f"def {name}(named, adamw):\n{body}\n" for name, body in WRONG.items()]
     (tmp_path / "mine.py").write_text("import torch\n" + "".join(bodies) + "def hook(step): pass\n")
-    args = flags(**{name: value.replace("FOLDER", str(tmp_path)) for name, value in changes.items()})
+    texts = {name: value.replace("FOLDER", str(tmp_path)) for name, value in changes.items() if value is not True}
+    args = flags(**changes | texts)
     with pytest.raises(ValueError, match=words):
         check_flags(args, num_ranks=1)
         algorithm_of(args)

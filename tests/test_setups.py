@@ -139,7 +139,9 @@ def run(run_it: Callable, *command: str, **settings: object) -> str:
 
 def launched(name: str, *flags: str, **settings: object) -> tuple[int, int, list[str]]:
     """(nodes, ranks of a node, the program's flags) that the script gives to `launch`, without its start."""
-    printing = 'source() { :; }; launch() { printf "%s\\0" "${NNODES:-1}" "$NGPU" "$@"; }; . "$0" "$@"'
+    printing = (
+        'REPO=; source() { :; }; python() { :; }; launch() { printf "%s\\0" "${NNODES:-1}" "$NGPU" "$@"; }; . "$0" "$@"'
+    )
     out = run(run_command, "-c", printing, f"scripts/{name}.sh", *flags, **settings)
     num_nodes, num_ranks, script, *arguments = out.split("\0")[:-1]
     assert script == "train_grpo.py"

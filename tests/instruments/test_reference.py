@@ -62,7 +62,7 @@ def test_every_documented_set_up_has_a_reference_for_its_runs():
     files = (ROOT / "scripts").glob("*.sh")
     scripts = {path.stem for path in files if re.search("^source .*launch.sh", path.read_text(), re.MULTILINE)}
     documented = set(re.findall(r"^\| `(\w[\w.]*)\.sh` \|", (ROOT / "docs" / "setups.md").read_text(), re.MULTILINE))
-    assert scripts - {"tiny_turns_cpu", "smollm2_cpu"} == documented | {"tiny_cpu"} == set(names())
+    assert scripts - {"tiny_turns_cpu"} == documented | {"tiny_cpu", "smollm2_cpu"} == set(names())
     for name in names():
         config = config_of(name)
         assert belongs_to(config | {"seed": 7, "out_dir": "elsewhere", "micro_batch_tokens": 1024}) == name

@@ -252,7 +252,7 @@ class Run:
         except Exception as error:  # noqa: BLE001  the user's code may raise anything
             raise RunError(
                 f"--after_step fails after step {step}: {type(error).__name__}: {error}; "
-                "mend it (only the lines of evaluated steps have eval/)."
+                "mend it. A step that is not evaluated has no metrics of eval/."
             ) from error
         self.is_stopped = broadcast_from_main(is_stopped)
 

@@ -254,10 +254,10 @@ def by_turn(rollout: Rollout, group_size: int) -> dict[str, Tensor | list[list[b
     fields = {"turns_T": torch.from_numpy(np.concatenate(turns)), "states_B": states_of(rollout)}
     if not has_rewards:
         return fields
-    most_turns = max(int(turns_of_tokens.max()) + 1 for turns_of_tokens in turns)
+    most_turns = max(int(turns_of_tokens.max(initial=0)) + 1 for turns_of_tokens in turns)
     rewards_BK = torch.full((len(turns), most_turns), torch.nan)
     for b, turns_of_tokens in enumerate(turns):
-        for k in range(int(turns_of_tokens.max()) + 1):
+        for k in range(int(turns_of_tokens.max(initial=0)) + 1):
             rewards_BK[b, k] = rollout.grades[b].parts.get(f"turn_{k + 1}", 0.0)
     return fields | {"turn_rewards_PGK": rewards_BK.view(-1, group_size, most_turns)}
 
@@ -266,7 +266,7 @@ def states_of(rollout: Rollout) -> list[list[bytes]]:
     """For each turn, what the environment said before it, as the bytes of its tokens; b"" before the first."""
     states = []
     for ids, is_sampled, turns in zip(rollout.completions, rollout.is_sampled, rollout.turns, strict=True):
-        replies = [ids[~is_sampled & (turns == k)].tobytes() for k in range(int(turns.max()))]
+        replies = [ids[~is_sampled & (turns == k)].tobytes() for k in range(turns.max(initial=0))]
         states.append([b"", *replies])
     return states
 

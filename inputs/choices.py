@@ -224,7 +224,7 @@ def moved_by(optimizer: torch.optim.Optimizer, named: dict[str, torch.nn.Paramet
 
 
 def check_hook(args: argparse.Namespace) -> None:
-    """Raises ValueError for an --after_step that cannot be called. It is not tried: it may keep what it is told."""
+    """Raises ValueError for an --after_step that cannot be called. It is not tried: a call may change what it keeps."""
     if args.after_step:
         hook = own_function("--after_step", args.after_step)
         try:

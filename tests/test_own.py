@@ -92,7 +92,10 @@ def test_a_hook_ends_the_run_on_every_rank(stopped):
 
 def test_a_hook_that_fails_ends_the_run_with_a_sentence():
     run = SimpleNamespace(after_step=lambda step, metrics: metrics["eval/x/avg@1"] > 0.5)
-    with pytest.raises(RunError, match="--after_step fails after step 3: KeyError: 'eval/x/avg@1'; mend it"):
+    with pytest.raises(
+        RunError,
+        match="--after_step fails after step 3: KeyError: 'eval/x/avg@1'; mend it. A step that is not evaluated",
+    ):
         Run._call_hook(run, 3, {"reward/mean": 1.0})
 
 

@@ -133,6 +133,15 @@ def test_an_advantage_knows_the_step_and_the_columns_of_the_rows():
         check_columns(flags(advantage=f"{file}:curriculum"), easy_first.columns, data)
 
 
+def test_an_empty_completion_is_compared_like_all():
+    """It has a reward, which counts in its group, and no token that could get an advantage."""
+    rollout = replace(
+        make_rollout([2, 0], group_size=2), grades=[make_grade(1, is_correct=1), make_grade(0, is_correct=0)]
+    )
+    first, second = compute_advantages(rollout, None, algorithm_of(flags(group_size=2)))
+    assert first == pytest.approx([0.5**0.5] * 2, abs=1e-5) and len(second) == 0
+
+
 def replace_columns(row: Namespace, columns: dict[str, object]) -> Namespace:
     return make_row(row.ids, columns=columns, where="row 7")
 

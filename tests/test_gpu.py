@@ -86,4 +86,4 @@ def test_offloading_trains_the_same_policy(param_dtype, policy):
     for name, parameter in resident.items():
         assert streamed[name].equal(parameter), name
         rtol = 2**-7 if param_dtype == "bfloat16" else 1e-4
-        torch.testing.assert_close(on_host[name], parameter, atol=1e-4, rtol=rtol)
+        torch.testing.assert_close(on_host[name], parameter, atol=1e-4, rtol=rtol, msg=f"{name}: {{}}".format)

@@ -42,13 +42,13 @@ def free(rollout: Rollout) -> Rollout:
     return replace(rollout, routes=None)
 
 
-def replayed(world: World, path: str) -> dict[str, object]:
-    """Gaps of an update, by what was sampled and how it was replayed."""
-    sizes = {"prompts_per_step": 4, "prompts_per_update": 4, "dtype": "float32", "learning_rate": RATE}
+def replayed(world: World, path: str, dtype: str = "float32") -> dict[str, object]:
+    """Gaps of an update, by what was sampled and how it was replayed; noise and training in fp32 alone."""
+    sizes = {"prompts_per_step": 4, "prompts_per_update": 4, "dtype": dtype, "learning_rate": RATE}
     sizes |= {"gradient_checkpointing": True, "share_prompts": True, "temperature": TEMPERATURE}
     trials = [Trial(world, path, **sizes) for _ in range(2)]
     policy = trials[0].policy
-    trials[0].begin(demand=Demand(16), router_replay=True)
+    trials[0].begin(demand=Demand(16), router_replay=True, enforce_eager=dtype == "float32")
     engine = trials[0].engine
     engine.sync(policy.full_weights())
     rng = np.random.default_rng(0)
@@ -66,6 +66,9 @@ def replayed(world: World, path: str) -> dict[str, object]:
     found["routes"] = [each for each in clean.routes if each is not None]
     found["lengths"] = clean.sequence_lengths_B.tolist()
     found |= {"clean": gap(clean), "clean, free": gap(free(clean)), "wrong": gap(wrong(clean))}
+    if dtype != "float32":
+        engine.close()
+        return found
     engine.llm.apply_model(make_noisy)
     noisy = engine.sample(rows, SAMPLING, (1, 1))
     found |= {"noisy": gap(noisy), "noisy, free": gap(free(noisy))}

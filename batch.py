@@ -78,6 +78,9 @@ class Rollout:
     is_hinted_B: np.ndarray | None = None  # bool: the step has made a hint for it; None: hints are not made
     kl_weights_B: np.ndarray | None = None  # float32: the KL's weight over that of the loss, 0 without a hint; None: 1
     advantages: list[np.ndarray] | None = None  # float32, one per completion token
+    # uint8 or uint16 [positions, layers, experts of a token]: which experts took it in the engine. A sequence has them
+    # on the leader of its engine alone, and then on the rank that trains it (`update.bring_routes`).
+    routes: list[np.ndarray | None] | None = None
 
     @property
     def rewards_B(self) -> np.ndarray:
@@ -131,7 +134,7 @@ class Rollout:
         if all(row.hinted_ids is None for row in self.rows):
             return None
         rows = [row if row.hinted_ids is None else replace(row, ids=row.hinted_ids) for row in self.rows]
-        return replace(self, rows=rows)
+        return replace(self, rows=rows, routes=None)
 
     def first_position(self, b: int) -> int:
         """The position that predicts the first token of completion b: that of the prompt's last token."""
@@ -187,6 +190,7 @@ class Completion:
     text: str = ""  # empty until it is finished
     is_sampled: list[bool] | None = None  # false where an environment said it; None: all are sampled
     grade: Grade | None = None  # None: the environment, if there is one, leaves it to the reward
+    routes: np.ndarray | None = None  # `Rollout.routes`, of prompt and tokens but for the last one; None: not known
 
     def extend(self, token_ids: list[int], logprobs: list[float], version: int, reason: str | None = None) -> None:
         """Appends tokens sampled by the weights of this version."""
@@ -244,6 +248,7 @@ class Batch:
     packing: Packing | None = None  # for its attention, on the device; None: each pass makes it
     images: BatchImages | None = None  # None: no sequence has any
     lags_N: Tensor | None = None  # float32, `Rollout.lags` at each position; None: not known
+    routes_NLA: Tensor | None = None  # `Rollout.routes`: A experts in each of L layers; None: the routers choose
     advantages_N: Tensor | None = None  # float32, zero where the label is no completion token; None: not known yet
     old_logprobs_N: Tensor | None = None  # float32, under the weights that sampled; None: not needed
     ref_logprobs_N: Tensor | None = None  # float32, under the reference; None: no KL term
@@ -252,6 +257,10 @@ class Batch:
     teacher: Callable[[], Teacher] | None = None  # runs the reference, for a KL over the vocabulary
     kl_N: Tensor | None = None  # float32, that KL of each position; None: of sampled tokens, or not known yet
     agrees_N: Tensor | None = None  # float32, 1 where policy and reference find the same token the likeliest
+
+    def of_reference(self) -> Batch:
+        """What the reference reads: with hints, if there are any, and by routes of its own."""
+        return self.hinted or replace(self, routes_NLA=None)
 
     @property
     def lengths_S(self) -> tuple[int, ...]:
@@ -363,6 +372,7 @@ def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
         segments_S=segments,
         kl_weights_N=None if rollout.kl_weights_B is None else by_sequence(rollout.kl_weights_B),
         lags_N=None if rollout.lags is None else to_positions(rollout, segments, rollout.lags),
+        routes_NLA=None if rollout.routes is None else packed(segments, lambda segment: rollout.routes[segment.index]),
     )
 
 

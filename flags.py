@@ -216,6 +216,8 @@ GROUPS["sampler-trainer mismatch"] = [
          "default: none; token_truncate with --steps_ahead or --partial_rollouts:"),
     flag("--rollout_correction_max", 2.0, "largest ratio (truncated importance sampling: 2; IcePop: 5)", (TINY, INF)),
     flag("--rollout_correction_min", 0.5, "smallest ratio that is not masked (IcePop: 0.5)", (0, INF)),
+    flag("--router_replay", False, "mixture of experts: the trainer sends each token to the experts that took it in "
+         "the engine (R3)"),
 ]
 GROUPS["LoRA"] = [
     flag("--lora_rank", 0, "train adapters of this rank on frozen weights; 0: train all weights", (0, INF)),
@@ -429,6 +431,7 @@ class EngineSettings(Settings):  # the engine; `max_model_len` is in tokens, pro
     head_dtype: str | None
     gpu_memory_utilization: float
     enforce_eager: bool
+    router_replay: bool  # the experts of each token are returned
     seed: int
     stop_tokens: tuple[str, ...]
     # Random weights: the first `sync` brings the policy's, so nothing else is ever sampled from, also after a resume.

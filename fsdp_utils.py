@@ -405,6 +405,19 @@ def gather_unwatched(item: Item) -> list[Item]:
     return items  # type: ignore[return-value]
 
 
+@waiting("exchange")
+def exchange_with_ranks(items: list[Item]) -> list[Item]:
+    """What each rank has sent to this one, in rank order. `items`: for each rank; picklable host data."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return items
+    received: list[Item] = []
+    for source in range(dist.get_world_size()):
+        box = [None]
+        dist.scatter_object_list(box, items if source == dist.get_rank() else None, src=source)
+        received += box  # type: ignore[arg-type]
+    return received
+
+
 def end_if_requested() -> None:
     """Raises Stopped on every rank if a signal has asked any of them to end. All ranks call it together."""
     # Each rank hears its own signals: one that left alone would keep the others waiting in a

@@ -114,6 +114,8 @@ class Policy(adapters.WithAdapter):
         inputs = {"input_ids": batch.input_ids_N[None]}
         if batch.images is not None:
             inputs = {"inputs_embeds": embed(self.model, batch.input_ids_N, batch.images)[None]}
+        if batch.routes_NLA is not None:
+            inputs["routes_NLA"] = batch.routes_NLA
         output = self.model.get_decoder()(
             **inputs,
             position_ids=batch.position_ids_N.unsqueeze(-2),  # [1, N], with images [3, 1, N]

@@ -36,6 +36,7 @@ from batch import Completion, OnFinished, Rollout, Row, rollout_of
 from engine.drift import ApplyModel, DriftGuard
 from engine.options import ANY_TEXT, Demand, check_head, engine_options, head_dtypes, memory_errors, stop_ids
 from engine.packing import repack
+from engine.routes import keep_on_each_rank, routes_reader
 from flags import EngineSettings, Sampling
 from fsdp_utils import World, end_if_requested, gather_from_ranks, set_allocator
 from model.vision import decode
@@ -87,8 +88,11 @@ class Engine:
         # is imported.
         gc.freeze()
         beat("starts the engine")
+        if settings.router_replay and is_cuda:
+            keep_on_each_rank()
         with memory_errors():
             self.llm = LLM(**options)
+        self.routes_of = routes_reader(self.llm, is_cuda) if settings.router_replay else None
         check_head(*self.llm.apply_model(head_dtypes), settings)
         set_allocator(is_expandable=True)  # only now: vLLM has captured its CUDA graphs
         self.guard = make_guard(self.llm.apply_model) if make_guard else None
@@ -130,8 +134,12 @@ class Engine:
         shares = gather_from_ranks(share if is_leader else None)
         rollouts, seconds_E = zip(*filter(None, shares), strict=True)
         self.seconds_E = np.array(seconds_E)
+        routes = None
+        if self.routes_of:  # they stay with the leader until it is known who trains what
+            kept = finished if is_leader else {}
+            routes = [kept[b].routes if b in kept else None for b in range(len(rows_B))]
         # One version made all tokens, so none is kept for each.
-        return replace(Rollout.concatenate(list(rollouts)), rows=rows_B, versions=None)
+        return replace(Rollout.concatenate(list(rollouts)), rows=rows_B, versions=None, routes=routes)
 
     def prepare(self, seed: tuple[int, ...]) -> None:
         """Empties the caches, lets the guard check the engine, and sets the seed: before requests are made."""
@@ -195,7 +203,9 @@ class Engine:
             if output.prompt_token_ids != [*row.ids.tolist(), *ids]:
                 raise RuntimeError(f"the engine reads {row.where} with other image tokens than the trainer.")
             logprobs = list(sampled.logprobs.logprobs)
-            finished.append((number, Completion(list(sampled.token_ids), logprobs, [], sampled.finish_reason)))
+            routes = self.routes_of(output) if self.routes_of else None
+            completion = Completion(list(sampled.token_ids), logprobs, [], sampled.finish_reason, routes=routes)
+            finished.append((number, completion))
         return finished
 
     def abort_unfinished(self) -> list[tuple[int, list[int], list[float]]]:

@@ -21,6 +21,7 @@ from enum import Enum, auto
 from functools import cache
 from typing import TYPE_CHECKING
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from batch import Completion, OnFinished, Row
@@ -67,6 +68,9 @@ class Episode(Completion):
         self.versions += part.versions
         self.is_sampled += [is_sampled] * len(part.token_ids)
         self.transcript += text
+        if part.routes is not None:  # of all tokens so far: earlier turns keep the routes by which they were sampled
+            before = part.routes[:0] if self.routes is None else self.routes
+            self.routes = np.concatenate([before, part.routes[len(before) :]])
 
     def finish(self, b: int, tokenizer: Tokenizer, on_finished: OnFinished | None) -> None:
         """The grader gets the text of the last turn, and all that was sampled."""

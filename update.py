@@ -36,6 +36,7 @@ from fsdp_utils import (
     World,
     begin_micro_batch,
     clip_grad_norm,
+    exchange_with_ranks,
     gather_from_ranks,
     max_over_trainers,
     release_gathered,
@@ -72,9 +73,9 @@ def pack_updates(
     lengths_B = longest.sequence_lengths_B
     shared_B = np.array([shared_positions(longest, b) for b in range(len(rollout.rows))])
     images_B = [row.images for row in rollout.rows]
-    updates = []
+    # Every rank makes the plan of all ranks and takes its own part: nothing is communicated, but for routes.
+    plans = []
     for indices in indices_of_updates:
-        # Every rank makes the plan of all ranks and takes its own part: nothing is communicated.
         micros_of_ranks = plan_micro_batches(
             lengths_B[indices],
             num_ranks=world.num_trainers,
@@ -83,9 +84,12 @@ def pack_updates(
             group_size=group_size_of_hinted,
             shared=shared_B[indices],
         )
+        plans.append([[indices[micro].tolist() for micro in micros] for micros in micros_of_ranks])
+    rollout = bring_routes(rollout, plans)
+    updates = []
+    for indices, micros_of_ranks in zip(indices_of_updates, plans, strict=True):
         batches = []
-        for micro in micros_of_ranks[world.trainer_rank]:
-            chosen = indices[micro].tolist()
+        for chosen in micros_of_ranks[world.trainer_rank]:
             batch = pack(rollout, chosen, group_size)
             if hinted:
                 batch = replace(batch, hinted=pack(hinted, chosen, group_size_of_hinted))
@@ -94,6 +98,25 @@ def pack_updates(
         num_tokens = max(int(trained_lengths_B[indices].sum()), 1)
         updates.append(Update(batches, num_tokens, plan.prompts_per_step))
     return updates
+
+
+def bring_routes(rollout: Rollout, plans: list[list[list[list[int]]]]) -> Rollout:
+    """The rollout with the routes of the sequences that this rank trains, from the ranks whose engines sampled them.
+
+    Qwen3-30B-A3B has 384 bytes of them a token: a step of 1,024 sequences of 8k has 3.2 GB, too much for each rank.
+    `plans`: for each update and rank, the indices of each micro-batch.
+    """
+    if rollout.routes is None:
+        return rollout
+    sent = []
+    for micros_of_updates in zip(*plans, strict=True):
+        trained = [b for micros in micros_of_updates for micro in micros for b in micro]
+        sent.append({b: rollout.routes[b] for b in trained if rollout.routes[b] is not None})
+    routes: list[np.ndarray | None] = [None] * len(rollout.rows)
+    for part in exchange_with_ranks(sent):
+        for b, routes_of_sequence in part.items():
+            routes[b] = routes_of_sequence
+    return replace(rollout, routes=routes)
 
 
 def loss_weights(lengths_B: Tensor, indices_of_updates: list[np.ndarray], algorithm: Algorithm) -> Tensor:
@@ -137,7 +160,7 @@ def add_reference(update: Update, reference: Policy, algorithm: Algorithm) -> Up
 def run_teacher(reference: Policy, batch: Batch, algorithm: Algorithm) -> Teacher:
     """The distributions of the reference at the trained tokens of the batch."""
     with reference.as_reference():
-        hidden_KD, weight_VD = reference.hidden_states(batch.hinted or batch)
+        hidden_KD, weight_VD = reference.hidden_states(batch.of_reference())
     if not reference.has_adapter:  # with LoRA the policy computes with these weights next
         release_gathered(reference)
     return Teacher(hidden_KD, weight_VD, algorithm.kl_direction)
@@ -148,10 +171,10 @@ def logprobs_under(model: Policy, field: str, update: Update, algorithm: Algorit
     """The update with `field` (old_logprobs_N or ref_logprobs_N) set to the model's log-probs of its tokens."""
 
     def scored(batch: Batch) -> Batch:
-        hinted = batch.hinted if field == "ref_logprobs_N" else None
-        logprobs_N = model(hinted or batch, algorithm.temperature).logprobs_N
-        if hinted is not None:  # the same tokens in the same order, at other positions
-            logprobs_K = logprobs_N.index_select(0, hinted.trained_K)
+        read = batch.of_reference() if field == "ref_logprobs_N" else batch
+        logprobs_N = model(read, algorithm.temperature).logprobs_N
+        if read is batch.hinted:  # the same tokens in the same order, at other positions
+            logprobs_K = logprobs_N.index_select(0, read.trained_K)
             logprobs_N = torch.zeros_like(batch.rollout_logprobs_N).index_copy(0, batch.trained_K, logprobs_K)
         return replace(batch, **{field: logprobs_N})
 

@@ -62,6 +62,7 @@ def engine_options(
             # vLLM's own default depends on the kind of GPU (256 or 1,024), and batches above 512
             # have no CUDA graph.
             "max_num_seqs": min(MOST_ON_GPU, demand.sequences or MOST_ON_GPU),
+            "enable_return_routed_experts": settings.router_replay,
             "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},  # FlashInfer's: see vllm_setup.py
             # Nor are its kernels tried out, with a barrier of all ranks: a node without nvcc would
             # not come to it. Experts are Triton's: FlashInfer's kernels change the layout of their

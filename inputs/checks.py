@@ -42,8 +42,8 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     check_batches(args, num_ranks)
     check_common_flags(args)
     flag = all_given(args)
-    checks = check_loss, check_groups, check_reward, check_hints, check_memory, check_servers, check_replay
-    for check in (*checks, check_evaluation):
+    checks = check_loss, check_groups, check_reward, check_hints, check_memory, check_servers, check_routes
+    for check in (*checks, check_replay, check_evaluation):
         check(args, flag)
     check_waits(args, flag, num_ranks)
     check_tracker(args.track)
@@ -270,6 +270,16 @@ def check_servers(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         raise ValueError(
             f"{flag.generation_gpus}: {len(gpus)} GPUs are no whole number of servers of {size}; give a multiple."
         )
+
+
+def check_routes(args: argparse.Namespace, flag: SimpleNamespace) -> None:
+    without = {flag.engine: args.engine == "server", flag.partial_rollouts: args.partial_rollouts}
+    for written, is_given in (without | {flag.replay: args.replay}).items():
+        if args.router_replay and is_given:
+            raise ValueError(
+                f"--router_replay with {written}: routes are known of what an engine in the ranks samples, from "
+                "beginning to end, in the step that trains on it; leave one of them out."
+            )
 
 
 def check_replay(args: argparse.Namespace, flag: SimpleNamespace) -> None:

@@ -23,7 +23,7 @@ from inputs.sources import parse_source
 from instruments.plan_report import report_of, text_of
 from instruments.plan_setup import GIB, Hardware, RunShape, Setup, shape_of
 from model.lora import check_lora
-from model.sizes import check_config
+from model.sizes import check_config, check_experts
 from model.vision import check_images
 from model.weights import load_config, model_of_shapes
 from runtime.cards import gpu_figures
@@ -83,6 +83,7 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     check_flags(args, gpus)
     limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     check_config(args.model, config, limits, args.tensor_parallel_size)
+    check_experts(args.model, config, args.router_replay)
     check_images(args.model, config, PromptFormat.from_flags(args))
     model, lora = shape_of(config, args.model), Lora.from_flags(args)
     if lora.lora_rank:

@@ -204,6 +204,13 @@ def check_cpu_experts(path: str, config: PretrainedConfig, tensor_parallel_size:
         )
 
 
+def check_experts(path: str, config: PretrainedConfig, router_replay: bool) -> None:
+    """Raises ValueError for --router_replay of a model without experts."""
+    kind = config.get_text_config().model_type
+    if router_replay and kind not in MIXTURES:
+        raise ValueError(f"--router_replay: --model {path} ({kind}) has no experts to choose from; leave it out.")
+
+
 def check_config(path: str, config: PretrainedConfig, limits: tuple[int, int], tensor_parallel_size: int) -> None:
     """Raises ValueError if the model cannot be trained: context, attention heads, attention or logits do not fit.
 

@@ -68,6 +68,10 @@ def resolved(tmp_path_factory) -> dict[str, dict]:
         config.architectures = [ARCHITECTURES[config.model_type]]
         config.save_pretrained(folder / name)
         engines[name] = {"folder": str(folder / name), "flags": flags, "ranks": num_nodes * num_ranks}
+    config = transformers.AutoConfig.for_model("qwen3_moe", architectures=["Qwen3MoeForCausalLM"])
+    config.save_pretrained(folder / "replay")
+    flags = f"--model {folder} --train_data d --out_dir o --total_steps 1 --dtype bfloat16 --tensor_parallel_size 2"
+    engines["replay"] = {"folder": str(folder / "replay"), "flags": [*flags.split(), "--router_replay"], "ranks": 4}
     (folder / "engines.json").write_text(json.dumps(engines))
     environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
@@ -105,9 +109,40 @@ def test_vllm_makes_of_our_options_what_the_engine_relies_on(name, kind, resolve
         "executor": "external_launcher",
         "worker": "vllm.v1.worker.gpu_worker.Worker",
         "tp_size": tp_size,
+        "returns_routes": False,
     }
     assert sequences in captured, "a batch of all sequences has a CUDA graph of its own size"
     assert captured[-1] <= 512
+
+
+@pytest.mark.parametrize("kind", GPUS)
+def test_vllm_returns_routes_with_our_options(kind, resolved):
+    """It refuses to by its runner V1, or without a prefix cache, for example."""
+    found = resolved[kind]["replay"]
+    assert (found["returns_routes"], found["runner"], found["has_prefix_cache"], found["tp_size"]) == (True, 2, True, 2)
+
+
+@pytest.mark.parametrize("is_changed", [True, False])
+def test_each_rank_of_an_engine_keeps_routes(is_changed, rollout, monkeypatch):
+    """By itself vLLM keeps them on the first rank alone, where its other executors have their one scheduler."""
+    worker = pkgutil.resolve_name("vllm.distributed.aux_output_connector.worker")
+    monkeypatch.setattr(worker, "get_tp_group", lambda: SimpleNamespace(is_first_rank=False))
+    if is_changed:
+        rollout.keep_on_each_rank()
+    assert inspect.getsource(worker).count("get_tp_group()") == 1, "it is asked for nothing else"
+    capturer = SimpleNamespace(shape_per_token=(2, 2), output_dtype_name="uint8")
+    monkeypatch.setattr(worker, "RoutedExpertsCapturer", lambda **_: capturer)
+    monkeypatch.setattr(worker, "bind_routed_experts_capturer", lambda model, capturer: None)
+    monkeypatch.setattr(worker, "resolve_kv_cache_block_sizes", lambda *_: (16, 16))
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8, max_num_seqs=2),
+        aux_output_config=SimpleNamespace(max_bytes=None),
+        max_concurrent_batches=2,
+    )
+    cache = SimpleNamespace(num_blocks=4)
+    connector = worker.AuxOutputWorkerConnector(vllm_config=config, model=torch.nn.Module(), kv_cache_config=cache)
+    assert (connector._buffer is not None) == is_changed  # which is asked at each step
+    connector.close()
 
 
 def test_only_the_first_rank_shows_the_warnings_of_vllm(resolved):
@@ -330,6 +365,19 @@ OBJECTS = {
     "vllm.distributed.weight_transfer.nccl_engine:NCCLWeightTransferUpdateInfo": "names dtype_names shapes",
     "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod": "process_weights_after_loading"
     "(layer)",
+    "vllm:RequestOutput": "request_id prompt_token_ids outputs finished",
+    "vllm.outputs:CompletionOutput": "token_ids logprobs finish_reason routed_experts",
+    "vllm.config:VllmConfig": "model_config cache_config",
+    "vllm.config:ModelConfig": "get_num_experts() get_num_experts_per_tok() get_total_num_hidden_layers()",
+    "vllm.config:CacheConfig": "num_gpu_blocks block_size",
+    "vllm.v1.worker.cpu_worker:CPUWorker": "model_runner",
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "input_batch",
+    "vllm.v1.worker.gpu_input_batch:InputBatch": "req_id_to_index block_table",
+    "vllm.v1.worker.block_table:MultiGroupBlockTable": "__getitem__(idx)",
+    "vllm.v1.worker.block_table:BlockTable": "get_numpy_array()",
+    "vllm.forward_context:ForwardContext": "slot_mapping",
+    "vllm.model_executor.layers.fused_moe.layer:MoERunner": "router layer_id",
+    "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter": "set_capture_fn(capture_fn)",
     "vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts": "quant_method",
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod": "moe_kernel "
     "process_weights_after_loading(layer)",
@@ -337,7 +385,8 @@ OBJECTS = {
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts": "process_weights_after_loading"
     "(layer)",
     "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed": "make_group_name",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeTopKRouter": "num_experts forward(hidden_states)",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeTopKRouter": "num_experts norm_topk_prob "
+    "forward(hidden_states)",
     "transformers:PreTrainedModel": "_supports_attention_backend _keys_to_ignore_on_load_unexpected get_decoder() "
     "base_model_prefix",
     "peft.tuners.lora:LoraLayer": "lora_A lora_B scaling lora_dropout reset_lora_parameters(adapter_name)",

@@ -1,12 +1,13 @@
 """What only CUDA has: varlen attention, the engine's sleep and wake, offloading. Skipped without a GPU."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from batch import pack
 from helpers.distributed import on_ranks
-from helpers.made_up import RAGGED, load_policy, make_rollout
+from helpers.made_up import RAGGED, load_policy, make_model_of_family, make_rollout
 from helpers.runs import ENVIRONMENT, metrics_of, torchrun, training_flags
 from model.attention import check_alignment
 from model.head import chunked_logprobs
@@ -56,6 +57,20 @@ def test_the_engine_agrees_with_the_trainer_and_follows_a_sync(policy):
     found = on_ranks(1, "engines:samples", policy, "bfloat16", "bfloat16")
     assert max(found["gap_before"], found["gap_after"]) < 0.005
     assert found["gap_of_stale_engine"] > 4 * found["gap_after"]
+
+
+def test_the_engine_returns_the_routes_that_the_trainer_replays(tmp_path):
+    """By vLLM's own return of them, with CUDA graphs, in bf16. A sequence of n tokens has n - 1; half of the prompts
+    are longer than a block of the cache, where their completions find them. Wrong experts are another policy.
+    """
+    make_model_of_family(
+        tmp_path, "qwen3_moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
+    )
+    found = on_ranks(1, "routes:replayed", tmp_path, "bfloat16")
+    shapes = [(each.shape, each.dtype) for each in found["routes"]]
+    assert shapes == [((length, 2, 2), np.uint8) for length in found["lengths"]]
+    print({name: found[name] for name in ("clean", "clean, free", "wrong")})
+    assert found["clean"] < 1.2 * found["clean, free"] and found["clean"] < 0.01 < found["wrong"] / 3
 
 
 def trained(policy, out_dir, **changes) -> dict:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import losses
 from batch import Rollout, Row
-from helpers.made_up import RAGGED, load_policy, make_grade, make_rollout, unpacked_logprobs
+from helpers.made_up import RAGGED, load_policy, make_grade, make_model_of_family, make_rollout, unpacked_logprobs
 from helpers.runs import ROOT
 from inputs.checks import check_flags
 from inputs.choices import algorithm_of
@@ -82,7 +82,7 @@ def sampled(policy: Path) -> Rollout:
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_the_flags_of_a_method_go_together_and_train(name, policy, qwen3_policy, sampled, monkeypatch):
+def test_the_flags_of_a_method_go_together_and_train(name, policy, qwen3_policy, sampled, monkeypatch, tmp_path):
     """Two updates, so that the second one is off-policy."""
     monkeypatch.chdir(ROOT)
     required = f"--model {policy} --train_data d --out_dir o --total_steps 10 --micro_batch_tokens 100000"
@@ -94,6 +94,11 @@ def test_the_flags_of_a_method_go_together_and_train(name, policy, qwen3_policy,
     reference = load_policy(qwen3_policy) if tiny.reference else None
     for row in sampled.rows:
         row.columns["start_rewards"] = [0.0, 1.0]
+    if tiny.router_replay:  # routes of 2 layers, to 2 of 6 experts
+        make_model_of_family(tmp_path, "qwen3_moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64)
+        model, rng = load_policy(tmp_path), np.random.default_rng(0)
+        routes = [rng.permuted(np.tile(np.arange(6), (n, 2, 1)), axis=2)[..., :2] for n in sampled.sequence_lengths_B]
+        sampled = replace(sampled, routes=routes)
     if tiny.environment:  # the reply to a first turn, then a second one
         sampled = replace(sampled, is_sampled=[np.arange(len(ids)) != 1 for ids in sampled.completions])
     if tiny.hint_column:

@@ -69,9 +69,10 @@ TEMPERATURE = 0.7  # not 1, so that a temperature that only one side applies wou
 
 def start_engine(
     path: str | Path, world: World, dtype: str, head_dtype: str | None = None, max_model_len: int = 64,
-    **options: object,
+    router_replay: bool = False, enforce_eager: bool = True, **options: object,
 ) -> Engine:  # fmt: skip
-    settings = EngineSettings(max_model_len, dtype, head_dtype, gpu_memory_utilization=0.3, enforce_eager=True)
+    switches = {"router_replay": router_replay, "enforce_eager": enforce_eager}
+    settings = EngineSettings(max_model_len, dtype, head_dtype, gpu_memory_utilization=0.3, **switches)
     return Engine(str(path), AutoTokenizer.from_pretrained(path), world, settings, **options)
 
 

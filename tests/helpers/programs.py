@@ -188,6 +188,7 @@ def described(config: object) -> dict[str, object]:
         "executor": parallel.distributed_executor_backend,
         "worker": parallel.worker_cls,
         "tp_size": parallel.tensor_parallel_size,
+        "returns_routes": config.aux_output_config.enabled,
     }
 
 

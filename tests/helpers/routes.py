@@ -1,0 +1,83 @@
+"""On ranks: the engine's routes, replayed by the trainer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from batch import Rollout
+from engine.options import Demand
+from flags import Sampling
+from fsdp_utils import World, gather_from_ranks
+from helpers.engines import GAP, TEMPERATURE, Trial
+from helpers.made_up import make_row
+
+SAMPLING = Sampling(4, TEMPERATURE, 12)
+RATE = 1e-3
+
+
+def routers(model: nn.Module) -> list[nn.Module]:
+    return [module for name, module in model.named_modules() if name.endswith(".mlp.gate")]
+
+
+def make_noisy(model: nn.Module) -> None:
+    """The logits of the engine's routers, some 1 apart, are off by about 0.05: experts that are nearly tied change."""
+
+    def noisy(router: nn.Module, inputs: object, output: tuple[Tensor, None]) -> tuple[Tensor, None]:
+        logits, *rest = output
+        return logits + 0.05 * torch.randn(logits.shape), *rest
+
+    for router in routers(model):
+        router.register_forward_hook(noisy)
+
+
+def wrong(rollout: Rollout) -> Rollout:
+    return replace(rollout, routes=[None if each is None else (each + 1) % 6 for each in rollout.routes])
+
+
+def free(rollout: Rollout) -> Rollout:
+    return replace(rollout, routes=None)
+
+
+def replayed(world: World, path: str, dtype: str = "float32") -> dict[str, object]:
+    """Gaps of an update, by what was sampled and how it was replayed; noise and training in fp32 alone."""
+    sizes = {"prompts_per_step": 4, "prompts_per_update": 4, "dtype": dtype, "learning_rate": RATE}
+    sizes |= {"gradient_checkpointing": True, "share_prompts": True, "temperature": TEMPERATURE}
+    trials = [Trial(world, path, **sizes) for _ in range(2)]
+    policy = trials[0].policy
+    trials[0].begin(demand=Demand(16), router_replay=True, enforce_eager=dtype == "float32")
+    engine = trials[0].engine
+    engine.sync(policy.full_weights())
+    rng = np.random.default_rng(0)
+    # Two are longer than a block of the cache: their completions find it there.
+    rows = [make_row(rng.integers(0, 64, length)) for length in (3, 45, 40, 20)]
+    found: dict[str, object] = {}
+
+    def gap(rollout: Rollout) -> float:
+        metrics = trials[0].train(rollout, rate=0.0)
+        assert metrics["optim/skipped_updates"] == 0
+        return metrics[GAP]
+
+    clean = engine.sample(rows, SAMPLING, (1, 1))
+    found["routes here"] = gather_from_ranks([b for b, each in enumerate(clean.routes) if each is not None])
+    found["routes"] = [each for each in clean.routes if each is not None]
+    found["lengths"] = clean.sequence_lengths_B.tolist()
+    found |= {"clean": gap(clean), "clean, free": gap(free(clean)), "wrong": gap(wrong(clean))}
+    if dtype != "float32":
+        engine.close()
+        return found
+    engine.llm.apply_model(make_noisy)
+    noisy = engine.sample(rows, SAMPLING, (1, 1))
+    found |= {"noisy": gap(noisy), "noisy, free": gap(free(noisy))}
+    for name, trial, change in (("trained", trials[0], lambda x: x), ("trained, free", trials[1], free)):
+        engine.guard, gaps = None, []  # it would compare with the first one's weights
+        for step in range(3):
+            engine.sync(trial.policy.full_weights())
+            gaps.append(trial.train(change(engine.sample(rows, SAMPLING, (2, step))), rate=RATE)[GAP])
+        found[name] = gaps
+    found["moved"] = gap(clean)
+    engine.close()
+    return found

@@ -66,7 +66,13 @@ def expert_width(config: PretrainedConfig) -> int:
 
 def active_share(config: PretrainedConfig, ndim: int) -> float:
     """The share of a layer's tensor that a token is multiplied by: a matrix, or its experts' of [expert, out, in]."""
-    return config.num_experts_per_tok / config.num_experts if ndim == 3 else float(ndim == 2)
+    has_experts = ndim == 3 and config.model_type in MIXTURES  # else three are a convolution's, which is small
+    return config.num_experts_per_tok / config.num_experts if has_experts else float(ndim == 2)
+
+
+def attention_layers(config: PretrainedConfig) -> int:
+    """The number of layers with keys and values in a cache, by the config of a text model."""
+    return config.num_hidden_layers - (getattr(config, "layer_types", None) or []).count("linear_attention")
 
 
 def kv_heads(config: PretrainedConfig) -> int:

@@ -110,11 +110,17 @@ def make_model_of_family(folder: Path, model_type: str, **changes: object) -> No
         "bos_token_id": build_tokenizer().pad_token_id,
     } | changes  # fmt: skip
     model = random_model(model_type, {name: x for name, x in sizes.items() if x is not None})
-    for parameter in model.parameters():
-        if parameter.ndim == 1:  # norms begin at 0 or 1, biases at 0: a wrong one would not show
-            torch.nn.init.normal_(parameter, parameter.mean().item(), 0.3)
+    vary_vectors(model)
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
+
+
+def vary_vectors(model: torch.nn.Module) -> None:
+    """Norms begin at 0 or 1, biases at 0: a wrong one would not show. Recurrences forget all at once: no leak would."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            mean = -3.0 if name.endswith("A_log") else parameter.mean().item()
+            torch.nn.init.normal_(parameter, mean, 0.3)
 
 
 def make_vision_model(folder: Path) -> Path:

@@ -8,9 +8,10 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import moe
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from batch import pack
-from helpers.made_up import RAGGED, load_policy, make_rollout, unpacked_logprobs
+from helpers.made_up import RAGGED, load_policy, make_rollout, unpacked_logprobs, vary_vectors
 from model import attention
 from model.attention import check_device
 from model.packed import Segment
@@ -26,6 +27,11 @@ FAMILY_SIZES = {  # what differs from the sizes of `random_model`
     "qwen3_moe": EXPERTS,
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 32},
     "olmoe": EXPERTS | {"head_dim": None},
+    # Rotary angles for a part of a head; more heads of values than of keys; both of other widths than attention's.
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+    },
 }
 SEVERAL_RECTANGLES = [70, 5, 100, 30, 66]  # on CPU: of lengths so different that they do not all share one
 
@@ -41,17 +47,27 @@ def random_model(folder: Path, architecture: str) -> Path:
     sizes = {key: value for key, value in (sizes | FAMILY_SIZES.get(name, {})).items() if value is not None}
     config = AutoConfig.for_model(name, **sizes, initializer_range=0.12)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():
-        if parameter.ndim == 1:  # norms begin at 1, biases at 0: a wrong one would not show
-            torch.nn.init.normal_(parameter, parameter.mean().item(), 0.3)
+    vary_vectors(model)
     model.save_pretrained(folder)
     return folder
+
+
+def delta_rule(query, key, value, g, beta, **unused):
+    """The gated delta rule by its definition (arXiv 2412.06464, equation 10), in the dtype of the inputs."""
+    query, key = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (query, key))
+    state, outputs = 0.0, []  # [S, heads, width of keys, width of values]
+    for t in range(key.shape[1]):
+        q, k, v, b, decay = query[:, t, ..., None], key[:, t, ..., None], value[:, t], beta[:, t], g[:, t].exp()
+        state = state * decay[..., None, None]
+        state = state + k * (b[..., None] * (v - (k * state).sum(-2)))[..., None, :]
+        outputs.append((q * state).sum(-2) * key.shape[-1] ** -0.5)
+    return torch.stack(outputs, 1), state
 
 
 MODELS = [
     ("policy", 1.0), ("policy", 0.7), ("untied_policy", 1.0), ("llama", 0.7), ("qwen3", 0.7), ("qwen3, tied", 1.0),
     ("seed_oss", 1.0),  # whose residual_dropout of 0.1 must never be on
-    ("qwen3_moe", 1.0), ("qwen2_moe", 0.7), ("olmoe", 1.0),
+    ("qwen3_moe", 1.0), ("qwen2_moe", 0.7), ("olmoe", 1.0), ("qwen3_5_text", 0.7),
 ]  # fmt: skip
 FORMS = [
     (False, RAGGED, 4, 1), (True, RAGGED, 4, 1), (False, SEVERAL_RECTANGLES, 4, 1), (False, RAGGED, 4, 4),
@@ -82,6 +98,7 @@ def test_packed_logprobs_and_gradients_equal_those_unpacked(
     # Its eager attention rounds probabilities to fp32, which only windows need to be compared with.
     kind = "eager" if (model, temperature) in WINDOWED else "sdpa"
     monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: False)  # its kernel has no fp64
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", delta_rule)  # nor has its own
     plain = {"dtype": torch.float64, "attn_implementation": kind, "experts_implementation": "eager"}
     alone = AutoModelForCausalLM.from_pretrained(path, **plain)
     rollout = make_rollout(lengths, prompt_length, group_size=group_size)
@@ -90,7 +107,7 @@ def test_packed_logprobs_and_gradients_equal_those_unpacked(
     assert len(batch.labels_N) == rollout.sequence_lengths_B.sum() - num_shared
     weights = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(0))
     passes = []
-    packed.layers[0].self_attn.register_forward_hook(lambda *_: passes.append(1))
+    packed.layers[0].register_forward_pre_hook(lambda *_: passes.append(1))
     logprobs = packed(batch, temperature)[0][batch.loss_mask_N]
     expected = unpacked_logprobs(alone, rollout, temperature)
     torch.testing.assert_close(logprobs.double(), expected, atol=2e-6, rtol=0)

@@ -116,8 +116,8 @@ class Policy(adapters.WithAdapter):
         inputs = {"input_ids": batch.input_ids_N[None]}
         if batch.images is not None:
             inputs = {"inputs_embeds": embed(self.model, batch.input_ids_N, batch.images)[None]}
-        packing = batch.packing
-        if packing is None or (self.needs_rows and not packing.has_rows):  # of a policy that needs none, for a reference
+        packing = batch.packing  # made for the policy: a reference may need more
+        if packing is None or (self.needs_rows and not packing.has_rows):
             packing = make_packing(batch.segments_S, batch.input_ids_N.device, self.needs_rows)
         output = self.model.get_decoder()(
             **inputs,

@@ -57,6 +57,8 @@ from helpers.made_up import (
 )
 from inputs.choices import algorithm_of
 from model import lora as adapters
+from model.sizes import HYBRIDS
+from model.weights import load_config
 from policy import Policy
 from rollout import Engine
 from runtime.start import RunError
@@ -276,8 +278,11 @@ def families(world: World, folder: str, *names: str) -> dict[str, dict[str, obje
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda function: function()  # it looks at a class of models, for 6 s the first time
-    sizes = {"prompts_per_step": 4, "prompts_per_update": 4, "dtype": "float32", "learning_rate": 1e-2}
-    trials = {name: [Trial(world, Path(folder) / name, **sizes, lora_rank=rank) for rank in (0, 3)] for name in names}
+    sizes, trials = {"prompts_per_step": 4, "prompts_per_update": 4, "learning_rate": 1e-2}, {}
+    for name in names:
+        path = Path(folder) / name
+        dtype = "bfloat16" if load_config(str(path)).model_type in HYBRIDS else "float32"  # vLLM's on CPUs
+        trials[name] = [Trial(world, path, **sizes, dtype=dtype, lora_rank=rank) for rank in (0, 3)]
     return {name: step_of_family(*pair) for name, pair in trials.items()}
 
 

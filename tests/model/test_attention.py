@@ -32,7 +32,7 @@ FAMILY_SIZES = {  # what differs from the sizes of `random_model`
         "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "linear_key_head_dim": 16, "linear_value_head_dim": 24,
     },
-}
+}  # fmt: skip
 SEVERAL_RECTANGLES = [70, 5, 100, 30, 66]  # on CPU: of lengths so different that they do not all share one
 
 

@@ -23,7 +23,7 @@ import evaluate
 from helpers.made_up import flags
 from instruments.dry_run import dry_run
 from load_inputs import load_inputs
-from model.sizes import MIXTURES, check_config, check_cpu_experts, check_path
+from model.sizes import MIXTURES, check_config, check_cpu_kernels, check_path
 
 
 def check(config: PretrainedConfig, tensor_parallel_size: int = 1) -> None:
@@ -64,12 +64,10 @@ NOT_COMPUTED = {  # words of the sentence -> config
     "has windows in some layers alone": Qwen2Config(use_sliding_window=True, max_window_layers=16),
     "has windows in some layers alone, ": MistralConfig(layer_types=["sliding_attention", "full_attention"] * 16),
     "has 128 experts; needed is .*: use OLMo 3, Qwen3-30B-A3B, Qwen3-0.6B": AutoConfig.for_model("gpt_oss"),
-    "has use_sliding_window = True beside experts, where False alone is computed alike; needed .*: use Qwen3-30B-A3B": (
+    "has use_sliding_window = True, where False alone is computed alike; needed .*: use Qwen3-30B-A3B": (
         AutoConfig.for_model("qwen2_moe", use_sliding_window=True)
     ),
-    "has clip_qkv = 8.0 beside experts, where None alone is computed alike": AutoConfig.for_model(
-        "olmoe", clip_qkv=8.0
-    ),
+    "has clip_qkv = 8.0, where None alone is computed alike": AutoConfig.for_model("olmoe", clip_qkv=8.0),
     "has dropout = 0.1": OPTConfig(),
     "has latent attention": PretrainedConfig(kv_lora_rank=64, num_attention_heads=4),
     "has logits_scaling = 8.0": AutoConfig.for_model("hyperclovax", logits_scaling=8.0),  # it multiplies by it
@@ -201,12 +199,12 @@ def test_experts_have_sizes_that_the_engine_takes():
     """An engine divides each expert among its ranks, on CPU into multiples of 32."""
     config = AutoConfig.for_model("qwen2_moe", moe_intermediate_size=1408, shared_expert_intermediate_size=5632)
     check(config, 16)  # 88 on a GPU
-    check_cpu_experts("m", config, 4)
+    check_cpu_kernels("m", config, "float32", 4)
     with pytest.raises(ValueError, match="multiples of 32, not 2048 and 176; use GPUs"):
-        check_cpu_experts("m", config, 8)
+        check_cpu_kernels("m", config, "float32", 8)
     with pytest.raises(ValueError, match="multiples of 32, not 2000 and 1024; use GPUs"):
-        check_cpu_experts("m", AutoConfig.for_model("olmoe", hidden_size=2000, intermediate_size=1024), 1)
-    check_cpu_experts("m", Qwen2Config(hidden_size=2000), 1)
+        check_cpu_kernels("m", AutoConfig.for_model("olmoe", hidden_size=2000, intermediate_size=1024), "float32", 1)
+    check_cpu_kernels("m", Qwen2Config(hidden_size=2000), "float32", 1)
     with pytest.raises(ValueError, match="5632 or 1408 units of an MLP and 151936 logits; use one of 1, 2, 4, 8, 16"):
         check(AutoConfig.for_model("qwen2_moe", num_attention_heads=32, num_key_value_heads=32), 3)
 

@@ -293,9 +293,9 @@ def step_of_family(trial: Trial, adapted: Trial) -> dict[str, object]:
     """
     policy, sampling = trial.policy, Sampling(4, TEMPERATURE, 12)
 
-    def gap(rollout: Rollout) -> float:
-        """The largest difference of the log-probs of a sampled token, trainer against sampler."""
-        return (trainer_logprobs(policy, rollout) - sampler_logprobs(rollout)).abs().max().item()
+    def gaps_of(rollout: Rollout) -> Tensor:
+        """The differences of the log-probs of sampled tokens, trainer against sampler."""
+        return (trainer_logprobs(policy, rollout) - sampler_logprobs(rollout)).abs()
 
     trial.begin(demand=Demand(16))
     engine = trial.engine
@@ -305,15 +305,17 @@ def step_of_family(trial: Trial, adapted: Trial) -> dict[str, object]:
     rows = [make_row(rng.integers(0, 64, length)) for length in (3, 45, 9, 20)]
     rollout = engine.sample(rows, sampling, (1, 1))
     found = {"rollout": replace(rollout, texts=[]), "logprobs": trainer_logprobs(policy, rollout)}
-    found |= {"gap": gap(rollout), "hidden": hidden, "not compared": engine.guard.not_compared}
+    found |= {"gap": gaps_of(rollout).max(), "mean gap": gaps_of(rollout).mean()}
+    found |= {"hidden": hidden, "not compared": engine.guard.not_compared}
     metrics = trial.train(rollout, rate=1e-2)
-    found |= {"gap of a stale engine": gap(rollout), "logprobs after": trainer_logprobs(policy, rollout)}
+    found |= {"gap of a stale engine": gaps_of(rollout).max(), "logprobs after": trainer_logprobs(policy, rollout)}
     found["load"] = metrics.get("moe/load_max")
     with patch.object(rollout_module, "repack", lambda model: None):
         engine.sync(policy.full_weights())
     found["unpacked"] = engine.guard.different_tensors()
     engine.sync(policy.full_weights())
-    found["gap after"] = gap(engine.sample(rows, sampling, (1, 2)))
+    gaps_after = gaps_of(engine.sample(rows, sampling, (1, 2)))
+    found |= {"gap after": gaps_after.max(), "mean gap after": gaps_after.mean()}
     adapted.train(rollout, rate=1e-2)
     found["logprobs with LoRA"] = trainer_logprobs(adapted.policy, rollout)
     for trained, name in ((policy, "exported"), (adapted.policy, "with LoRA exported")):

@@ -10,12 +10,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import moe
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
+import policy
 from batch import pack
 from helpers.made_up import RAGGED, load_policy, make_rollout, unpacked_logprobs, vary_vectors
 from model import attention
-from model.attention import check_device
-from model.packed import Segment
+from model.attention import check_device, make_packing
+from model.packed import Packing, Segment
 
+CUDA = torch.device("cuda")
 WINDOW = 16
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -126,7 +128,29 @@ def test_rectangles_hold_sequences_of_similar_length():
     assert attention.padded_packing(equal.segments_S).rectangles == [(50, 12)]
 
 
-@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma3_text"])
+def test_without_rows_a_recurrence_goes_on_into_the_next_sequence(tmp_path, monkeypatch):
+    """What transformers has for packed sequences changes nothing: its code drops it, unless another library is there.
+    The first sequence is right in any case.
+    """
+    path, rollout = random_model(tmp_path, "qwen3_5_text"), make_rollout([30, 20])
+    batch = pack(rollout, [0, 1])
+    with monkeypatch.context() as patch:
+        patch.setattr(policy, "run_in_rows", lambda layers: False)
+        leaking = load_policy(path)
+    ends = F.pad(torch.tensor(batch.lengths_S).cumsum(0), (1, 0)).int()
+    inputs = {"input_ids": batch.input_ids_N[None], "position_ids": batch.position_ids_N[None], "use_cache": False}
+    inputs |= {"packing": attention.padded_packing(batch.segments_S)}
+    with torch.no_grad():
+        right = load_policy(path)(batch, 1.0).logprobs_N[batch.loss_mask_N]
+        found = leaking(batch, 1.0).logprobs_N[batch.loss_mask_N]
+        plain = leaking.model.get_decoder()(**inputs).last_hidden_state
+        with_ends = leaking.model.get_decoder()(**inputs, cu_seq_lens_q=ends, cu_seq_lens_k=ends).last_hidden_state
+    gaps = (right - found).abs()
+    assert gaps[:30].max() < 1e-5 and gaps[30:].mean() > 0.05
+    assert torch.equal(plain, with_ends), "if transformers now parts sequences, rows may be needed no more"
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma3_text", "qwen3_5_text"])
 def test_cuda_packing_gives_the_kernel_what_the_cpu_computes(name, tmp_path, monkeypatch):
     """Packing for CUDA gives the kernel what the rectangles give the CPU. The kernel by its documentation:
     cumulative lengths, causal, the last query sees the last key, and the window is the number of keys before a query.
@@ -154,12 +178,13 @@ def test_cuda_packing_gives_the_kernel_what_the_cpu_computes(name, tmp_path, mon
             with monkeypatch.context() as patch:
                 if kernel:
                     patch.setattr(attention, "varlen_attn", varlen_attn)
-                    patch.setattr(attention, "padded_packing", attention.varlen_packing)
+                    patch.setattr(Packing, "to", lambda packing, device: packing)
+                    patch.setattr(policy, "make_packing", lambda segments, _, rows: make_packing(segments, CUDA, rows))
                 logprobs = model(batch, 1.0)[0]
             found.append([logprobs.detach(), *torch.autograd.grad(logprobs.square().sum(), [*model.parameters()])])
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5 * a.abs().max().item(), rtol=1e-4)
-    expected = {"qwen2": {-1}, "mistral": {WINDOW - 1}, "gemma3_text": {WINDOW - 1, -1}}
+    expected = {"qwen2": {-1}, "mistral": {WINDOW - 1}, "gemma3_text": {WINDOW - 1, -1}, "qwen3_5_text": {-1}}
     assert windows == expected[name]
 
 

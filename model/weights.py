@@ -30,7 +30,7 @@ from transformers.models.auto import AutoConfig, AutoModelForCausalLM, AutoModel
 from transformers.utils import cached_file
 
 from fsdp_utils import fill_from_main, gather_from_ranks, is_main_process
-from model.sizes import MIXTURES, TEXT_ALONE, check_path, has_hub
+from model.sizes import HYBRIDS, MIXTURES, TEXT_ALONE, check_path, has_hub
 from model.vision import tower_of
 from runtime.progress import progress
 
@@ -87,9 +87,10 @@ def model_of_shapes(path: str, config: PretrainedConfig) -> PreTrainedModel:
     """The model as names and shapes alone. Raises ValueError if the policy does not know what its parts are."""
     with torch.device("meta"):
         model = model_from_config(config)
+    has_interface = model._supports_attention_backend or config.model_type in HYBRIDS  # these have it without saying so
     parts = {
         "layers or attention outside the interface of transformers": not (
-            model._supports_attention_backend and hasattr(model.get_decoder(), "layers")
+            has_interface and hasattr(model.get_decoder(), "layers")
         ),
         "a head with a bias": getattr(model.get_output_embeddings(), "bias", None) is not None,
         "attention sinks": any("sink" in name for name, _ in model.named_parameters()),

@@ -338,6 +338,9 @@ OBJECTS = {
     "(layer)",
     "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed": "make_group_name",
     "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeTopKRouter": "num_experts forward(hidden_states)",
+    "transformers.models.qwen3_5.modeling_qwen3_5:Qwen3_5DecoderLayer": "linear_attn self_attn",
+    "transformers.models.qwen3_5.modeling_qwen3_5:Qwen3_5GatedDeltaNet": "forward(hidden_states)",
+    "vllm.model_executor.models.qwen3_5:Qwen3_5ForCausalLM": "hf_to_vllm_mapper load_weights(weights)",
     "transformers:PreTrainedModel": "_supports_attention_backend _keys_to_ignore_on_load_unexpected get_decoder() "
     "base_model_prefix",
     "peft.tuners.lora:LoraLayer": "lora_A lora_B scaling lora_dropout reset_lora_parameters(adapter_name)",

@@ -154,9 +154,11 @@ def check_architecture(path: str, config: PretrainedConfig) -> None:
             if name != own_scale and value not in (None, *allowed):
                 reasons.append(words.format(name=name, value=value))
                 break
+    beside = "experts" if text.model_type in MIXTURES else "linear_attention"
     for name, value in (MIXTURES | HYBRIDS).get(text.model_type, {}).items():
         if getattr(text, name, value) != value:
-            reasons.append(f"{name} = {getattr(text, name)}, where {value} alone is computed alike")
+            found = f"{name} = {getattr(text, name)} beside {beside}"
+            reasons.append(f"{found}, where {value} alone is computed alike")
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
     known = LAYERS | ({"linear_attention"} if text.model_type in HYBRIDS else set())
     reasons += [f"layers of the kind {kind}" for kind in sorted(set(kinds) - known)]

@@ -30,7 +30,7 @@ from inputs.checks import LOOPBACK, given, ranks_per_engine
 from inputs.sources import name_of_source, read_system_prompt
 from model.attention import check_device
 from model.lora import check_lora
-from model.sizes import check_config, check_cpu_experts, check_experts
+from model.sizes import check_config, check_cpu_kernels, check_experts
 from model.vision import Vision, load_processor
 from model.weights import load_config, load_generation_config, model_of_shapes, weight_files
 from reward import Grader, workers_per_engine
@@ -153,7 +153,7 @@ def load_model_files(
     check_config(args.model, config, (args.max_prompt_tokens, max_completion_tokens), args.tensor_parallel_size)
     check_experts(args.model, config, args.router_replay)
     if not torch.cuda.is_available():
-        check_cpu_experts(args.model, config, args.tensor_parallel_size)
+        check_cpu_kernels(args.model, config, args.dtype, args.tensor_parallel_size)
     model_of_shapes(args.model, config)
     answers = None if args.reward == "none" else args.answer_column
     system_prompt = read_system_prompt(args.system_prompt)

@@ -32,8 +32,9 @@ from model import lora as adapters
 from model.attention import make_packing
 from model.experts import ExpertLoads
 from model.head import Teacher, chunked_logprobs
+from model.linear_attention import run_in_rows
 from model.optimizer import make_optimizer
-from model.sizes import active_share, head_dim
+from model.sizes import active_share, attention_layers, head_dim
 from model.vision import BatchImages, PromptImages, embed, tower_of
 from model.weights import fill, in_files, load_config, model_from_config, without_storage
 from runtime.progress import OFF
@@ -69,6 +70,7 @@ class Policy(adapters.WithAdapter):
         # is not itself.
         self.reference_times: list[tuple[Moment, Moment]] = []
         self.expert_loads = ExpertLoads(self.layers)
+        self.needs_rows = run_in_rows(self.layers)
         # The reference, if it moves (--reference_every): in a list, so that it is no part of this module.
         self.moving_references: list[Policy] = []
         config = model.config.get_text_config()
@@ -82,7 +84,7 @@ class Policy(adapters.WithAdapter):
         self.logits_divisor = config.logits_scaling if config.model_type == "granite" else 1.0
         # At this length attention costs as much as the matrices: flops_per_token x
         # `batch.training_costs` is the sum.
-        self.parity_length = matrices / (len(self.layers) * config.num_attention_heads * head_dim(config))
+        self.parity_length = matrices / (attention_layers(config) * config.num_attention_heads * head_dim(config))
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -116,11 +118,14 @@ class Policy(adapters.WithAdapter):
             inputs = {"inputs_embeds": embed(self.model, batch.input_ids_N, batch.images)[None]}
         if batch.routes_NLA is not None:
             inputs["routes_NLA"] = batch.routes_NLA
+        packing = batch.packing  # made for the policy: a reference may need more
+        if packing is None or (self.needs_rows and not packing.has_rows):
+            packing = make_packing(batch.segments_S, batch.input_ids_N.device, self.needs_rows)
         output = self.model.get_decoder()(
             **inputs,
             position_ids=batch.position_ids_N.unsqueeze(-2),  # [1, N], with images [3, 1, N]
             use_cache=False,  # every position is computed at once
-            packing=batch.packing or make_packing(batch.segments_S, batch.input_ids_N.device),
+            packing=packing,
         )
         return output.last_hidden_state[0].index_select(0, batch.trained_K)
 
@@ -267,10 +272,10 @@ def compile_layers(policy: Policy) -> None:
         layer.forward = torch._dynamo.config.patch(disable=False)(compiled)
 
 
-def add_packing(batch: Batch) -> Batch:
+def add_packing(batch: Batch, needs_rows: bool) -> Batch:
     """The batch with its packing on the device: made in a pass, it would be copied there in each."""
-    hinted = batch.hinted and add_packing(batch.hinted)
-    return replace(batch, packing=make_packing(batch.segments_S, batch.input_ids_N.device), hinted=hinted)
+    hinted = batch.hinted and add_packing(batch.hinted, needs_rows)
+    return replace(batch, packing=make_packing(batch.segments_S, batch.input_ids_N.device, needs_rows), hinted=hinted)
 
 
 def add_images(batch: Batch, images_of_sequences: list[PromptImages | None]) -> Batch:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import cache
 from typing import TypeVar
 
-from engine.vllm_setup import prepare_vllm
+from engine.vllm_setup import leave_tower_out, prepare_vllm
 
 prepare_vllm()  # before the imports: vLLM reads its environment in them
 
@@ -84,6 +84,8 @@ class Engine:
             # vLLM's log-prob kernel would be compiled for 5 to 25 s, to no gain.
             torch._dynamo.config.disable = True
         options = engine_options(model_path, settings, is_cuda, world.tp_size, demand)
+        if "architectures" in options.get("hf_overrides", {}):
+            leave_tower_out()
         # vLLM collects garbage at each stage of its start: a second in all, if it looks at all that
         # is imported.
         gc.freeze()

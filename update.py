@@ -94,7 +94,7 @@ def pack_updates(
             if hinted:
                 batch = replace(batch, hinted=pack(hinted, chosen, group_size_of_hinted))
             batch = add_images(batch, images_B).to(world.device)
-            batches.append(add_packing(batch))
+            batches.append(add_packing(batch, policy.needs_rows))
         num_tokens = max(int(trained_lengths_B[indices].sum()), 1)
         updates.append(Update(batches, num_tokens, plan.prompts_per_step))
     return updates

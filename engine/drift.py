@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cache, partial
@@ -162,21 +163,28 @@ class DriftGuard:
         for kind, tensor in module.named_parameters(recurse=False):
             parts = [common_name(f"{before}.{part}.{kind}") for part in self.fused.get(own_name, [own_name])]
             rows_of_parts = getattr(module, "output_partition_sizes", [len(tensor)])
+            if own_name == "conv1d":  # that of linear attention: vLLM divides each of queries, keys and values
+                values = self.shapes[common_name(f"{before}.in_proj_z.weight")][0]
+                keys = (self.shapes[parts[0]][0] - values) // 2
+                rows_of_parts = [keys // tp_size, keys // tp_size, values // tp_size]
+            if own_name in ("conv1d", "in_proj_qkvz"):  # they are one tensor in the policy
+                parts = [parts[0]] * 3 + parts[1:]
             if len(parts) != len(rows_of_parts) or not self.shapes.keys() >= set(parts):
                 continue  # for example several tensors that are one in the policy, too
             # Each rank holds some columns of all rows, or all columns of some rows.
             is_cut = tensor.ndim > 1 and list(tensor.shape[1:]) != self.shapes[parts[0]][1:]
             first_column = tp_rank * tensor.shape[1] if is_cut else 0
-            start = 0
+            start, before_part = 0, Counter()  # the latter: rows of the policy's tensor before this part of it
             for part, num_rows in zip(parts, rows_of_parts, strict=True):
-                size = self.shapes[part][0]
+                size = min(self.shapes[part][0], num_rows * tp_size)
                 has_copies = num_rows == size or len(parts) > 1
                 copies = num_rows * tp_size // size if has_copies else 1  # ranks that hold the same rows
                 first_row = tp_rank // copies * num_rows
                 counts = is_cut or tp_rank % copies == 0
                 num_real = min(num_rows, max(size - first_row, 0)) if counts else 0
-                yield part, tensor.detach()[start : start + num_real], first_row, first_column
+                yield part, tensor.detach()[start : start + num_real], before_part[part] + first_row, first_column
                 start += num_rows
+                before_part[part] += size
 
 
 def parts_of_experts(

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from flags import EngineSettings
-from model.sizes import CPU_BLOCK, MOST_ON_GPU, cpu_cache_bytes
+from model.sizes import CPU_BLOCK, HYBRIDS, MOST_ON_GPU, cpu_cache_bytes
 from model.vision import Vision
 from model.weights import load_config
 
@@ -40,6 +40,7 @@ def engine_options(
     model_path: str, settings: EngineSettings, is_cuda: bool, tp_size: int, demand: Demand = ANY_TEXT
 ) -> dict[str, object]:
     """The arguments of `vllm.LLM`."""
+    config = load_config(model_path)
     options = {
         "model": model_path,
         "load_format": settings.load_format,
@@ -54,8 +55,11 @@ def engine_options(
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
-    if settings.head_dtype is not None:
-        options["hf_overrides"] = {"head_dtype": settings.head_dtype}
+    overrides = {} if settings.head_dtype is None else {"head_dtype": settings.head_dtype}
+    if config.model_type in HYBRIDS:
+        overrides["architectures"] = config.architectures  # the files may be of a model with a tower
+    if overrides:
+        options["hf_overrides"] = overrides
     if is_cuda:
         options |= {
             "gpu_memory_utilization": settings.gpu_memory_utilization,
@@ -70,7 +74,6 @@ def engine_options(
             "kernel_config": {"enable_flashinfer_autotune": False, "moe_backend": "triton"},
         }
     else:
-        config = load_config(model_path)
         itemsize = getattr(torch, settings.dtype).itemsize
         options["block_size"] = CPU_BLOCK
         options["kv_cache_memory_bytes"] = cpu_cache_bytes(

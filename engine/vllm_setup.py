@@ -72,6 +72,14 @@ def silence() -> None:
         logging.getLogger(name).addFilter(lambda record, noise=beginning: not record.msg.startswith(noise))
 
 
+def leave_tower_out() -> None:
+    """Has vLLM's text model of Qwen3.5 skip the weights of a tower in published files, as it skips those of MTP."""
+    from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    Qwen3_5ForCausalLM.hf_to_vllm_mapper |= WeightsMapper(orig_to_new_prefix={"model.visual.": None})
+
+
 def name_shared_memory() -> None:
     """CPU: adds the run's name to that of the memory which the ranks of an engine share.
 

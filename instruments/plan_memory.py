@@ -131,9 +131,14 @@ def cache_bytes_per_token(setup: Setup) -> float:
     return setup.model.kv_per_token * setup.compute_bytes / parts
 
 
+def sequence_bytes(setup: Setup, length: float) -> float:
+    """What a sequence of this length takes of the cache on one GPU of its engine."""
+    return length * cache_bytes_per_token(setup) + setup.model.state_bytes / setup.run.tensor_parallel_size
+
+
 def sequences_at_once(setup: Setup) -> float:
     """Sequences of the full model length that fit into one engine's cache. Below 1 vLLM does not start."""
-    sequence = setup.engine.max_model_len * cache_bytes_per_token(setup)
+    sequence = sequence_bytes(setup, setup.engine.max_model_len)
     return engine_parts(setup)["KV cache"] / sequence
 
 
@@ -292,10 +297,19 @@ def backward_of_layer(setup: Setup) -> float:
     # query head.
     copies = setup.keys_per_position * (8 * m.kv + (4 * m.q if m.kv < m.q else 0))
     attention = tokens * (copies + 12 * m.q + 4 * m.head_dim + norms * m.hidden + head_norms(setup))
+    attention = max(attention, row_tokens(setup) * (7 * m.hidden + 8 * m.linear_keys + 100 * m.linear_values))
     saved = saved_per_layer(setup)
     if setup.memory.gradient_checkpointing:
         return max(mlp + saved, attention, weights)
     return max(mlp, attention - saved, weights)
+
+
+def row_tokens(setup: Setup) -> float:
+    """Tokens in the rows of linear attention, which repeat a shared prompt, at most; 0 without it.
+
+    What they take is that of transformers' own code; with flash-linear-attention it is less.
+    """
+    return setup.counted_tokens * setup.keys_per_position if setup.model.linear_values else 0
 
 
 def saved_per_layer(setup: Setup) -> float:
@@ -306,7 +320,9 @@ def saved_per_layer(setup: Setup) -> float:
     copies = m.experts * (2 if setup.has_lora else 4)  # of experts, which are frozen beside adapters, the outputs alone
     mlp = 8 * m.intermediate + (4 + copies + norms) * m.hidden
     keys = 4 * m.kv * setup.keys_per_position
-    saved = tokens * (mlp + 4 * m.q + keys + 4 * m.heads + head_norms(setup))
+    attention = tokens * (4 * m.q + keys + 4 * m.heads + head_norms(setup))
+    linear = row_tokens(setup) * (2 * m.hidden + 8 * m.linear_keys + 84 * m.linear_values)
+    saved = tokens * mlp + max(attention, linear)
     if setup.has_lora and setup.lora.lora_dropout:
         # An adapter keeps its input after dropout, and the mask (one byte a number), not the input
         # before.
@@ -335,6 +351,7 @@ def logprobs_peak(setup: Setup) -> Parts:
     kernel = 4 * m.q + 4 * m.kv * (1 + setup.keys_per_position)
     norm = 10 * m.q * m.has_head_norms
     attention = tokens * (6 * m.hidden + 4 * m.head_dim + max(kernel, norm))
+    attention = max(attention, row_tokens(setup) * (2 * m.hidden + 57 * m.linear_values))
     embedded = tokens * (2 * m.hidden + 4 * m.head_dim)
     return largest([
         {"gathered": 2 * (root + layer), "one layer": embedded},
@@ -384,7 +401,7 @@ def pinned_share(setup: Setup, itemsize: int) -> float:
     (CachingHostAllocator.h). The optimizer's state is pinned in place, without rounding.
     """
     m = setup.model
-    matrices = [(m.layers, inputs * outputs) for inputs, outputs in m.projections.values()]
+    matrices = [(m.num_projections[name], inputs * outputs) for name, (inputs, outputs) in m.projections.items()]
     matrices.append((2, m.table))
     if m.experts:
         matrices += [(m.layers, m.largest), (m.layers, m.largest / 2)]  # gate and up; down

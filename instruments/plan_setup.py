@@ -5,28 +5,42 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from torch import nn
 from transformers import PretrainedConfig
 
 from flags import EngineSettings, Lora, Memory, Plan, Settings
-from model.sizes import MIXTURES, active_share, expert_width, head_dim
+from model.sizes import (
+    HYBRIDS,
+    MIXTURES,
+    active_share,
+    attention_layers,
+    expert_width,
+    head_dim,
+    linear_widths,
+    state_bytes,
+)
 from model.vision import tower_of
 from model.weights import model_of_shapes
 
 GIB = 1024**3
+NORMS_IN_FP32 = ("gemma3_text", "olmo3", *HYBRIDS)  # these normalize in fp32 to the end
 SMALL_PRODUCTS = 0.4  # share of --plan_flops_share that products with many small experts reach; an assumption
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder (Llama, Mistral, Qwen2, Qwen3, Gemma 3, OLMo 3, their mixtures of experts; the text part of
-    Qwen2.5-VL).
+    """Sizes of a decoder (Llama, Mistral, Qwen2, Qwen3, Gemma 3, OLMo 3, their mixtures of experts, Qwen3.5; the text
+    part of Qwen2.5-VL).
     """
 
     name: str
     layers: int
+    attention_layers: int  # those without linear attention
+    linear_keys: int  # width of all keys of a layer of linear attention; 0: there is none
+    linear_values: int
     hidden: int
     intermediate: int  # inner numbers of a token in a layer: those of all of its experts
     experts: int  # experts that a token meets in a layer, each with a copy of its hidden state; 0: a dense model
@@ -37,7 +51,8 @@ class ModelShape:
     norms: int  # the others of a layer
     norm_bytes: int  # that a trained norm of any kind saves for a number
     vocab: int
-    projections: dict[str, tuple[int, int]]  # name -> (inputs, outputs) of each matrix of a layer
+    projections: dict[str, tuple[int, int]]  # name -> (inputs, outputs) of each matrix of the layers
+    num_projections: dict[str, int]  # name -> layers that have it
     layer_parameters: int
     layer_matrices: int  # parameters of a layer that a token is multiplied by
     largest: int  # parameters of a layer's largest tensor
@@ -51,6 +66,7 @@ class ModelShape:
     parameters: int
     active_parameters: int  # parameters that a token meets
     kv_per_token: int  # numbers in the cache of keys and values
+    state_bytes: int  # of a sequence in the cache, beside them
 
     @property
     def is_tied(self) -> bool:
@@ -61,7 +77,7 @@ class ModelShape:
 def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
     """The shape of the model `name`, without storage. Raises ValueError for one that the formulas do not cover."""
     text, model = config.get_text_config(), model_of_shapes(name, config)
-    known = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text", "gemma3_text", "olmo3", *MIXTURES)
+    known = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text", "gemma3_text", "olmo3", *MIXTURES, *HYBRIDS)
     if text.model_type not in known or (text is not config and config.model_type != "qwen2_5_vl"):
         raise ValueError(
             f"{name}: the dry run knows the architectures {', '.join(known)}, "
@@ -72,31 +88,37 @@ def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
     layers = model.get_decoder().layers
     root_parameters = num_parameters(model) - num_parameters(layers)
     layer = max(layers, key=num_parameters)  # some have no experts
-    modules = dict(layer.named_modules())
+    paths = {path for each in layers for path, _ in each.named_modules()}
     tensors = list(layers.parameters())
-    left_out = sum(tensor.numel() * (1 - active_share(text, 3)) for tensor in tensors if tensor.ndim == 3)
-    intermediate, experts = text.intermediate_size, 0
+    intermediate, experts, left_out = text.intermediate_size, 0, 0
     if text.model_type in MIXTURES:
+        left_out = sum(tensor.numel() * (1 - active_share(text, 3)) for tensor in tensors if tensor.ndim == 3)
         experts = text.num_experts_per_tok
         intermediate = experts * expert_width(text) + getattr(text, "shared_expert_intermediate_size", 0)
-    projections = {}
-    for path, module in modules.items():
+    projections, num_projections = {}, Counter()
+    for path, module in layers.named_modules():
         if isinstance(module, nn.Linear):
-            projections[path.rpartition(".")[2]] = (module.in_features, module.out_features)
+            own_name = path.rpartition(".")[2]
+            projections[own_name] = (module.in_features, module.out_features)
+            num_projections[own_name] += 1
     width = head_dim(text)
     kv = text.num_key_value_heads * width
+    linear_keys, linear_values = linear_widths(text)
     return ModelShape(
         name=name, layers=text.num_hidden_layers, hidden=text.hidden_size, intermediate=intermediate,
+        attention_layers=attention_layers(text), linear_keys=linear_keys, linear_values=linear_values,
         experts=experts, heads=text.num_attention_heads, kv_heads=text.num_key_value_heads, head_dim=width,
-        has_head_norms=any(path.endswith("q_norm") for path in modules), vocab=text.vocab_size,
-        norms=sum(path.endswith("norm") and "." not in path for path in modules),
-        norm_bytes=8 if text.model_type in ("gemma3_text", "olmo3") else 6,  # the former normalize in fp32 to the end
-        projections=projections, layer_parameters=num_parameters(layer), root_parameters=root_parameters,
+        has_head_norms=any(path.endswith("q_norm") for path in paths), vocab=text.vocab_size,
+        norms=sum(path.endswith("norm") and "." not in path for path in paths),
+        norm_bytes=8 if text.model_type in NORMS_IN_FP32 else 6,
+        projections=projections, num_projections=num_projections, layer_parameters=num_parameters(layer),
+        root_parameters=root_parameters,
         layer_matrices=round(sum(x.numel() * active_share(text, x.ndim) for x in tensors) / len(layers)),
         largest=max(tensor.numel() for tensor in tensors),
         q=text.num_attention_heads * width, kv=kv, table=text.vocab_size * text.hidden_size,
         root_trained=root_parameters - tower_parameters, parameters=num_parameters(model),
-        active_parameters=num_parameters(model) - round(left_out), kv_per_token=2 * text.num_hidden_layers * kv,
+        active_parameters=num_parameters(model) - round(left_out), kv_per_token=2 * attention_layers(text) * kv,
+        state_bytes=state_bytes(text),
     )  # fmt: skip
 
 
@@ -219,20 +241,26 @@ class Setup:
         return self.lora.lora_targets or tuple(self.model.projections)
 
     @property
-    def trained_per_layer(self) -> int:
+    def trained_per_layer(self) -> float:
         """Trained parameters of a decoder layer."""
         return self.adapter_per_layer if self.has_lora else self.model.layer_parameters
 
     @property
-    def adapter_per_layer(self) -> int:
-        """Parameters of a layer's adapters; 0 without LoRA."""
-        widths = sum(sum(self.model.projections[name]) for name in self.lora_targets)
-        return self.lora.lora_rank * widths
+    def adapters(self) -> int:
+        """Parameters of all adapters; 0 without LoRA."""
+        m = self.model
+        widths = [sum(m.projections[name]) * m.num_projections[name] for name in self.lora_targets]
+        return self.lora.lora_rank * sum(widths)
+
+    @property
+    def adapter_per_layer(self) -> float:
+        """The mean of the layers, which may be of two kinds."""
+        return self.adapters / self.model.layers
 
     @property
     def trainable(self) -> int:
-        root = 0 if self.has_lora else self.model.root_trained
-        return self.model.layers * self.trained_per_layer + root
+        m = self.model
+        return self.adapters if self.has_lora else m.parameters - m.root_parameters + m.root_trained
 
     @property
     def head_gradient_bytes(self) -> int:

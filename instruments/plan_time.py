@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from flags import MORE_UNFINISHED
-from instruments.plan_memory import REDUCE, cache_bytes_per_token, engine_parts
+from instruments.plan_memory import REDUCE, cache_bytes_per_token, engine_parts, sequence_bytes
 from instruments.plan_setup import ModelShape, Setup
 from model.sizes import MOST_ON_GPU
 
@@ -33,9 +33,10 @@ def forward_flops(model: ModelShape, length: float, num_logits: float) -> float:
     """FLOPs of a forward pass over a sequence of this length, of which `num_logits` positions go through the head.
 
     2 for each position and number of a matrix; for attention 2 x length^2 x width a layer: half of it is masked.
+    The recurrence of linear attention, a few percent of its layer, is left out.
     """
-    layer = model.layer_matrices * length + model.q * length**2
-    return 2 * (model.layers * layer + model.table * num_logits)
+    layers = model.layers * model.layer_matrices * length + model.attention_layers * model.q * length**2
+    return 2 * (layers + model.table * num_logits)
 
 
 def forward_bytes(setup: Setup, model: ModelShape, length: float, num_logits: float) -> tuple[float, float]:
@@ -149,7 +150,7 @@ def longest_of_group(group_size: int) -> float:
 def running_sequences(setup: Setup) -> float:
     """Completions that an engine works on at a time: all of its step's, or as many as the cache or vLLM takes."""
     length = setup.run.mean_prompt_tokens + setup.run.mean_completion_tokens
-    in_cache = engine_parts(setup)["KV cache"] / cache_bytes_per_token(setup) / length
+    in_cache = engine_parts(setup)["KV cache"] / sequence_bytes(setup, length)
     return max(1.0, min(setup.completions_per_engine, MOST_ON_GPU, in_cache))
 
 

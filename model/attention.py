@@ -8,6 +8,7 @@ attention interface of transformers works unchanged. Dimensions: `batch.py`.
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,11 +23,12 @@ from model.packed import Packing, Segment
 RECTANGLE_PADDING = 128  # padding slots of a rectangle, at most; of 32 to 1,024, 64 and 128 are fast at all lengths
 
 
-def make_packing(segments: tuple[Segment, ...], device: torch.device) -> Packing:
-    """The packing of segments that lie end to end."""
+def make_packing(segments: tuple[Segment, ...], device: torch.device, needs_rows: bool = False) -> Packing:
+    """The packing of segments that lie end to end. `needs_rows`: for linear attention, too."""
     if device.type == "cpu":
         return padded_packing(segments)
-    return varlen_packing(segments).to(device)
+    rows = padded_packing(segments) if needs_rows else None
+    return replace(varlen_packing(segments), rows=rows).to(device)
 
 
 def varlen_packing(segments: tuple[Segment, ...]) -> Packing:

@@ -66,7 +66,35 @@ def expert_width(config: PretrainedConfig) -> int:
 
 def active_share(config: PretrainedConfig, ndim: int) -> float:
     """The share of a layer's tensor that a token is multiplied by: a matrix, or its experts' of [expert, out, in]."""
-    return config.num_experts_per_tok / config.num_experts if ndim == 3 else float(ndim == 2)
+    has_experts = ndim == 3 and config.model_type in MIXTURES  # else three are a convolution's, which is small
+    return config.num_experts_per_tok / config.num_experts if has_experts else float(ndim == 2)
+
+
+def attention_layers(config: PretrainedConfig) -> int:
+    """The number of layers with keys and values in a cache, by the config of a text model."""
+    return config.num_hidden_layers - (getattr(config, "layer_types", None) or []).count("linear_attention")
+
+
+def linear_widths(config: PretrainedConfig) -> tuple[int, int]:
+    """The widths of all keys and of all values of linear attention, by the config of a text model; 0 without it."""
+    if config.model_type not in HYBRIDS:
+        return 0, 0
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    return keys, config.linear_num_value_heads * config.linear_value_head_dim
+
+
+def state_bytes(config: PretrainedConfig) -> int:
+    """Bytes that vLLM's cache takes for a sequence beside its keys and values, at most; 0 without linear attention.
+
+    A layer of it has two states, one of them for prompts that begin alike: a matrix for each head, and what the
+    convolution looks back on, here all in fp32. Keys and values are kept in blocks of as many bytes as a state, so a
+    layer of them is rounded up by one.
+    """
+    keys, values = linear_widths(config)
+    if not values:
+        return 0
+    state = values * config.linear_key_head_dim + (config.linear_conv_kernel_dim - 1) * (2 * keys + values)
+    return 4 * state * (2 * config.num_hidden_layers - attention_layers(config))
 
 
 def kv_heads(config: PretrainedConfig) -> int:
@@ -87,7 +115,8 @@ REFUSED = (
     (("is_heterogeneous",), (False,), "layers of different sizes"),
     (("use_bidirectional_attention",), (False,), "attention to tokens that follow"),
 )
-# Mixtures of experts that are implemented, and the values of their configs that transformers and vLLM compute alike.
+# Mixtures of experts, and models with linear attention in most layers, that are implemented; and the values of their
+# configs that transformers and vLLM compute alike.
 # Windows, for example, vLLM does not know here, and transformers does not hand Qwen2-MoE's to the attention.
 WITH_EXPERTS = {"use_sliding_window": False, "attention_bias": False, "hidden_act": "silu"}
 MIXTURES = {
@@ -97,6 +126,9 @@ MIXTURES = {
         "clip_qkv": None, "norm_topk_prob": False, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
     },
 }  # fmt: skip
+HYBRIDS = {"qwen3_5_text": {"attention_bias": False, "hidden_act": "silu", "output_gate_type": "swish"}}
+# Types of which the text part alone is trained and run: type -> the architecture of that part. The tower is left out.
+TEXT_ALONE = {"qwen3_5": "Qwen3_5ForCausalLM"}
 # Types of models that were tried here. Apertus: vLLM keeps parameters of its activation in bf16.
 # DiffLlama, Doge: vLLM does not start. Nemotron: attention that is not told of the packing. Cohere 2:
 # vLLM's windows are a token longer.
@@ -105,7 +137,9 @@ LAYERS = {"full_attention", "sliding_attention", "attention"}  # kinds of layers
 # Types with one window for all layers, in transformers' code (the first four) or in vLLM's (Qwen).
 ONE_WINDOW = {"mistral", "ministral3", "phi3", "starcoder2", "qwen2", "qwen2_5_vl_text", "qwen3"}
 # Word of the type that is refused, or of a reason -> what computes most alike.
-NEAREST = {"gemma": "Gemma 3", "gpt_oss": "OLMo 3", "experts": "Qwen3-30B-A3B"}
+NEAREST = {
+    "gemma": "Gemma 3", "gpt_oss": "OLMo 3", "experts": "Qwen3-30B-A3B", "linear_attention": "Qwen3.5-0.8B to 27B",
+}  # fmt: skip
 
 
 def check_architecture(path: str, config: PretrainedConfig) -> None:
@@ -120,11 +154,14 @@ def check_architecture(path: str, config: PretrainedConfig) -> None:
             if name != own_scale and value not in (None, *allowed):
                 reasons.append(words.format(name=name, value=value))
                 break
-    for name, value in MIXTURES.get(text.model_type, {}).items():
+    beside = "experts" if text.model_type in MIXTURES else "linear_attention"
+    for name, value in (MIXTURES | HYBRIDS).get(text.model_type, {}).items():
         if getattr(text, name, value) != value:
-            reasons.append(f"{name} = {getattr(text, name)} beside experts, where {value} alone is computed alike")
+            found = f"{name} = {getattr(text, name)} beside {beside}"
+            reasons.append(f"{found}, where {value} alone is computed alike")
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
-    reasons += [f"layers of the kind {kind}" for kind in sorted(set(kinds) - LAYERS)]
+    known = LAYERS | ({"linear_attention"} if text.model_type in HYBRIDS else set())
+    reasons += [f"layers of the kind {kind}" for kind in sorted(set(kinds) - known)]
     if text.model_type in ONE_WINDOW and len(set(kinds)) > 1:
         reasons.append("windows in some layers alone, which trainer or engine would not compute")
     if getattr(text, "num_attention_heads", None) is None:
@@ -136,8 +173,8 @@ def check_architecture(path: str, config: PretrainedConfig) -> None:
         near = [name for word, name in NEAREST.items() if word in found]
         raise ValueError(
             f"--model {path} {found}; needed is a dense model, Qwen3-MoE, Qwen2-MoE or OLMoE, with attention in all "
-            f"layers, plain logits, and weights in bf16 or fp32: use {', '.join([*near, 'Qwen3-0.6B to 32B'])}, "
-            "Qwen2.5 or Llama, for example."
+            "layers or as in Qwen3.5, plain logits, and weights in bf16 or fp32: use "
+            f"{', '.join([*near, 'Qwen3-0.6B to 32B'])}, Qwen2.5 or Llama, for example."
         )
 
 
@@ -180,6 +217,7 @@ def check_parallel(config: PretrainedConfig, size: int) -> None:
     inner = list(dict.fromkeys(filter(None, inner)))
     rows = -(-text.vocab_size // 64) * 64  # the head's: vLLM pads them
     divided = [heads, *inner, rows, getattr(tower, "num_heads", 0), getattr(tower, "intermediate_size", 0)]
+    divided += [getattr(text, f"linear_num_{part}_heads", 0) for part in ("key", "value")]
     sizes = []
     for ranks in range(1, heads + 1):
         divides_kv = max(kv, ranks) % min(kv, ranks) == 0  # a rank has some of their heads, or several ranks have one
@@ -193,9 +231,16 @@ def check_parallel(config: PretrainedConfig, size: int) -> None:
         )
 
 
-def check_cpu_experts(path: str, config: PretrainedConfig, tensor_parallel_size: int) -> None:
-    """Raises ValueError for experts of sizes that vLLM's kernels for CPUs do not know."""
+def check_cpu_kernels(path: str, config: PretrainedConfig, dtype: str, tensor_parallel_size: int) -> None:
+    """Raises ValueError for experts or linear attention that vLLM's kernels for CPUs do not know."""
     text = config.get_text_config()
+    if text.model_type in HYBRIDS:
+        widths = text.linear_key_head_dim, text.linear_value_head_dim
+        if dtype != "bfloat16" or widths not in ((64, 64), (128, 128)):
+            raise ValueError(
+                f"--model {path}: on CPUs vLLM has linear attention in --dtype bfloat16, and for heads of 64 or 128 "
+                f"numbers, not in {dtype} for {widths[0]} and {widths[1]}; give that dtype, or use another model."
+            )
     sizes = [text.hidden_size, expert_width(text) / tensor_parallel_size] if text.model_type in MIXTURES else []
     if any(size % 32 for size in sizes):
         raise ValueError(
@@ -231,7 +276,7 @@ def cpu_cache_bytes(
     """
     config = config.get_text_config()
     heads = max(kv_heads(config) // tp_size, 1)
-    per_token = 2 * config.num_hidden_layers * heads * head_dim(config) * itemsize
+    per_token = 2 * attention_layers(config) * heads * head_dim(config) * itemsize
     tokens = -(-max_model_len // CPU_BLOCK) * CPU_BLOCK
     sequences = min(MOST_AT_ONCE * tp_size, most_sequences or math.inf)
-    return min(CPU_CACHE, (sequences + 8) * tokens * per_token)
+    return min(CPU_CACHE, (sequences + 8) * (tokens * per_token + state_bytes(config) // tp_size))

@@ -30,7 +30,7 @@ from transformers.models.auto import AutoConfig, AutoModelForCausalLM, AutoModel
 from transformers.utils import cached_file
 
 from fsdp_utils import fill_from_main, gather_from_ranks, is_main_process
-from model.sizes import MIXTURES, check_path, has_hub
+from model.sizes import HYBRIDS, MIXTURES, TEXT_ALONE, check_path, has_hub
 from model.vision import tower_of
 from runtime.progress import progress
 
@@ -43,7 +43,7 @@ def load_config(path: str) -> PretrainedConfig:
     check_path(path)
     is_cut_off = not Path(path).exists() and not has_hub()
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)  # nor is anybody asked
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)  # nor is anybody asked
     except (OSError, ValueError) as error:
         reason = f"is neither a folder with a model nor a model that the hub has: {error}"
         if "custom code" in str(error):
@@ -51,6 +51,11 @@ def load_config(path: str) -> PretrainedConfig:
         elif is_cut_off:
             reason = "is no folder, nor in the cache of the hub, which cannot be reached."
         raise ValueError(f"--model {path!r} {reason}") from None
+    if config.model_type not in TEXT_ALONE:
+        return config
+    text = config.get_text_config()
+    text.architectures = [TEXT_ALONE[config.model_type]]
+    return text
 
 
 def load_generation_config(path: str, config: PretrainedConfig, stop_ids: list[int]) -> GenerationConfig:
@@ -82,9 +87,10 @@ def model_of_shapes(path: str, config: PretrainedConfig) -> PreTrainedModel:
     """The model as names and shapes alone. Raises ValueError if the policy does not know what its parts are."""
     with torch.device("meta"):
         model = model_from_config(config)
+    has_interface = model._supports_attention_backend or config.model_type in HYBRIDS  # these have it without saying so
     parts = {
         "layers or attention outside the interface of transformers": not (
-            model._supports_attention_backend and hasattr(model.get_decoder(), "layers")
+            has_interface and hasattr(model.get_decoder(), "layers")
         ),
         "a head with a bias": getattr(model.get_output_embeddings(), "bias", None) is not None,
         "attention sinks": any("sink" in name for name, _ in model.named_parameters()),

@@ -9,6 +9,7 @@
 #     MODEL=Qwen/Qwen2.5-3B-Instruct     56.3 -> 86.1
 #     MODEL=Qwen/Qwen2.5-7B-Instruct     78.7 -> 93.4
 # MODEL=google/gemma-3-1b-it works, too: windows, tried with a tiny random model; the source has no result of it.
+# MODEL=Qwen/Qwen3.5-0.8B, too: its text model, tried with a tiny random one on a CPU (docs/data.md), without a result.
 # By the dry run 0.5B, 1.5B and 3B fit 24 GB and more as they are, and 7B 48 GB and more. 7B fits 24 GB, with 2 % to
 # spare and 49 GiB of host RAM, with
 #     --offload all --gpu_memory_utilization 0.85

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen2Config
 
 from engine import vllm_setup
 from engine.options import memory_errors
@@ -210,6 +211,7 @@ def rollout() -> ModuleType:
 def engine_on_cuda(rollout: ModuleType, llm: object, monkeypatch: pytest.MonkeyPatch, **settings: object) -> object:
     """The real `Engine` around the stand-in."""
     monkeypatch.setattr(rollout, "LLM", lambda **options: llm)
+    monkeypatch.setattr("engine.options.load_config", lambda path: Qwen2Config())
     world = World(trainer_rank=0, num_trainers=1, tp_size=1, device=torch.device("cuda", 0))
     return rollout.Engine("m", None, world, EngineSettings(64, **settings))
 
@@ -262,6 +264,7 @@ def test_memory_segments_expand_only_after_graph_capture(rollout, monkeypatch):
     """
     order = []
     monkeypatch.setattr(rollout, "LLM", lambda **options: order.append("captured") or RecordedLLM())
+    monkeypatch.setattr("engine.options.load_config", lambda path: Qwen2Config())
     monkeypatch.setattr(rollout, "set_allocator", lambda is_expandable: order.append(f"expandable {is_expandable}"))
     world = World(trainer_rank=0, num_trainers=1, tp_size=1, device=torch.device("cuda", 0))
     rollout.Engine("m", None, world, EngineSettings(64, gpu_memory_utilization=0.4, enforce_eager=False))
@@ -387,6 +390,9 @@ OBJECTS = {
     "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed": "make_group_name",
     "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeTopKRouter": "num_experts norm_topk_prob "
     "forward(hidden_states)",
+    "transformers.models.qwen3_5.modeling_qwen3_5:Qwen3_5DecoderLayer": "linear_attn self_attn",
+    "transformers.models.qwen3_5.modeling_qwen3_5:Qwen3_5GatedDeltaNet": "forward(hidden_states)",
+    "vllm.model_executor.models.qwen3_5:Qwen3_5ForCausalLM": "hf_to_vllm_mapper load_weights(weights)",
     "transformers:PreTrainedModel": "_supports_attention_backend _keys_to_ignore_on_load_unexpected get_decoder() "
     "base_model_prefix",
     "peft.tuners.lora:LoraLayer": "lora_A lora_B scaling lora_dropout reset_lora_parameters(adapter_name)",

@@ -4,6 +4,7 @@ Each is a tiny random model of the architecture, in fp32, trained for a step: th
 cannot be trained alike is refused before weights are read.
 """
 
+import platform
 import re
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from batch import pack
 from helpers.distributed import on_ranks
-from helpers.made_up import load_policy, make_model_of_family, unpacked_logprobs
+from helpers.made_up import load_policy, make_hybrid, make_model_of_family, unpacked_logprobs
 from model.sizes import check_config
 from model.weights import model_of_shapes
 
@@ -121,6 +122,34 @@ def test_trainer_sampler_and_plain_transformers_agree(name, folder, found):
         # An adapter makes some tokens very unlikely, down to -20.
         rtol = 1e-6 if "LoRA" in path else 0
         torch.testing.assert_close(measured[logprobs], expected, atol=LARGEST_GAP, rtol=rtol)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """The folder of a Qwen3.5, and what was found with it, in bf16."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    make_hybrid(folder / "Qwen3.5")
+    return folder / "Qwen3.5", on_ranks(1, "engines:families", folder, "Qwen3.5")["Qwen3.5"]
+
+
+@pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="vLLM's kernels of linear attention were tried on AVX2 alone"
+)
+def test_the_text_part_of_a_hybrid_is_trained_sampled_and_exported(hybrid):
+    """vLLM has linear attention for CPUs in bf16 alone, so what is compared is rounded to 3 digits: the mean gap is as
+    large as that of either side to plain transformers in fp32, 0.04 to 0.05.
+    """
+    path, measured = hybrid
+    assert measured["hidden"] == measured["not compared"] == measured["not exported"] == []
+    assert measured["mean gap"] < 0.06 and measured["mean gap after"] < 0.06
+    assert measured["gap of a stale engine"] > 1
+    kinds = {"": "logprobs", " exported": "logprobs after", " with LoRA exported": "logprobs with LoRA"}
+    for suffix, logprobs in kinds.items():
+        plain = AutoModelForCausalLM.from_pretrained(f"{path}{suffix}", dtype=torch.float32)
+        assert type(plain).__name__ == "Qwen3_5ForCausalLM"
+        with torch.no_grad():
+            expected = unpacked_logprobs(plain, measured["rollout"], 0.7)
+        assert (measured[logprobs] - expected).abs().mean() < 0.07
 
 
 @pytest.mark.parametrize("name", MIXTURES)

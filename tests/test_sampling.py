@@ -149,7 +149,8 @@ def test_only_truncated_completions_are_masked_from_the_loss(truncated, left_out
     lengths = [0 if b in left_out else min(b + 1, 3) for b in range(6)]
     assert rollout.trained_lengths_B.tolist() == lengths
 
-    policy, plan, algorithm = SimpleNamespace(parity_length=math.inf), make_plan(args, 3), algorithm_of(args)
+    policy = SimpleNamespace(parity_length=math.inf, needs_rows=False)
+    plan, algorithm = make_plan(args, 3), algorithm_of(args)
     (update,) = pack_updates(rollout, plan, algorithm, Memory.from_flags(args), policy, ALONE)
     rollout, (update,) = add_advantages(rollout, [update], algorithm)
     assert update.num_tokens == sum(lengths)

@@ -57,6 +57,8 @@ from helpers.made_up import (
 )
 from inputs.choices import algorithm_of
 from model import lora as adapters
+from model.sizes import HYBRIDS
+from model.weights import load_config
 from policy import Policy
 from rollout import Engine
 from runtime.start import RunError
@@ -277,8 +279,11 @@ def families(world: World, folder: str, *names: str) -> dict[str, dict[str, obje
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda function: function()  # it looks at a class of models, for 6 s the first time
-    sizes = {"prompts_per_step": 4, "prompts_per_update": 4, "dtype": "float32", "learning_rate": 1e-2}
-    trials = {name: [Trial(world, Path(folder) / name, **sizes, lora_rank=rank) for rank in (0, 3)] for name in names}
+    sizes, trials = {"prompts_per_step": 4, "prompts_per_update": 4, "learning_rate": 1e-2}, {}
+    for name in names:
+        path = Path(folder) / name
+        dtype = "bfloat16" if load_config(str(path)).model_type in HYBRIDS else "float32"  # vLLM's on CPUs
+        trials[name] = [Trial(world, path, **sizes, dtype=dtype, lora_rank=rank) for rank in (0, 3)]
     return {name: step_of_family(*pair) for name, pair in trials.items()}
 
 
@@ -289,9 +294,9 @@ def step_of_family(trial: Trial, adapted: Trial) -> dict[str, object]:
     """
     policy, sampling = trial.policy, Sampling(4, TEMPERATURE, 12)
 
-    def gap(rollout: Rollout) -> float:
-        """The largest difference of the log-probs of a sampled token, trainer against sampler."""
-        return (trainer_logprobs(policy, rollout) - sampler_logprobs(rollout)).abs().max().item()
+    def gaps_of(rollout: Rollout) -> Tensor:
+        """The differences of the log-probs of sampled tokens, trainer against sampler."""
+        return (trainer_logprobs(policy, rollout) - sampler_logprobs(rollout)).abs()
 
     trial.begin(demand=Demand(16))
     engine = trial.engine
@@ -301,15 +306,17 @@ def step_of_family(trial: Trial, adapted: Trial) -> dict[str, object]:
     rows = [make_row(rng.integers(0, 64, length)) for length in (3, 45, 9, 20)]
     rollout = engine.sample(rows, sampling, (1, 1))
     found = {"rollout": replace(rollout, texts=[]), "logprobs": trainer_logprobs(policy, rollout)}
-    found |= {"gap": gap(rollout), "hidden": hidden, "not compared": engine.guard.not_compared}
+    found |= {"gap": gaps_of(rollout).max(), "mean gap": gaps_of(rollout).mean()}
+    found |= {"hidden": hidden, "not compared": engine.guard.not_compared}
     metrics = trial.train(rollout, rate=1e-2)
-    found |= {"gap of a stale engine": gap(rollout), "logprobs after": trainer_logprobs(policy, rollout)}
+    found |= {"gap of a stale engine": gaps_of(rollout).max(), "logprobs after": trainer_logprobs(policy, rollout)}
     found["load"] = metrics.get("moe/load_max")
     with patch.object(rollout_module, "repack", lambda model: None):
         engine.sync(policy.full_weights())
     found["unpacked"] = engine.guard.different_tensors()
     engine.sync(policy.full_weights())
-    found["gap after"] = gap(engine.sample(rows, sampling, (1, 2)))
+    gaps_after = gaps_of(engine.sample(rows, sampling, (1, 2)))
+    found |= {"gap after": gaps_after.max(), "mean gap after": gaps_after.mean()}
     adapted.train(rollout, rate=1e-2)
     found["logprobs with LoRA"] = trainer_logprobs(adapted.policy, rollout)
     for trained, name in ((policy, "exported"), (adapted.policy, "with LoRA exported")):

@@ -14,9 +14,16 @@ import datasets
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+    Qwen3_5Config,
+)
 
 from batch import IMAGE, Batch, Rollout, Row, Sampled, Update, pack
 from data import PromptData
@@ -110,11 +117,45 @@ def make_model_of_family(folder: Path, model_type: str, **changes: object) -> No
         "bos_token_id": build_tokenizer().pad_token_id,
     } | changes  # fmt: skip
     model = random_model(model_type, {name: x for name, x in sizes.items() if x is not None})
-    for parameter in model.parameters():
-        if parameter.ndim == 1:  # norms begin at 0 or 1, biases at 0: a wrong one would not show
-            torch.nn.init.normal_(parameter, parameter.mean().item(), 0.3)
+    vary_vectors(model)
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
+
+
+def vary_vectors(model: torch.nn.Module) -> None:
+    """Norms begin at 0 or 1, biases at 0: a wrong one would not show. Recurrences forget all at once: no leak would."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            mean = -3.0 if name.endswith("A_log") else parameter.mean().item()
+            torch.nn.init.normal_(parameter, mean, 0.3)
+
+
+def make_hybrid(folder: Path) -> None:
+    """A random Qwen3.5 as it is published: the text model in one with a tower and a layer that predicts further tokens.
+
+    The sizes of the heads are those that vLLM knows on CPUs.
+    """
+    tokenizer = build_tokenizer()
+    angles = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    text = {
+        "vocab_size": 64, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+        "max_position_embeddings": 64, "initializer_range": 0.1, "tie_word_embeddings": True,
+        "mamba_ssm_dtype": "float32", "output_gate_type": "swish", "attn_output_gate": True,
+        "rope_parameters": angles | {"mrope_section": [4, 2, 2], "mrope_interleaved": True},
+        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+    }  # fmt: skip
+    tower = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
+    config = Qwen3_5Config(text_config=text, vision_config=tower, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    vary_vectors(model)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | {"mtp.fc.weight": torch.ones(128, 256)}, file, metadata={"format": "pt"})
 
 
 def make_vision_model(folder: Path) -> Path:

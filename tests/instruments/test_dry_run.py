@@ -15,7 +15,15 @@ from helpers.runs import ENVIRONMENT, run_command
 from instruments import plan_memory as memory
 from instruments.dry_run import TABLE, config_of, dry_run, rows_of, setup_of
 from instruments.plan_advice import advised
-from instruments.plan_memory import checkpoint_bytes, gpu_phases, misfits, needed, pinned_share
+from instruments.plan_memory import (
+    checkpoint_bytes,
+    engine_parts,
+    gpu_phases,
+    misfits,
+    needed,
+    pinned_share,
+    sequences_at_once,
+)
 from instruments.plan_setup import GIB, Setup, shape_of
 from instruments.plan_time import forward_flops, traffic
 
@@ -113,6 +121,10 @@ def test_the_shapes_have_as_many_parameters_as_the_real_models():
         "Qwen/Qwen3-30B-A3B": 30_532_122_624,
         "allenai/OLMoE-1B-7B-0924": 6_919_161_856,
         "Qwen/Qwen1.5-MoE-A2.7B": 14_315_784_192,
+        "Qwen/Qwen3.5-0.8B": 752_393_024,  # without the tower: 873,438,784 with it
+        "Qwen/Qwen3.5-4B": 4_205_751_296,
+        "Qwen/Qwen3.5-9B": 8_953_803_264,
+        "Qwen/Qwen3.5-27B": 26_895_998_464,
     }
     active = {name: shapes[name].active_parameters for name in sizes}
     assert {name: round(each / 1e9, 1) for name, each in active.items() if each != sizes[name]} == {
@@ -127,6 +139,7 @@ def test_the_shapes_have_as_many_parameters_as_the_real_models():
         "google/gemma-3-270m": (4, 8),
         "google/gemma-3-1b-it": (4, 8),
         "allenai/Olmo-3-1025-7B": (2, 8),
+        **dict.fromkeys((name for name in sizes if "Qwen3.5" in name), (2, 8)),
     }
     vision = shapes["Qwen/Qwen2.5-VL-72B-Instruct"]
     assert vision.root_parameters - vision.root_trained == 704_573_696
@@ -148,6 +161,26 @@ def test_a_mixture_takes_memory_for_all_and_time_for_some_experts():
     assert forward_flops(model, 1, 1) == pytest.approx(2 * in_matrices, rel=1e-3)
     assert adapted.trainable == 48 * 32 * 17_408, "attention alone"
     assert full.flops == pytest.approx(0.2 * full.hardware.flops), "the products are small"
+
+
+def test_a_hybrid_has_keys_in_some_layers_and_states_in_the_others():
+    """Qwen3.5-9B: 8 of 32 layers have keys and values; a state is a matrix of 128 x 128 for each of 32 heads of values,
+    and three inputs of the convolution.
+    """
+    values = {"model": "Qwen/Qwen3.5-9B", "max_completion_tokens": 2048, "gradient_checkpointing": True}
+    full, adapted = setup(values, plan_gpus=8), setup(values, plan_gpus=8, lora_rank=16)
+    model, state = full.model, 32 * 128 * 128 + 3 * (2 * 16 + 32) * 128
+    assert model.kv_per_token == 8 * 2 * 4 * 256
+    assert model.state_bytes == 4 * state * (2 * 24 + 8)
+    sequence = full.engine.max_model_len * model.kv_per_token * 2 + model.state_bytes
+    assert sequences_at_once(full) == pytest.approx(engine_parts(full)["KV cache"] / sequence)
+    assert forward_flops(model, 100, 0) == 2 * 100 * 32 * model.layer_matrices + 2 * 8 * 4096 * 100**2
+    mlp = 3 * (4096 + 12288)
+    attention = (4096 + 8192) + 2 * (4096 + 1024) + 2 * 4096  # queries with their gates; keys, values; output
+    linear = (4096 + 8192) + 2 * 4096 + 2 * (4096 + 32) + 2 * 4096  # in one, gates, decays and rates, output
+    assert adapted.trainable == 16 * (32 * mlp + 8 * attention + 24 * linear)
+    assert setup(values, plan_gpus=8, lora_rank=16, lora_targets="q_proj").trainable == 8 * 16 * (4096 + 8192)
+    assert full.trainable == model.parameters
 
 
 @pytest.mark.parametrize(("name", "parameters", "reason"), [

@@ -5,6 +5,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from transformers import Qwen2Config
 
 from engine.options import Demand, engine_options
 from flags import EngineSettings
@@ -82,10 +83,11 @@ def test_each_token_of_the_longest_completion_reads_the_weights():
 
 
 @pytest.mark.parametrize(("prompts", "running"), [(8, 64), (1024, MOST_ON_GPU)])
-def test_the_plan_has_the_sequences_that_the_engine_starts_with(prompts, running):
+def test_the_plan_has_the_sequences_that_the_engine_starts_with(prompts, running, monkeypatch):
     """The engine is planned with the number of sequences that it is started with. Not vLLM's default, which
     depends on the GPU (256 on an A100, 1,024 on an H100).
     """
+    monkeypatch.setattr("engine.options.load_config", lambda path: Qwen2Config())
     for gpu in ("A100-80GB", "H100-80GB"):
         short = "--max_prompt_tokens 64 --max_completion_tokens 64"
         found = plan("short", f"--prompts_per_step {prompts} {short} --plan_gpus 1 --plan_gpu {gpu}")

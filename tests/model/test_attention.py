@@ -8,13 +8,16 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import moe
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
+import policy
 from batch import pack
-from helpers.made_up import RAGGED, load_policy, make_rollout, unpacked_logprobs
+from helpers.made_up import RAGGED, load_policy, make_rollout, unpacked_logprobs, vary_vectors
 from model import attention
-from model.attention import check_device
-from model.packed import Segment
+from model.attention import check_device, make_packing
+from model.packed import Packing, Segment
 
+CUDA = torch.device("cuda")
 WINDOW = 16
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -26,7 +29,12 @@ FAMILY_SIZES = {  # what differs from the sizes of `random_model`
     "qwen3_moe": EXPERTS,
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 32},
     "olmoe": EXPERTS | {"head_dim": None},
-}
+    # Rotary angles for a part of a head; more heads of values than of keys; both of other widths than attention's.
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+    },
+}  # fmt: skip
 SEVERAL_RECTANGLES = [70, 5, 100, 30, 66]  # on CPU: of lengths so different that they do not all share one
 
 
@@ -41,17 +49,27 @@ def random_model(folder: Path, architecture: str) -> Path:
     sizes = {key: value for key, value in (sizes | FAMILY_SIZES.get(name, {})).items() if value is not None}
     config = AutoConfig.for_model(name, **sizes, initializer_range=0.12)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():
-        if parameter.ndim == 1:  # norms begin at 1, biases at 0: a wrong one would not show
-            torch.nn.init.normal_(parameter, parameter.mean().item(), 0.3)
+    vary_vectors(model)
     model.save_pretrained(folder)
     return folder
+
+
+def delta_rule(query, key, value, g, beta, **unused):
+    """The gated delta rule by its definition (arXiv 2412.06464, equation 10), in the dtype of the inputs."""
+    query, key = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (query, key))
+    state, outputs = 0.0, []  # [S, heads, width of keys, width of values]
+    for t in range(key.shape[1]):
+        q, k, v, b, decay = query[:, t, ..., None], key[:, t, ..., None], value[:, t], beta[:, t], g[:, t].exp()
+        state = state * decay[..., None, None]
+        state = state + k * (b[..., None] * (v - (k * state).sum(-2)))[..., None, :]
+        outputs.append((q * state).sum(-2) * key.shape[-1] ** -0.5)
+    return torch.stack(outputs, 1), state
 
 
 MODELS = [
     ("policy", 1.0), ("policy", 0.7), ("untied_policy", 1.0), ("llama", 0.7), ("qwen3", 0.7), ("qwen3, tied", 1.0),
     ("seed_oss", 1.0),  # whose residual_dropout of 0.1 must never be on
-    ("qwen3_moe", 1.0), ("qwen2_moe", 0.7), ("olmoe", 1.0),
+    ("qwen3_moe", 1.0), ("qwen2_moe", 0.7), ("olmoe", 1.0), ("qwen3_5_text", 0.7),
 ]  # fmt: skip
 FORMS = [
     (False, RAGGED, 4, 1), (True, RAGGED, 4, 1), (False, SEVERAL_RECTANGLES, 4, 1), (False, RAGGED, 4, 4),
@@ -82,6 +100,7 @@ def test_packed_logprobs_and_gradients_equal_those_unpacked(
     # Its eager attention rounds probabilities to fp32, which only windows need to be compared with.
     kind = "eager" if (model, temperature) in WINDOWED else "sdpa"
     monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: False)  # its kernel has no fp64
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", delta_rule)  # nor has its own
     plain = {"dtype": torch.float64, "attn_implementation": kind, "experts_implementation": "eager"}
     alone = AutoModelForCausalLM.from_pretrained(path, **plain)
     rollout = make_rollout(lengths, prompt_length, group_size=group_size)
@@ -90,7 +109,7 @@ def test_packed_logprobs_and_gradients_equal_those_unpacked(
     assert len(batch.labels_N) == rollout.sequence_lengths_B.sum() - num_shared
     weights = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(0))
     passes = []
-    packed.layers[0].self_attn.register_forward_hook(lambda *_: passes.append(1))
+    packed.layers[0].register_forward_pre_hook(lambda *_: passes.append(1))
     logprobs = packed(batch, temperature)[0][batch.loss_mask_N]
     expected = unpacked_logprobs(alone, rollout, temperature)
     torch.testing.assert_close(logprobs.double(), expected, atol=2e-6, rtol=0)
@@ -109,7 +128,29 @@ def test_rectangles_hold_sequences_of_similar_length():
     assert attention.padded_packing(equal.segments_S).rectangles == [(50, 12)]
 
 
-@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma3_text"])
+def test_without_rows_a_recurrence_goes_on_into_the_next_sequence(tmp_path, monkeypatch):
+    """What transformers has for packed sequences changes nothing: its code drops it, unless another library is there.
+    The first sequence is right in any case.
+    """
+    path, rollout = random_model(tmp_path, "qwen3_5_text"), make_rollout([30, 20])
+    batch = pack(rollout, [0, 1])
+    with monkeypatch.context() as patch:
+        patch.setattr(policy, "run_in_rows", lambda layers: False)
+        leaking = load_policy(path)
+    ends = F.pad(torch.tensor(batch.lengths_S).cumsum(0), (1, 0)).int()
+    inputs = {"input_ids": batch.input_ids_N[None], "position_ids": batch.position_ids_N[None], "use_cache": False}
+    inputs |= {"packing": attention.padded_packing(batch.segments_S)}
+    with torch.no_grad():
+        right = load_policy(path)(batch, 1.0).logprobs_N[batch.loss_mask_N]
+        found = leaking(batch, 1.0).logprobs_N[batch.loss_mask_N]
+        plain = leaking.model.get_decoder()(**inputs).last_hidden_state
+        with_ends = leaking.model.get_decoder()(**inputs, cu_seq_lens_q=ends, cu_seq_lens_k=ends).last_hidden_state
+    gaps = (right - found).abs()
+    assert gaps[:30].max() < 1e-5 and gaps[30:].mean() > 0.05
+    assert torch.equal(plain, with_ends), "if transformers now parts sequences, rows may be needed no more"
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma3_text", "qwen3_5_text"])
 def test_cuda_packing_gives_the_kernel_what_the_cpu_computes(name, tmp_path, monkeypatch):
     """Packing for CUDA gives the kernel what the rectangles give the CPU. The kernel by its documentation:
     cumulative lengths, causal, the last query sees the last key, and the window is the number of keys before a query.
@@ -137,12 +178,13 @@ def test_cuda_packing_gives_the_kernel_what_the_cpu_computes(name, tmp_path, mon
             with monkeypatch.context() as patch:
                 if kernel:
                     patch.setattr(attention, "varlen_attn", varlen_attn)
-                    patch.setattr(attention, "padded_packing", attention.varlen_packing)
+                    patch.setattr(Packing, "to", lambda packing, device: packing)
+                    patch.setattr(policy, "make_packing", lambda segments, _, rows: make_packing(segments, CUDA, rows))
                 logprobs = model(batch, 1.0)[0]
             found.append([logprobs.detach(), *torch.autograd.grad(logprobs.square().sum(), [*model.parameters()])])
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5 * a.abs().max().item(), rtol=1e-4)
-    expected = {"qwen2": {-1}, "mistral": {WINDOW - 1}, "gemma3_text": {WINDOW - 1, -1}}
+    expected = {"qwen2": {-1}, "mistral": {WINDOW - 1}, "gemma3_text": {WINDOW - 1, -1}, "qwen3_5_text": {-1}}
     assert windows == expected[name]
 
 

@@ -23,7 +23,7 @@ import evaluate
 from helpers.made_up import flags
 from instruments.dry_run import dry_run
 from load_inputs import load_inputs
-from model.sizes import MIXTURES, check_config, check_cpu_experts, check_path
+from model.sizes import HYBRIDS, MIXTURES, check_config, check_cpu_kernels, check_path
 
 
 def check(config: PretrainedConfig, tensor_parallel_size: int = 1) -> None:
@@ -70,6 +70,12 @@ NOT_COMPUTED = {  # words of the sentence -> config
     "has clip_qkv = 8.0 beside experts, where None alone is computed alike": AutoConfig.for_model(
         "olmoe", clip_qkv=8.0
     ),
+    "has output_gate_type = sigmoid beside linear_attention, where swish .*: use Qwen3.5-0.8B": AutoConfig.for_model(
+        "qwen3_5_text", output_gate_type="sigmoid"
+    ),
+    "has 256 experts and layers of the kind linear_attention; .* use Qwen3-30B-A3B, Qwen3.5-0.8B to 27B, Qwen3-0.6B": (
+        AutoConfig.for_model("qwen3_5_moe_text")
+    ),
     "has dropout = 0.1": OPTConfig(),
     "has latent attention": PretrainedConfig(kv_lora_rank=64, num_attention_heads=4),
     "has logits_scaling = 8.0": AutoConfig.for_model("hyperclovax", logits_scaling=8.0),  # it multiplies by it
@@ -92,7 +98,7 @@ def test_models_at_the_limits_pass():
     check(Qwen2Config(sliding_window=16, use_sliding_window=True, max_window_layers=0))
     for name in ("llama", "qwen3", "qwen2_5_vl", "olmo2", "glm4", "smollm3", "phi3", "starcoder2"):
         check(AutoConfig.for_model(name))
-    for name in ("gemma3_text", "olmo3", "ministral", "exaone4", "cwm", *MIXTURES):
+    for name in ("gemma3_text", "olmo3", "ministral", "exaone4", "cwm", *MIXTURES, *HYBRIDS):
         check(AutoConfig.for_model(name))
     check(AutoConfig.for_model("granite", logits_scaling=8.0))
 
@@ -182,7 +188,7 @@ OTHERS = {  # architecture, one for each place in which a config tells it -> wha
     "dbrx": "4 experts",
     "qwen3_vl_moe": "(qwen3_vl_moe_text) has 60 experts",
     "llama4": "16 experts and layers of the kind chunked_attention",
-    "qwen3_5": "(qwen3_5_text) has layers of the kind linear_attention; needed is a dense model",
+    "olmo_hybrid": "(olmo_hybrid) has layers of the kind linear_attention; needed is a dense model",
     "rwkv": "no attention heads",
 }
 
@@ -201,14 +207,26 @@ def test_experts_have_sizes_that_the_engine_takes():
     """An engine divides each expert among its ranks, on CPU into multiples of 32."""
     config = AutoConfig.for_model("qwen2_moe", moe_intermediate_size=1408, shared_expert_intermediate_size=5632)
     check(config, 16)  # 88 on a GPU
-    check_cpu_experts("m", config, 4)
+    check_cpu_kernels("m", config, "float32", 4)
     with pytest.raises(ValueError, match="multiples of 32, not 2048 and 176; use GPUs"):
-        check_cpu_experts("m", config, 8)
+        check_cpu_kernels("m", config, "float32", 8)
     with pytest.raises(ValueError, match="multiples of 32, not 2000 and 1024; use GPUs"):
-        check_cpu_experts("m", AutoConfig.for_model("olmoe", hidden_size=2000, intermediate_size=1024), 1)
-    check_cpu_experts("m", Qwen2Config(hidden_size=2000), 1)
+        check_cpu_kernels("m", AutoConfig.for_model("olmoe", hidden_size=2000, intermediate_size=1024), "float32", 1)
+    check_cpu_kernels("m", Qwen2Config(hidden_size=2000), "float32", 1)
     with pytest.raises(ValueError, match="5632 or 1408 units of an MLP and 151936 logits; use one of 1, 2, 4, 8, 16"):
         check(AutoConfig.for_model("qwen2_moe", num_attention_heads=32, num_key_value_heads=32), 3)
+
+
+def test_linear_attention_has_heads_and_a_dtype_that_the_engine_takes():
+    config = AutoConfig.for_model("qwen3_5_text", num_attention_heads=24, num_key_value_heads=4)
+    check(config, 8)
+    with pytest.raises(ValueError, match="cannot divide 24 attention heads"):  # nor 16 of linear attention
+        check(config, 12)
+    check_cpu_kernels("m", config, "bfloat16", 1)
+    for dtype, width in (("float32", 128), ("bfloat16", 32)):
+        config.linear_key_head_dim = config.linear_value_head_dim = width
+        with pytest.raises(ValueError, match=f"not in {dtype} for {width} and {width}; give that dtype, or use"):
+            check_cpu_kernels("m", config, dtype, 1)
 
 
 def test_rotary_angles_that_change_with_the_batch_are_refused():

@@ -33,7 +33,7 @@ from model.packed import Packing, Segment
 from model.special_tokens import special_tokens
 
 if TYPE_CHECKING:
-    from model.head import Teacher
+    from model.head import Kept, Teacher
     from model.vision import BatchImages, PromptImages
 
 IMAGE = "<image>"  # in a prompt: the place of an image
@@ -252,6 +252,7 @@ class Batch:
     teacher: Callable[[], Teacher] | None = None  # runs the reference, for a KL over the vocabulary
     kl_N: Tensor | None = None  # float32, that KL of each position; None: of sampled tokens, or not known yet
     agrees_N: Tensor | None = None  # float32, 1 where policy and reference find the same token the likeliest
+    kept: Kept | None = None  # what the sampler could draw at the K trained positions; None: all, or not known yet
 
     @property
     def lengths_S(self) -> tuple[int, ...]:

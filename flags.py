@@ -135,6 +135,11 @@ GROUPS["batch, counted in prompts"] = [
 GROUPS["sampling"] = [
     # vLLM would silently raise a temperature below 0.01; the trainer would not. It refuses one above 2.
     flag("--temperature", 1.0, "sampling temperature; the trainer divides its logits by it, too", (0.01, 2)),
+    # On CPUs alone: `check_kept` of inputs/checks.py says why. docs/algorithm.md, top_p and top_k
+    flag("--top_p", 1.0, "a token is sampled from the likeliest ones with this probability, and the trainer compares "
+         "log-probs over these; CPUs only; 1: from all", (TINY, 1)),
+    flag("--top_k", 0, "a token is sampled from the so many likeliest ones, before --top_p; CPUs only; 0: from all",
+         (0, INF)),
     flag("--max_completion_tokens", 1024, "completions are truncated after this many tokens", (1, INF)),
     flag("--partial_rollouts", False, "a step ends when its prompts' worth of groups is finished, out of half as many "
          "again; unfinished completions go on in the next one, under its weights; only with --engine colocated"),
@@ -446,7 +451,8 @@ class Sampling(Settings):  # how often and how a set of prompts is sampled: the 
     num_samples: int
     temperature: float
     max_completion_tokens: int
-    top_p: float = 1.0
+    top_p: float
+    top_k: int
 
 
 class Recording(Settings):  # what a run tells and keeps

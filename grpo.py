@@ -452,6 +452,7 @@ class Algorithm:
     entropy_coef: float
     group_size: int
     temperature: float  # logits are divided by it, in the sampler and in the trainer
+    cut: tuple[int, float] | None  # top_k and top_p, which leave out tokens in the sampler; None: none is left out
     num_iterations: int  # passes over a rollout
     most_lag: int  # steps that the weights that sample may be behind; 0: they are the trained ones
     description: str  # what the flags amount to, in words: the log's first line
@@ -536,6 +537,8 @@ def measured(
     }
     for name in algorithm.loss_metrics:
         means[f"loss/{name}"] = loss.metrics[name]
+    if batch.kept is not None:
+        means |= measured_kept(batch)
     if algorithm.most_lag:
         for lag in range(algorithm.most_lag + 1):
             is_lag_N = (batch.lags_N == lag).float()
@@ -543,6 +546,16 @@ def measured(
             means[f"policy/rollout_gap_lag_{lag}"] = gap_N * is_lag_N
     maxima = {"policy/ratio_max": loss.ratio, "policy/ratio_min": -loss.ratio, "policy/rollout_gap_max": gap_N}
     return means, maxima
+
+
+def measured_kept(batch: Batch) -> dict[str, Tensor]:
+    """The values that the metrics average over tokens, of what the sampler kept."""
+    trained_K, zeros_N = batch.trained_K, torch.zeros_like(batch.rollout_logprobs_N)
+    counts_K = torch.bincount(batch.kept.places_J, minlength=len(trained_K)).float()
+    return {
+        "policy/kept_tokens": zeros_N.index_copy(0, trained_K, counts_K),
+        "policy/kept_missed": zeros_N.index_copy(0, trained_K, batch.kept.is_missed_T.float()),
+    }
 
 
 def measured_kl(batch: Batch, x_N: Tensor, algorithm: Algorithm) -> dict[str, Tensor]:

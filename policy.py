@@ -31,7 +31,7 @@ from fsdp_utils import World, full_tensors, local_shard, own_rows, shard
 from model import lora as adapters
 from model.attention import make_packing
 from model.experts import ExpertLoads
-from model.head import Teacher, chunked_logprobs
+from model.head import Cut, Kept, Logits, Teacher, chunked_logprobs, find_kept
 from model.optimizer import make_optimizer
 from model.sizes import active_share, head_dim
 from model.vision import BatchImages, PromptImages, embed, tower_of
@@ -51,6 +51,7 @@ class TokenScores(NamedTuple):
     ref_logprobs_N: Tensor | None = None
     kl_N: Tensor | None = None
     agrees_N: Tensor | None = None
+    kept: Kept | None = None  # with a cut, or where the batch has it
 
 
 class Policy(adapters.WithAdapter):
@@ -90,17 +91,29 @@ class Policy(adapters.WithAdapter):
         return list(self.model.get_decoder().layers)
 
     def forward(
-        self, batch: Batch, temperature: float, trains_entropy: bool = False, teacher: Teacher | None = None
+        self,
+        batch: Batch,
+        temperature: float,
+        trains_entropy: bool = False,
+        teacher: Teacher | None = None,
+        cut: Cut | None = None,
     ) -> TokenScores:
-        """The scores of the labels; `trains_entropy`: their entropies have a gradient."""
+        """The scores of the labels, over what is kept at each of them; `trains_entropy`: entropies have a gradient.
+
+        `cut`: what is kept is found by the policy as it is, in place of `batch.kept`.
+        """
         trained_K, head = batch.trained_K, self.model.get_output_embeddings()
         hidden_KD, labels_K = self._trained_hidden(batch), batch.labels_N.index_select(0, trained_K)
         temperature *= self.logits_divisor
+        kept = batch.kept
+        if cut is not None:
+            kept = find_kept(hidden_KD, head.weight, labels_K, temperature, cut, self.head_dtype)
         # Not `head(hidden)`: the logits of all positions would take more memory than the model.
-        scores = chunked_logprobs(hidden_KD, head, labels_K, temperature, trains_entropy, self.head_dtype, teacher)
+        made = Logits(self.head_dtype, kept)
+        scores = chunked_logprobs(hidden_KD, head, labels_K, temperature, trains_entropy, made, teacher)
         # Back to all positions, so that whatever adds up over them needs one kind of index.
         zeros_N = torch.zeros(len(batch.labels_N), device=trained_K.device)
-        return TokenScores(*(zeros_N.index_copy(0, trained_K, values_K) for values_K in scores))
+        return TokenScores(*(zeros_N.index_copy(0, trained_K, values_K) for values_K in scores), kept=kept)
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(hidden_KD, weight_VD): what the head multiplies at the trained positions. A `Teacher` is made of them."""

@@ -104,14 +104,15 @@ def loss_weights(lengths_B: Tensor, indices_of_updates: list[np.ndarray], algori
 def add_logprobs(updates: list[Update], policy: Policy, reference: Policy | None, algorithm: Algorithm) -> list[Update]:
     """The updates with the log-probs that they need, under weights that have not changed yet.
 
-    The first update makes its own old log-probs, unless it drops inputs, its batches are used again, or the KL belongs
-    to the reward; the sampler's own need no pass. With LoRA the reference is the policy, with its adapter off. A
+    The first update makes its own old log-probs, unless it drops inputs, its batches are used again, the KL belongs to
+    the reward, or this pass must find what the sampler kept; the sampler's own need no pass. With LoRA the reference is the policy, with its adapter off. A
     reference that is followed over the vocabulary runs beside the update: the distributions of a step would not fit.
     """
     if algorithm.old_logprobs == "rollout":
         updates = [update.map(use_sampler_logprobs) for update in updates]
     else:
         needs_all = policy.has_dropout or algorithm.num_iterations > 1 or algorithm.has_penalties
+        needs_all |= algorithm.cut is not None
         # Until the first optimizer step the policy is the old policy: that update's own pass has
         # the old log-probs.
         first = 0 if needs_all else 1
@@ -145,15 +146,20 @@ def run_teacher(reference: Policy, batch: Batch, algorithm: Algorithm) -> Teache
 
 @torch.no_grad()
 def logprobs_under(model: Policy, field: str, update: Update, algorithm: Algorithm) -> Update:
-    """The update with `field` (old_logprobs_N or ref_logprobs_N) set to the model's log-probs of its tokens."""
+    """The update with `field` (old_logprobs_N or ref_logprobs_N) set to the model's log-probs of its tokens.
+
+    The policy that has sampled finds what the sampler kept: later policies and the reference are compared over that.
+    """
+    is_old = field == "old_logprobs_N"
 
     def scored(batch: Batch) -> Batch:
-        hinted = batch.hinted if field == "ref_logprobs_N" else None
-        logprobs_N = model(hinted or batch, algorithm.temperature).logprobs_N
+        hinted = None if is_old or batch.hinted is None else replace(batch.hinted, kept=batch.kept)
+        scores = model(hinted or batch, algorithm.temperature, cut=algorithm.cut if is_old else None)
+        logprobs_N = scores.logprobs_N
         if hinted is not None:  # the same tokens in the same order, at other positions
             logprobs_K = logprobs_N.index_select(0, hinted.trained_K)
             logprobs_N = torch.zeros_like(batch.rollout_logprobs_N).index_copy(0, batch.trained_K, logprobs_K)
-        return replace(batch, **{field: logprobs_N})
+        return replace(batch, kept=scores.kept, **{field: logprobs_N})
 
     update = replace(update.map(scored), num_passes=update.num_passes + 1)
     # FSDP keeps the last layer gathered for a backward pass that does not follow.

@@ -43,8 +43,10 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     check_common_flags(args)
     flag = all_given(args)
     checks = check_loss, check_groups, check_reward, check_hints, check_memory, check_servers, check_replay
-    for check in (*checks, check_evaluation):
+    for check in (*checks, check_cut, check_evaluation):
         check(args, flag)
+    if args.dry_run:
+        check_on_gpus(args)
     check_waits(args, flag, num_ranks)
     check_tracker(args.track)
 
@@ -92,6 +94,42 @@ def check_loss(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     if args.kl_over == "sampled" and args.advantage == "zero" and args.kl_estimator in ("k1", "none"):
         raise ValueError(
             f"{flag.kl_estimator} as a loss has a gradient of mean zero, so --advantage zero learns nothing; use k2."
+        )
+
+
+def check_cut(args: argparse.Namespace, flag: SimpleNamespace) -> None:
+    """Checks --top_p and --top_k. What the sampler kept is found by the trainer, in its pass for old log-probs."""
+    if not (cut := given_cut(args)):
+        return
+    others = {
+        flag.engine: args.engine != "colocated",
+        flag.partial_rollouts: args.partial_rollouts,
+        flag.replay: args.replay,
+        flag.old_logprobs: args.old_logprobs == "rollout",
+    }
+    for other, is_chosen in others.items():
+        if is_chosen:
+            raise ValueError(
+                f"{cut} with {other}: the trainer finds which tokens the sampler kept, "
+                "by a pass of its own with the weights that sampled; leave one of them out."
+            )
+    if args.kl_over == "vocabulary":
+        raise ValueError(
+            f"{cut} with {flag.kl_over}, of which the sampler kept a part alone; use --kl_over sampled, or leave it out."
+        )
+
+
+def given_cut(args: argparse.Namespace) -> str:
+    """--top_p or --top_k as it was written; empty if neither leaves out a token."""
+    return next((given(FLAGS[name], args) for name in ("--top_p", "--top_k") if FLAGS[name].is_changed(args)), "")
+
+
+def check_on_gpus(args: argparse.Namespace) -> None:
+    """Raises ValueError for flags that only CPUs have."""
+    if cut := given_cut(args):
+        raise ValueError(
+            f"{cut} is for CPUs: on GPUs the trainer's logits are too far from the sampler's to tell which tokens it "
+            "kept; leave it out."
         )
 
 
@@ -288,6 +326,8 @@ def check_replay(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         raise ValueError(
             f"{flag.reference_every} with {flag.from_step}: the checkpoints of --replay hold no reference; begin at 1."
         )
+    if replayed.get("top_p", 1) < 1 or replayed.get("top_k"):
+        raise ValueError(f"{flag.replay}: it sampled with --top_p or --top_k, and rollouts do not say what these kept.")
     for name in FIXED_BY_ROLLOUTS:
         if name in replayed and replayed[name] != getattr(args, name):
             written, value = getattr(flag, name), replayed[name]

@@ -252,7 +252,8 @@ class Batch:
     teacher: Callable[[], Teacher] | None = None  # runs the reference, for a KL over the vocabulary
     kl_N: Tensor | None = None  # float32, that KL of each position; None: of sampled tokens, or not known yet
     agrees_N: Tensor | None = None  # float32, 1 where policy and reference find the same token the likeliest
-    kept: Kept | None = None  # what the sampler could draw at the K trained positions; None: all, or not known yet
+    cut: tuple[int, float] | None = None  # --top_k and --top_p; None: the sampler leaves nothing out
+    kept: Kept | None = None  # what these kept at the K trained positions; None: the first pass is to find it
 
     @property
     def lengths_S(self) -> tuple[int, ...]:

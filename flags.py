@@ -135,11 +135,9 @@ GROUPS["batch, counted in prompts"] = [
 GROUPS["sampling"] = [
     # vLLM would silently raise a temperature below 0.01; the trainer would not. It refuses one above 2.
     flag("--temperature", 1.0, "sampling temperature; the trainer divides its logits by it, too", (0.01, 2)),
-    # On CPUs alone: `check_kept` of inputs/checks.py says why. docs/algorithm.md, top_p and top_k
-    flag("--top_p", 1.0, "a token is sampled from the likeliest ones with this probability, and the trainer compares "
-         "log-probs over these; CPUs only; 1: from all", (TINY, 1)),
-    flag("--top_k", 0, "a token is sampled from the so many likeliest ones, before --top_p; CPUs only; 0: from all",
-         (0, INF)),
+    flag("--top_p", 1.0, "tokens are sampled from the likeliest ones with this probability, over which the trainer "
+         "compares, too; only with --dtype float32, so not on GPUs; 1: from all", (TINY, 1)),
+    flag("--top_k", 0, "tokens are sampled from the so many likeliest ones, before --top_p; 0: from all", (0, INF)),
     flag("--max_completion_tokens", 1024, "completions are truncated after this many tokens", (1, INF)),
     flag("--partial_rollouts", False, "a step ends when its prompts' worth of groups is finished, out of half as many "
          "again; unfinished completions go on in the next one, under its weights; only with --engine colocated"),

@@ -538,7 +538,10 @@ def measured(
     for name in algorithm.loss_metrics:
         means[f"loss/{name}"] = loss.metrics[name]
     if batch.kept is not None:
-        means |= measured_kept(batch)
+        counts_K = torch.bincount(batch.kept.places_J, minlength=len(batch.trained_K))
+        kept = {"policy/kept_mean": counts_K, "policy/kept_missed": batch.kept.is_missed_T}
+        for name, values_K in kept.items():
+            means[name] = torch.zeros_like(gap_N).index_copy(0, batch.trained_K, values_K.float())
     if algorithm.most_lag:
         for lag in range(algorithm.most_lag + 1):
             is_lag_N = (batch.lags_N == lag).float()
@@ -546,16 +549,6 @@ def measured(
             means[f"policy/rollout_gap_lag_{lag}"] = gap_N * is_lag_N
     maxima = {"policy/ratio_max": loss.ratio, "policy/ratio_min": -loss.ratio, "policy/rollout_gap_max": gap_N}
     return means, maxima
-
-
-def measured_kept(batch: Batch) -> dict[str, Tensor]:
-    """The values that the metrics average over tokens, of what the sampler kept."""
-    trained_K, zeros_N = batch.trained_K, torch.zeros_like(batch.rollout_logprobs_N)
-    counts_K = torch.bincount(batch.kept.places_J, minlength=len(trained_K)).float()
-    return {
-        "policy/kept_tokens": zeros_N.index_copy(0, trained_K, counts_K),
-        "policy/kept_missed": zeros_N.index_copy(0, trained_K, batch.kept.is_missed_T.float()),
-    }
 
 
 def measured_kl(batch: Batch, x_N: Tensor, algorithm: Algorithm) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_ma
 from grading.own import files_of
 from hints import Hints
 from inputs.agreement import ROOT, check_same_start, digest, digests_of
-from inputs.checks import LOOPBACK, check_on_gpus, given, ranks_per_engine
+from inputs.checks import LOOPBACK, given, ranks_per_engine
 from inputs.sources import name_of_source, read_system_prompt
 from model.attention import check_device
 from model.lora import check_lora
@@ -63,9 +63,7 @@ def load_inputs(args: Namespace) -> Inputs:
     engine_share = args.gpu_memory_utilization if args.engine == "colocated" else 0.0
     server_gpus = len(args.generation_gpus) if int(os.environ.get("RANK", "0")) < local_world_size() else 0
     check_launch(num_ranks, args.dtype, engine_share, server_gpus)  # servers are on the first node
-    if torch.cuda.is_available():
-        check_on_gpus(args)
-    elif args.compile:
+    if args.compile and not torch.cuda.is_available():
         check_cpp_compiler()
     check_places(args)
     eval_options = args.eval_samples, args.eval_temperature, args.eval_max_completion_tokens, args.eval_top_p

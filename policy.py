@@ -31,7 +31,7 @@ from fsdp_utils import World, full_tensors, local_shard, own_rows, shard
 from model import lora as adapters
 from model.attention import make_packing
 from model.experts import ExpertLoads
-from model.head import Cut, Kept, Logits, Teacher, chunked_logprobs, find_kept
+from model.head import HeadOptions, Kept, Teacher, chunked_logprobs, find_kept
 from model.optimizer import make_optimizer
 from model.sizes import active_share, head_dim
 from model.vision import BatchImages, PromptImages, embed, tower_of
@@ -51,7 +51,7 @@ class TokenScores(NamedTuple):
     ref_logprobs_N: Tensor | None = None
     kl_N: Tensor | None = None
     agrees_N: Tensor | None = None
-    kept: Kept | None = None  # with a cut, or where the batch has it
+    kept: Kept | None = None  # that of the batch, or what this pass has found
 
 
 class Policy(adapters.WithAdapter):
@@ -91,26 +91,18 @@ class Policy(adapters.WithAdapter):
         return list(self.model.get_decoder().layers)
 
     def forward(
-        self,
-        batch: Batch,
-        temperature: float,
-        trains_entropy: bool = False,
-        teacher: Teacher | None = None,
-        cut: Cut | None = None,
+        self, batch: Batch, temperature: float, trains_entropy: bool = False, teacher: Teacher | None = None
     ) -> TokenScores:
-        """The scores of the labels, over what is kept at each of them; `trains_entropy`: entropies have a gradient.
-
-        `cut`: what is kept is found by the policy as it is, in place of `batch.kept`.
-        """
+        """The scores of the labels; `trains_entropy`: their entropies have a gradient."""
         trained_K, head = batch.trained_K, self.model.get_output_embeddings()
         hidden_KD, labels_K = self._trained_hidden(batch), batch.labels_N.index_select(0, trained_K)
         temperature *= self.logits_divisor
         kept = batch.kept
-        if cut is not None:
-            kept = find_kept(hidden_KD, head.weight, labels_K, temperature, cut, self.head_dtype)
+        if kept is None and batch.cut is not None:
+            kept = find_kept(hidden_KD, head.weight, labels_K, temperature, batch.cut, self.head_dtype)
         # Not `head(hidden)`: the logits of all positions would take more memory than the model.
-        made = Logits(self.head_dtype, kept)
-        scores = chunked_logprobs(hidden_KD, head, labels_K, temperature, trains_entropy, made, teacher)
+        options = HeadOptions(self.head_dtype, kept)
+        scores = chunked_logprobs(hidden_KD, head, labels_K, temperature, trains_entropy, options, teacher)
         # Back to all positions, so that whatever adds up over them needs one kind of index.
         zeros_N = torch.zeros(len(batch.labels_N), device=trained_K.device)
         return TokenScores(*(zeros_N.index_copy(0, trained_K, values_K) for values_K in scores), kept=kept)

@@ -90,7 +90,7 @@ def pack_updates(
             if hinted:
                 batch = replace(batch, hinted=pack(hinted, chosen, group_size_of_hinted))
             batch = add_images(batch, images_B).to(world.device)
-            batches.append(add_packing(batch))
+            batches.append(replace(add_packing(batch), cut=algorithm.cut))
         num_tokens = max(int(trained_lengths_B[indices].sum()), 1)
         updates.append(Update(batches, num_tokens, plan.prompts_per_step))
     return updates
@@ -104,15 +104,15 @@ def loss_weights(lengths_B: Tensor, indices_of_updates: list[np.ndarray], algori
 def add_logprobs(updates: list[Update], policy: Policy, reference: Policy | None, algorithm: Algorithm) -> list[Update]:
     """The updates with the log-probs that they need, under weights that have not changed yet.
 
-    The first update makes its own old log-probs, unless it drops inputs, its batches are used again, the KL belongs to
-    the reward, or this pass must find what the sampler kept; the sampler's own need no pass. With LoRA the reference is the policy, with its adapter off. A
+    The first update makes its own old log-probs, unless it drops inputs, its batches are used again, or the KL belongs
+    to the reward; the sampler's own need no pass. With LoRA the reference is the policy, with its adapter off. A
     reference that is followed over the vocabulary runs beside the update: the distributions of a step would not fit.
     """
     if algorithm.old_logprobs == "rollout":
         updates = [update.map(use_sampler_logprobs) for update in updates]
     else:
         needs_all = policy.has_dropout or algorithm.num_iterations > 1 or algorithm.has_penalties
-        needs_all |= algorithm.cut is not None
+        needs_all |= algorithm.cut is not None  # all that follows is over what this pass finds that was kept
         # Until the first optimizer step the policy is the old policy: that update's own pass has
         # the old log-probs.
         first = 0 if needs_all else 1
@@ -146,15 +146,11 @@ def run_teacher(reference: Policy, batch: Batch, algorithm: Algorithm) -> Teache
 
 @torch.no_grad()
 def logprobs_under(model: Policy, field: str, update: Update, algorithm: Algorithm) -> Update:
-    """The update with `field` (old_logprobs_N or ref_logprobs_N) set to the model's log-probs of its tokens.
-
-    The policy that has sampled finds what the sampler kept: later policies and the reference are compared over that.
-    """
-    is_old = field == "old_logprobs_N"
+    """The update with `field` (old_logprobs_N or ref_logprobs_N) set to the model's log-probs of its tokens."""
 
     def scored(batch: Batch) -> Batch:
-        hinted = None if is_old or batch.hinted is None else replace(batch.hinted, kept=batch.kept)
-        scores = model(hinted or batch, algorithm.temperature, cut=algorithm.cut if is_old else None)
+        hinted = batch.hinted if field == "ref_logprobs_N" else None
+        scores = model(replace(hinted, kept=batch.kept) if hinted else batch, algorithm.temperature)
         logprobs_N = scores.logprobs_N
         if hinted is not None:  # the same tokens in the same order, at other positions
             logprobs_K = logprobs_N.index_select(0, hinted.trained_K)

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from itertools import chain, cycle
+from itertools import chain, cycle, product
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -45,8 +45,6 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     checks = check_loss, check_groups, check_reward, check_hints, check_memory, check_servers, check_replay
     for check in (*checks, check_cut, check_evaluation):
         check(args, flag)
-    if args.dry_run:
-        check_on_gpus(args)
     check_waits(args, flag, num_ranks)
     check_tracker(args.track)
 
@@ -98,39 +96,21 @@ def check_loss(args: argparse.Namespace, flag: SimpleNamespace) -> None:
 
 
 def check_cut(args: argparse.Namespace, flag: SimpleNamespace) -> None:
-    """Checks --top_p and --top_k. What the sampler kept is found by the trainer, in its pass for old log-probs."""
-    if not (cut := given_cut(args)):
-        return
+    cuts = {flag.top_p: args.top_p < 1, flag.top_k: args.top_k}
     others = {
-        flag.engine: args.engine != "colocated",
+        flag.dtype: args.dtype != "float32",  # both round bfloat16 in their own ways, and keep others at the border
+        flag.engine: args.engine == "server",
         flag.partial_rollouts: args.partial_rollouts,
         flag.replay: args.replay,
         flag.old_logprobs: args.old_logprobs == "rollout",
+        flag.kl_over: args.kl_over == "vocabulary",
     }
-    for other, is_chosen in others.items():
-        if is_chosen:
+    for cut, other in product(cuts, others):
+        if cuts[cut] and others[other]:
             raise ValueError(
-                f"{cut} with {other}: the trainer finds which tokens the sampler kept, "
-                "by a pass of its own with the weights that sampled; leave one of them out."
+                f"{cut} with {other}: the trainer finds which tokens the sampler kept by a pass of its own, in float32 "
+                "(CPUs only), with the weights that sampled, and compares these alone; leave one of them out."
             )
-    if args.kl_over == "vocabulary":
-        raise ValueError(
-            f"{cut} with {flag.kl_over}, of which the sampler kept a part alone; use --kl_over sampled, or leave it out."
-        )
-
-
-def given_cut(args: argparse.Namespace) -> str:
-    """--top_p or --top_k as it was written; empty if neither leaves out a token."""
-    return next((given(FLAGS[name], args) for name in ("--top_p", "--top_k") if FLAGS[name].is_changed(args)), "")
-
-
-def check_on_gpus(args: argparse.Namespace) -> None:
-    """Raises ValueError for flags that only CPUs have."""
-    if cut := given_cut(args):
-        raise ValueError(
-            f"{cut} is for CPUs: on GPUs the trainer's logits are too far from the sampler's to tell which tokens it "
-            "kept; leave it out."
-        )
 
 
 def check_groups(args: argparse.Namespace, flag: SimpleNamespace) -> None:

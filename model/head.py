@@ -48,9 +48,6 @@ class Teacher(NamedTuple):
     divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # one of `grpo.DIVERGENCES`
 
 
-Cut = tuple[int, float]  # --top_k (0: none), then --top_p (1: none): what a sampler leaves out
-
-
 class Kept(NamedTuple):
     """The tokens that are left of the vocabulary at each of T places, the label among them: J in all places."""
 
@@ -59,10 +56,10 @@ class Kept(NamedTuple):
     is_missed_T: Tensor  # bool: the sampler drew the label, but it had to be added
 
 
-class Logits(NamedTuple):
-    """How the logits of the head are made."""
+class HeadOptions(NamedTuple):
+    """How the head's logits are made."""
 
-    dtype: torch.dtype | None = None  # None: that of the head's weight
+    dtype: torch.dtype | None = None  # None: that of the weight
     kept: Kept | None = None  # None: the whole vocabulary
 
 
@@ -72,7 +69,7 @@ def chunked_logprobs(
     labels: Tensor,
     temperature: float,
     with_entropy_gradient: bool = False,
-    made: Logits = Logits(),
+    options: HeadOptions | None = None,
     teacher: Teacher | None = None,
 ) -> tuple[Tensor, ...]:
     """(log-probabilities of the labels, entropies in nats), float32, one per row of `hidden` [T, D].
@@ -81,8 +78,9 @@ def chunked_logprobs(
     models find the same token the likeliest, else 0.
     """
     assert head.bias is None, "no supported model has a head with a bias"
-    made = made._replace(dtype=made.dtype or head.weight.dtype)
-    settings = temperature, with_entropy_gradient, made, teacher and teacher.divergence
+    options = options or HeadOptions()
+    options = options._replace(dtype=options.dtype or head.weight.dtype)
+    settings = temperature, with_entropy_gradient, options, teacher and teacher.divergence
     teacher_tensors = (teacher.hidden_TD, teacher.weight_VD[: len(head.weight)]) if teacher else ()
     return _HeadLogprobs.apply(hidden, head.weight, labels, settings, *teacher_tensors)
 
@@ -99,13 +97,13 @@ class _HeadLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(hidden, weight, labels, *teacher_tensors)
         ctx.settings = settings
-        _, has_entropy_gradient, made, _ = settings
+        _, has_entropy_gradient, options, _ = settings
         outputs = [hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(5 if teacher_tensors else 2)]
         ctx.last_chunk = None
         for rows in chunks(len(labels), len(weight)):
             ctx.last_chunk = None  # before the next one is made
-            ctx.last_chunk = logits = kept_logits(hidden, weight, rows, made)
-            teacher_logits = chunk_of_teacher(teacher_tensors, rows, made.dtype)
+            ctx.last_chunk = logits = kept_logits(hidden, weight, rows, options)
+            teacher_logits = chunk_of_teacher(teacher_tensors, rows, options.dtype)
             chunk_values = by_rows(score, settings, logits, labels[rows], teacher_logits)
             for output, values in zip(outputs, chunk_values, strict=True):
                 output[rows] = values
@@ -119,14 +117,14 @@ class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, *teacher_tensors = ctx.saved_tensors
-        made = ctx.settings[2]
+        options = ctx.settings[2]
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for rows in reversed(chunks(len(labels), len(weight))):
             logits, ctx.last_chunk = ctx.last_chunk, None
             if logits is None:
-                logits = kept_logits(hidden, weight, rows, made)
-            teacher_logits = chunk_of_teacher(teacher_tensors, rows, made.dtype)
+                logits = kept_logits(hidden, weight, rows, options)
+            teacher_logits = chunk_of_teacher(teacher_tensors, rows, options.dtype)
             grads = [gradient[rows] for gradient in gradients]
             by_rows(replace_by_gradient, ctx.settings, logits, labels[rows], teacher_logits, *grads)
             del teacher_logits  # or its memory would still be held when the next chunk is computed
@@ -157,12 +155,12 @@ def chunk_logits(hidden: Tensor, weight: Tensor, head_dtype: torch.dtype) -> Ten
     return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
 
 
-def kept_logits(hidden: Tensor, weight: Tensor, rows: slice, made: Logits) -> Tensor:
+def kept_logits(hidden: Tensor, weight: Tensor, rows: slice, options: HeadOptions) -> Tensor:
     """The logits of these rows; those of tokens that are not kept are so low that their probability is exactly 0."""
-    logits = chunk_logits(hidden[rows], weight, made.dtype)
-    if made.kept is None:
+    logits = chunk_logits(hidden[rows], weight, options.dtype)
+    if options.kept is None:
         return logits
-    places_J, ids_J, _ = made.kept
+    places_J, ids_J, _ = options.kept
     first, end = torch.searchsorted(places_J, torch.tensor([rows.start, rows.stop], device=logits.device)).tolist()
     is_left_out = torch.ones_like(logits, dtype=torch.bool)
     is_left_out[places_J[first:end].long() - rows.start, ids_J[first:end].long()] = False
@@ -246,9 +244,9 @@ def log_probabilities(logits: Tensor, temperature: float) -> Tensor:
 
 @torch.no_grad()
 def find_kept(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, cut: Cut, head_dtype: torch.dtype | None = None
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, cut: tuple, head_dtype: torch.dtype | None
 ) -> Kept:
-    """What a sampler with these weights keeps at each row of `hidden` [T, D], and the labels: 8 bytes a token."""
+    """The labels, and what a sampler with these weights keeps at each row of `hidden` [T, D]; 8 bytes a token."""
     parts = [(labels[:0].int(), labels[:0].int(), labels[:0].bool())]  # a rank may have no labels
     for rows in chunks(len(labels), len(weight), sizes.HEAD_CHUNK_LOGITS // EAGER_PIECES):
         logits = chunk_logits(hidden[rows], weight, head_dtype or weight.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from batch import pack
 from helpers.made_up import RAGGED, load_policy, make_rollout
 from model import sizes
-from model.head import Logits, chunked_logprobs, find_kept, keep
+from model.head import HeadOptions, chunked_logprobs, find_kept, keep
 
 V, T, TEMPERATURE = 64, 20, 0.7
 CUTS = [(0, 0.9), (5, 1.0), (8, 0.6), (1, 1.0), (100, 1e-6)]
@@ -72,13 +72,15 @@ def test_values_and_gradients_are_those_of_a_softmax_over_what_was_kept(cut, has
     monkeypatch.setattr(sizes, "HEAD_CHUNK_LOGITS", 8 * 6 * V)  # chunks of 48 and 6 rows
     hidden, labels = random_labels()
     old = hidden + 0.3 * torch.randn(T, 16)
-    kept = find_kept(old, head.weight.detach(), labels, TEMPERATURE, cut)
+    kept = find_kept(old, head.weight.detach(), labels, TEMPERATURE, cut, None)
     is_kept = by_definition(old @ head.weight.detach().T / TEMPERATURE, *cut)
     assert kept.is_missed_T.equal(~is_kept.gather(-1, labels[:, None])[:, 0]) and kept.is_missed_T.any()
     is_kept.scatter_(-1, labels[:, None], True)
     monkeypatch.setattr(sizes, "HEAD_CHUNK_LOGITS", 6 * V)
     ours = [hidden.clone().requires_grad_(), head.weight]
-    logprobs, entropies = chunked_logprobs(ours[0], head, labels, TEMPERATURE, has_entropy_gradient, Logits(kept=kept))
+    logprobs, entropies = chunked_logprobs(
+        ours[0], head, labels, TEMPERATURE, has_entropy_gradient, HeadOptions(kept=kept)
+    )
     exact = [hidden.double().requires_grad_(), head.weight.detach().double().requires_grad_()]
     logits = (exact[0] @ exact[1].T / TEMPERATURE).masked_fill(~is_kept, -torch.inf)
     log_p = logits.log_softmax(-1)
@@ -93,19 +95,23 @@ def test_values_and_gradients_are_those_of_a_softmax_over_what_was_kept(cut, has
 
 def test_without_labels_nothing_is_kept(head):
     hidden, labels = random_labels()
-    kept = find_kept(hidden[:0], head.weight, labels[:0], 1.0, (5, 1.0))
+    kept = find_kept(hidden[:0], head.weight, labels[:0], 1.0, (5, 1.0), None)
     assert [len(values) for values in kept] == [0, 0, 0]
-    assert [len(x) for x in chunked_logprobs(hidden[:0], head, labels[:0], 1.0, made=Logits(kept=kept))] == [0, 0]
+    assert [len(x) for x in chunked_logprobs(hidden[:0], head, labels[:0], 1.0, options=HeadOptions(kept=kept))] == [
+        0,
+        0,
+    ]
 
 
 def test_a_later_policy_is_compared_over_what_the_first_one_kept(policy):
     """The set of the batch stays; over its own the policy would give other log-probs."""
     model, batch = load_policy(policy), pack(make_rollout(), list(range(len(RAGGED))))
+    batch = replace(batch, cut=(4, 0.8))
     with torch.no_grad():
-        first = model(batch, TEMPERATURE, cut=(4, 0.8))
+        first = model(batch, TEMPERATURE)
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-        later, own = model(replace(batch, kept=first.kept), TEMPERATURE), model(batch, TEMPERATURE, cut=(4, 0.8))
+        later, own = model(replace(batch, kept=first.kept), TEMPERATURE), model(batch, TEMPERATURE)
     assert all(a.equal(b) for a, b in zip(later.kept, first.kept, strict=True))
     assert (later.logprobs_N - own.logprobs_N).abs().max() > 0.1
     assert (first.logprobs_N[batch.loss_mask_N] <= 0).all() and not first.logprobs_N[~batch.loss_mask_N].any()

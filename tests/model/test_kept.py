@@ -69,7 +69,7 @@ def test_values_and_gradients_are_those_of_a_softmax_over_what_was_kept(cut, has
     """What was kept is found at other hidden states, as a policy has them that has moved. Within 1e-5; exactly 0 is
     the gradient of what no place has kept.
     """
-    monkeypatch.setattr(sizes, "HEAD_CHUNK_LOGITS", 8 * 6 * V)  # chunks of 48 and 6 rows
+    monkeypatch.setattr(sizes, "HEAD_CHUNK_LOGITS", 8 * 6 * V)  # to find it takes an eighth
     hidden, labels = random_labels()
     old = hidden + 0.3 * torch.randn(T, 16)
     kept = find_kept(old, head.weight.detach(), labels, TEMPERATURE, cut, None)
@@ -78,9 +78,8 @@ def test_values_and_gradients_are_those_of_a_softmax_over_what_was_kept(cut, has
     is_kept.scatter_(-1, labels[:, None], True)
     monkeypatch.setattr(sizes, "HEAD_CHUNK_LOGITS", 6 * V)
     ours = [hidden.clone().requires_grad_(), head.weight]
-    logprobs, entropies = chunked_logprobs(
-        ours[0], head, labels, TEMPERATURE, has_entropy_gradient, HeadOptions(kept=kept)
-    )
+    options = HeadOptions(kept=kept)
+    logprobs, entropies = chunked_logprobs(ours[0], head, labels, TEMPERATURE, has_entropy_gradient, options)
     exact = [hidden.double().requires_grad_(), head.weight.detach().double().requires_grad_()]
     logits = (exact[0] @ exact[1].T / TEMPERATURE).masked_fill(~is_kept, -torch.inf)
     log_p = logits.log_softmax(-1)
@@ -97,10 +96,8 @@ def test_without_labels_nothing_is_kept(head):
     hidden, labels = random_labels()
     kept = find_kept(hidden[:0], head.weight, labels[:0], 1.0, (5, 1.0), None)
     assert [len(values) for values in kept] == [0, 0, 0]
-    assert [len(x) for x in chunked_logprobs(hidden[:0], head, labels[:0], 1.0, options=HeadOptions(kept=kept))] == [
-        0,
-        0,
-    ]
+    scores = chunked_logprobs(hidden[:0], head, labels[:0], 1.0, options=HeadOptions(kept=kept))
+    assert [len(values) for values in scores] == [0, 0]
 
 
 def test_a_later_policy_is_compared_over_what_the_first_one_kept(policy):

@@ -57,7 +57,7 @@ from helpers.made_up import (
 )
 from inputs.choices import algorithm_of
 from model import lora as adapters
-from model.head import Kept
+from model.head import Kept, keep
 from policy import Policy
 from rollout import Engine
 from runtime.start import RunError
@@ -185,6 +185,9 @@ def findings(engine: object) -> dict[str, list[str]]:
 
 def kept(world: World, path: str) -> dict[tuple[int, float], dict[str, float]]:
     """By --top_k and --top_p: how far sampler and trainer are apart in log-probs, with the cut and without, ..."""
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch  # here: rollout.py prepares it
+
+    logits = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.1, 5, 200)[:, None]
     policy = sharded(load_policy(path), world)
     engine, found = start_engine(path, world, "float32", "float32"), {}
     engine.sync(policy.full_weights())
@@ -193,7 +196,10 @@ def kept(world: World, path: str) -> dict[tuple[int, float], dict[str, float]]:
         rollout = engine.sample(rows, Sampling(8, TEMPERATURE, 12, cut[1], cut[0]), (1,))
         sampled = sampler_logprobs(rollout)
         logprobs, kept = trainer_scores(policy, rollout, cut)
+        k, p = torch.full((200,), cut[0] or 64), torch.full((200,), cut[1])
+        theirs = apply_top_k_top_p_pytorch(logits.clone(), k, p if cut[1] < 1 else None, allow_cpu_sync=True)
         found[cut] = {
+            "is vLLM's": keep(logits, *cut).equal(theirs.isfinite()),
             "gap": (logprobs - sampled).abs().max().item(),
             "gap of the whole": (trainer_logprobs(policy, rollout) - sampled).abs().max().item(),
             "missed": int(kept.is_missed_T.sum()),

@@ -1,17 +1,21 @@
-"""--top_p and --top_k: what the trainer finds that the sampler kept is what vLLM keeps, and log-probs, entropies and
-gradients over it are those of their definition in float64, also when the policy has moved since.
+"""--top_p and --top_k: what the trainer finds that was kept, and log-probs, entropies and gradients over it, are those
+of their definition in float64, also when the policy has moved since.
 """
 
-from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
-from batch import pack
-from helpers.made_up import RAGGED, load_policy, make_rollout
+from batch import Rollout
+from helpers.made_up import ALONE, flags, load_policy, make_rollout, train_once, whole_update
+from inputs.choices import algorithm_of
 from model import sizes
 from model.head import HeadOptions, chunked_logprobs, find_kept, keep
+from update import add_logprobs
 
 V, T, TEMPERATURE = 64, 20, 0.7
 CUTS = [(0, 0.9), (5, 1.0), (8, 0.6), (1, 1.0), (100, 1e-6)]
@@ -45,17 +49,12 @@ def by_definition(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_the_kept_tokens_are_those_of_vllm(cut):
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
-
+def test_the_likeliest_are_kept(cut):
+    """The k likeliest, then of these the likeliest that reach p. tests/test_rollout.py asks vLLM."""
     torch.manual_seed(2)
     logits = torch.randn(200, V) * torch.linspace(0.1, 5, 200)[:, None]
-    top_k, top_p = cut
     wanted = by_definition(logits, *cut)
-    k, p = torch.full((200,), min(top_k or V, V)), torch.full((200,), top_p)
-    theirs = apply_top_k_top_p_pytorch(logits.clone(), k, p if top_p < 1 else None, allow_cpu_sync=True)
-    assert keep(logits, *cut).equal(wanted) and theirs.isfinite().equal(wanted)
-    assert wanted.sum(-1).min() < V
+    assert keep(logits, *cut).equal(wanted) and wanted.sum(-1).min() < V
 
 
 def test_what_is_as_likely_as_the_last_is_kept_too():
@@ -100,15 +99,59 @@ def test_without_labels_nothing_is_kept(head):
     assert [len(values) for values in scores] == [0, 0]
 
 
-def test_a_later_policy_is_compared_over_what_the_first_one_kept(policy):
-    """The set of the batch stays; over its own the policy would give other log-probs."""
-    model, batch = load_policy(policy), pack(make_rollout(), list(range(len(RAGGED))))
-    batch = replace(batch, cut=(4, 0.8))
+def over(kept: Tensor, model: nn.Module, rollout: Rollout) -> Tensor:
+    """The log-probs of the completions' tokens over these tokens [T, V], in float64, by the definition."""
+    logits, labels = logits_of(model, rollout), torch.from_numpy(np.concatenate(rollout.completions)).long()
+    return logits.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+
+
+@torch.no_grad()
+def logits_of(model: nn.Module, rollout: Rollout) -> Tensor:
+    """[T, V], float64, at the temperature: sequence after sequence."""
+    pieces = []
+    for row, completion in zip(rollout.rows, rollout.completions, strict=True):
+        tokens = torch.tensor([*row.ids, *completion])[None]
+        pieces.append(model(tokens).logits[0, len(row.ids) - 1 : -1].double() / TEMPERATURE)
+    return torch.cat(pieces)
+
+
+def moved(path: Path, seed: int) -> nn.Module:
+    """The model at the path, a little off."""
+    model, generator = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), torch.Generator()
+    generator.manual_seed(seed)
     with torch.no_grad():
-        first = model(batch, TEMPERATURE)
         for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-        later, own = model(replace(batch, kept=first.kept), TEMPERATURE), model(batch, TEMPERATURE)
-    assert all(a.equal(b) for a, b in zip(later.kept, first.kept, strict=True))
-    assert (later.logprobs_N - own.logprobs_N).abs().max() > 0.1
-    assert (first.logprobs_N[batch.loss_mask_N] <= 0).all() and not first.logprobs_N[~batch.loss_mask_N].any()
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.03)
+    return model
+
+
+def test_later_policies_and_the_reference_are_compared_over_what_the_first_one_kept(policy):
+    """Prompts are shared, and the second policy is another one, as the second update of a step has it. The metrics
+    are those of the definition within 1e-5.
+    """
+    changes = {"temperature": TEMPERATURE, "top_k": 8, "top_p": 0.8, "kl_coef": 0.1, "share_prompts": True}
+    args, rollout = flags(micro_batch_tokens=40, group_size=4, **changes), make_rollout(group_size=4)
+    model, reference = load_policy(policy), load_policy(policy)
+    first, later, other = (moved(policy, seed) for seed in range(3))
+    labels = torch.from_numpy(np.concatenate(rollout.completions)).long()[:, None]
+    wanted = by_definition(logits_of(first, rollout), 8, 0.8)
+    missed = 1 - wanted.gather(-1, labels).double().mean().item()
+    wanted.scatter_(-1, labels, True)
+    model.model.load_state_dict(first.state_dict())
+    reference.model.load_state_dict(other.state_dict())
+    (update,) = add_logprobs([whole_update(rollout, args, model, ALONE)], model, reference, algorithm_of(args))
+    model.model.load_state_dict(later.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    found = train_once(model, optimizer, update, args, is_first=False)
+    old, new, ref = (over(wanted, each, rollout) for each in (first, later, other))
+    sampled = torch.from_numpy(np.concatenate(rollout.rollout_logprobs))
+    expected = {
+        "approx_kl": old - new, "kl_ref": new - ref, "rollout_gap_mean": (old.exp() - sampled.exp()).abs(),
+        "kept_mean": wanted.sum(-1).double(),
+    }  # fmt: skip
+    means = {f"policy/{name}": values.mean().item() for name, values in expected.items()}
+    assert {name: found[name] for name in means} == pytest.approx(means, abs=1e-5)
+    assert found["policy/kept_missed"] == pytest.approx(missed, abs=1e-6) and 0.5 < missed < 1
+    assert found["policy/ratio_max"] == pytest.approx((new - old).max().exp().item(), rel=1e-4)
+    own = by_definition(logits_of(later, rollout), 8, 0.8).scatter_(-1, labels, True)
+    assert (over(own, later, rollout) - new).abs().max() > 0.1, "over what it would keep itself"

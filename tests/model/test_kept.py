@@ -2,6 +2,7 @@
 of their definition in float64, also when the policy has moved since.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from batch import Rollout
+from batch import Rollout, Row
 from helpers.made_up import ALONE, flags, load_policy, make_rollout, train_once, whole_update
 from inputs.choices import algorithm_of
 from model import sizes
@@ -125,12 +126,15 @@ def moved(path: Path, seed: int) -> nn.Module:
     return model
 
 
-def test_later_policies_and_the_reference_are_compared_over_what_the_first_one_kept(policy):
+@pytest.mark.parametrize("is_hinted", [False, True])
+def test_later_policies_and_the_reference_are_compared_over_what_the_first_one_kept(is_hinted, policy):
     """Prompts are shared, and the second policy is another one, as the second update of a step has it. The metrics
-    are those of the definition within 1e-5.
+    are those of the definition within 1e-5. The hint is empty, so that it changes nothing.
     """
     changes = {"temperature": TEMPERATURE, "top_k": 8, "top_p": 0.8, "kl_coef": 0.1, "share_prompts": True}
     args, rollout = flags(micro_batch_tokens=40, group_size=4, **changes), make_rollout(group_size=4)
+    if is_hinted:
+        rollout = replace(rollout, rows=[Row([], "", {}, "", ids=x.ids, hinted_ids=x.ids) for x in rollout.rows])
     model, reference = load_policy(policy), load_policy(policy)
     first, later, other = (moved(policy, seed) for seed in range(3))
     labels = torch.from_numpy(np.concatenate(rollout.completions)).long()[:, None]

@@ -42,8 +42,8 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     check_batches(args, num_ranks)
     check_common_flags(args)
     flag = all_given(args)
-    checks = check_loss, check_groups, check_reward, check_hints, check_memory, check_servers, check_replay
-    for check in (*checks, check_cut, check_evaluation):
+    checks = check_loss, check_cut, check_groups, check_reward, check_hints, check_memory, check_servers, check_replay
+    for check in (*checks, check_evaluation):
         check(args, flag)
     check_waits(args, flag, num_ranks)
     check_tracker(args.track)

@@ -1,5 +1,6 @@
 """Mistakes in the flags are refused with a way out, before torch is imported."""
 
+import json
 import sys
 
 import pytest
@@ -115,6 +116,13 @@ def test_contradictory_flags_are_named_with_a_way_out(num_ranks, given, words):
     with pytest.raises(ValueError, match=words) as error:
         check(given, num_ranks)
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 20}])
+def test_rollouts_of_a_part_of_the_vocabulary_are_not_replayed(cut, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(cut))
+    with pytest.raises(ValueError, match="it sampled with --top_p or --top_k, and rollouts do not say what these kept"):
+        check_flags(flags(replay=tmp_path))
 
 
 def test_keep_best_takes_a_metric_that_each_checkpoint_has():

@@ -307,7 +307,7 @@ def check_replay(args: argparse.Namespace, flag: SimpleNamespace) -> None:
             f"{flag.reference_every} with {flag.from_step}: the checkpoints of --replay hold no reference; begin at 1."
         )
     if replayed.get("top_p", 1) < 1 or replayed.get("top_k"):
-        raise ValueError(f"{flag.replay}: it sampled with --top_p or --top_k, and rollouts do not say what these kept.")
+        raise ValueError(f"{flag.replay}: its rollouts do not say what --top_p or --top_k kept; name a run without.")
     for name in FIXED_BY_ROLLOUTS:
         if name in replayed and replayed[name] != getattr(args, name):
             written, value = getattr(flag, name), replayed[name]

@@ -121,7 +121,7 @@ def test_contradictory_flags_are_named_with_a_way_out(num_ranks, given, words):
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 20}])
 def test_rollouts_of_a_part_of_the_vocabulary_are_not_replayed(cut, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(cut))
-    with pytest.raises(ValueError, match="it sampled with --top_p or --top_k, and rollouts do not say what these kept"):
+    with pytest.raises(ValueError, match="--replay .*: its rollouts do not say what --top_p or --top_k kept; name"):
         check_flags(flags(replay=tmp_path))
 
 

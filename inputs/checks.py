@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from itertools import chain, cycle
+from itertools import chain, cycle, product
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -42,7 +42,7 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     check_batches(args, num_ranks)
     check_common_flags(args)
     flag = all_given(args)
-    checks = check_loss, check_groups, check_reward, check_hints, check_memory, check_servers, check_routes
+    checks = check_loss, check_cut, check_groups, check_reward, check_hints, check_memory, check_servers, check_routes
     for check in (*checks, check_replay, check_evaluation):
         check(args, flag)
     check_waits(args, flag, num_ranks)
@@ -93,6 +93,24 @@ def check_loss(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         raise ValueError(
             f"{flag.kl_estimator} as a loss has a gradient of mean zero, so --advantage zero learns nothing; use k2."
         )
+
+
+def check_cut(args: argparse.Namespace, flag: SimpleNamespace) -> None:
+    cuts = {flag.top_p: args.top_p < 1, flag.top_k: args.top_k}
+    others = {
+        flag.dtype: args.dtype != "float32",  # both round bfloat16 in their own ways, and keep others at the border
+        flag.engine: args.engine == "server",
+        flag.partial_rollouts: args.partial_rollouts,
+        flag.replay: args.replay,
+        flag.old_logprobs: args.old_logprobs == "rollout",
+        flag.kl_over: args.kl_over == "vocabulary",
+    }
+    for cut, other in product(cuts, others):
+        if cuts[cut] and others[other]:
+            raise ValueError(
+                f"{cut} with {other}: the trainer finds which tokens the sampler kept by a pass of its own, in float32 "
+                "(CPUs only), with the weights that sampled, and compares these alone; leave one of them out."
+            )
 
 
 def check_groups(args: argparse.Namespace, flag: SimpleNamespace) -> None:
@@ -298,6 +316,8 @@ def check_replay(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         raise ValueError(
             f"{flag.reference_every} with {flag.from_step}: the checkpoints of --replay hold no reference; begin at 1."
         )
+    if replayed.get("top_p", 1) < 1 or replayed.get("top_k"):
+        raise ValueError(f"{flag.replay}: its rollouts do not say what --top_p or --top_k kept; name a run without.")
     for name in FIXED_BY_ROLLOUTS:
         if name in replayed and replayed[name] != getattr(args, name):
             written, value = getattr(flag, name), replayed[name]

@@ -1,5 +1,6 @@
 """Mistakes in the flags are refused with a way out, before torch is imported."""
 
+import json
 import sys
 
 import pytest
@@ -12,6 +13,7 @@ from inputs.command_line import parse_flags
 NO_STEPS = "(without --total_steps)"
 VOCABULARY, NO_REWARD = "--kl_coef 1 --kl_over vocabulary", "--advantage zero --kl_coef 1 --reward none"
 MOVING = "--kl_coef 1 --reference_every 5"
+CUT = "--dtype float32 --top_k 20"
 BEST = "--keep_best eval/d/avg@1 --eval_data x/d.jsonl"
 MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, "--group_size 1", "--group_size 1 has nothing to compare with for --advantage grpo; use 2 or more"),
@@ -81,6 +83,13 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, "--dynamic_sampling reward --group_size 1 --advantage none", "--group_size 1 with --dynamic_sampling reward"),
     (1, "--dynamic_sampling correct --keep_last", "--keep_last has no effect with --dynamic_sampling correct"),
     (1, "--replay r --partial_rollouts", "--partial_rollouts has no effect with --replay"),
+    (1, "--top_p 0", "--top_p 0: must be above 0 and at most 1"),
+    (1, "--top_p 0.9 --dtype bfloat16", "--top_p 0.9 with --dtype bfloat16: .* float32 .CPUs only.*; leave"),
+    (1, f"{CUT} --engine server", "--top_k 20 with --engine server: .* the weights that sampled"),
+    (1, f"{CUT} --partial_rollouts", "--top_k 20 with --partial_rollouts: "),
+    (1, f"{CUT} --replay r", "--top_k 20 with --replay r: "),
+    (1, f"{CUT} --old_logprobs rollout", "--top_k 20 with --old_logprobs rollout: "),
+    (1, f"{CUT} {VOCABULARY}", "--top_k 20 with --kl_over vocabulary: .*compares these alone"),
     (1, "--replay ./o", "--replay ./o is --out_dir, too; name another folder"),
     (1, "--partial_rollouts --engine server", "--partial_rollouts is for --engine colocated"),
     (1, "--partial_rollouts --image_column i", "--image_column i with --partial_rollouts: .*; leave one of them out"),
@@ -110,6 +119,13 @@ def test_contradictory_flags_are_named_with_a_way_out(num_ranks, given, words):
     with pytest.raises(ValueError, match=words) as error:
         check(given, num_ranks)
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 20}])
+def test_rollouts_of_a_part_of_the_vocabulary_are_not_replayed(cut, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(cut))
+    with pytest.raises(ValueError, match="--replay .*: its rollouts do not say what --top_p or --top_k kept; name"):
+        check_flags(flags(replay=tmp_path))
 
 
 def test_keep_best_takes_a_metric_that_each_checkpoint_has():

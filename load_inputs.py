@@ -71,6 +71,7 @@ def load_inputs(args: Namespace) -> Inputs:
     longest = max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     today = first_day(args.out_dir, args.replay)
     config, tokenizer, vision, load = load_model_files(args, longest, today)
+    check_experts(args.model, config, args.router_replay)
     if args.lora_rank:
         check_lora(model_of_shapes(args.model, config), Lora.from_flags(args))
     generation = load_generation_config(args.model, config, stop_ids(tokenizer, args.stop_tokens))
@@ -151,7 +152,6 @@ def load_model_files(
     """Config, tokenizer, what reads images, and what loads sources with them, drawn by a seed."""
     config = load_config(args.model)
     check_config(args.model, config, (args.max_prompt_tokens, max_completion_tokens), args.tensor_parallel_size)
-    check_experts(args.model, config, args.router_replay)
     if not torch.cuda.is_available():
         check_cpu_kernels(args.model, config, args.dtype, args.tensor_parallel_size)
     model_of_shapes(args.model, config)

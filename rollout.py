@@ -95,6 +95,7 @@ class Engine:
         with memory_errors():
             self.llm = LLM(**options)
         self.routes_of = routes_reader(self.llm, is_cuda) if settings.router_replay else None
+        self.keeps_routes = False
         check_head(*self.llm.apply_model(head_dtypes), settings)
         set_allocator(is_expandable=True)  # only now: vLLM has captured its CUDA graphs
         self.guard = make_guard(self.llm.apply_model) if make_guard else None
@@ -117,6 +118,7 @@ class Engine:
         Stopped if a signal has come; the engine cannot sample any more then.
         """
         self.prepare(seed)
+        self.keeps_routes = sampling.router_replay
         rows_B = [row for row in rows for _ in range(sampling.num_samples)]
         # Whole groups: the completions of a prompt share its keys and values in the cache of one
         # engine.
@@ -137,9 +139,9 @@ class Engine:
         rollouts, seconds_E = zip(*filter(None, shares), strict=True)
         self.seconds_E = np.array(seconds_E)
         routes = None
-        if self.routes_of:  # they stay with the leader until it is known who trains what
-            kept = finished if is_leader else {}
-            routes = [kept[b].routes if b in kept else None for b in range(len(rows_B))]
+        if self.keeps_routes:  # they stay with the leader until it is known who trains what
+            own_B = finished if is_leader else {}
+            routes = [own_B[b].routes if b in own_B else None for b in range(len(rows_B))]
         # One version made all tokens, so none is kept for each.
         return replace(Rollout.concatenate(list(rollouts)), rows=rows_B, versions=None, routes=routes)
 
@@ -206,8 +208,9 @@ class Engine:
             if output.prompt_token_ids != [*row.ids.tolist(), *ids]:
                 raise RuntimeError(f"the engine reads {row.where} with other image tokens than the trainer.")
             logprobs = list(sampled.logprobs.logprobs)
-            routes = self.routes_of(output) if self.routes_of else None
-            completion = Completion(list(sampled.token_ids), logprobs, [], sampled.finish_reason, routes=routes)
+            completion = Completion(list(sampled.token_ids), logprobs, [], sampled.finish_reason)
+            if self.keeps_routes:
+                completion.routes = self.routes_of(output)
             finished.append((number, completion))
         return finished
 

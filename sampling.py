@@ -120,6 +120,7 @@ class Sampler:
         metrics |= self.drop_solved()
         # The metrics of rewards and lengths are those of all that were sampled: dynamic sampling would flatter them.
         chosen = self.sampled.select(self.used_B)
+        self.sampled = replace(self.sampled, routes=None)  # they are large, and those of the others are not needed
         if self.hints:
             chosen, hint_metrics = self.hints.add(chosen, self.draws.group_size)
             metrics |= hint_metrics

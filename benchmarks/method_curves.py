@@ -1,7 +1,8 @@
 r"""What published methods do on the CPU job: docs/methods.png and the table of docs/papers.md.
 
     .venv/bin/python benchmarks/method_curves.py                     # all of METHODS, three seeds each
-    .venv/bin/python benchmarks/method_curves.py --methods gspo dapo # some of them; the table has what is there
+    .venv/bin/python benchmarks/method_curves.py --methods gspo dapo # trains some of them
+    .venv/bin/python benchmarks/method_curves.py --methods           # trains none: picture and table of what is there
 
 Each is `scripts/paper.sh NAME scripts/tiny_cpu.sh` with the job's batch, rate and 15 steps, and an evaluation after
 each step: the 256 held-out sums, one completion each. Started again, it skips what is complete. One run takes about a
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from bench_common import ROOT, parser_of, print_table
+from bench_common import ROOT, parser_of
 from instruments.history import read_config, read_metrics
 
 METHODS = {  # a name of scripts/paper.sh -> what the CPU job cannot take of its flags
@@ -81,7 +82,7 @@ def draw(curves: dict[str, list[Curve]], file: Path) -> None:
     axes = figure.subplots(-(-len(curves) // 5), 5, sharex=True, sharey=True).flat
     grpo = zip(*(run.accuracies for run in curves.get("grpo", [])), strict=True)
     mean = [statistics.mean(accuracies) for accuracies in grpo]
-    for axis, (method, runs) in zip(axes, curves.items(), strict=False):
+    for (method, runs), axis in zip(curves.items(), axes, strict=False):
         axis.axhline(GOAL, color="black", linewidth=0.5)
         axis.plot(mean, color="grey", linewidth=3, alpha=0.5)
         for run in runs:
@@ -94,16 +95,13 @@ def draw(curves: dict[str, list[Curve]], file: Path) -> None:
     figure.savefig(file, dpi=80)
 
 
-def table_rows(curves: dict[str, list[Curve]]) -> list[list[object]]:
-    """[method, accuracy after the last step and its range, thousand tokens, steps to GOAL of each seed]."""
-    rows = []
-    for method, runs in curves.items():
-        finals = [run.accuracies[-1] for run in runs]
-        tokens = statistics.mean(run.tokens for run in runs)
-        steps = ", ".join(str(run.steps_to_goal or "-") for run in runs)
-        accuracy = f"{statistics.mean(finals):.3f} ({min(finals):.3f} to {max(finals):.3f})"
-        rows.append([f"| `{method}`", f"| {accuracy}", f"| {tokens / 1000:.0f}", f"| {steps} |"])
-    return rows
+def table_row(method: str, runs: list[Curve]) -> str:
+    """The method, its accuracy after the last step, and of each seed the steps to GOAL and the tokens sampled."""
+    finals = [run.accuracies[-1] for run in runs]
+    accuracy = f"{statistics.mean(finals):.3f} ({min(finals):.3f} to {max(finals):.3f})"
+    steps = ", ".join(str(run.steps_to_goal or "never") for run in runs)
+    tokens = statistics.mean(run.tokens for run in runs) / 1000
+    return f"| `{method}` | {accuracy} | {steps} | {tokens:.0f} |"
 
 
 def main() -> None:
@@ -120,9 +118,12 @@ def main() -> None:
         runs = [read_curve(folder) for folder in sorted(args.folder.glob(f"{method}_seed*"))]
         if complete := [run for run in runs if run]:
             curves[method] = complete
+    if not curves:
+        parser.error(f"--folder {args.folder} holds no complete run of {EVALUATION}; leave --methods out to make them.")
     draw(curves, args.picture)
-    header = ["| `paper.sh`", "| held-out, step 15", "| 1,000 tokens", f"| steps to {GOAL}, each seed |"]
-    print_table(header, [["|---"] * 4, *table_rows(curves)])
+    print(f"| `paper.sh` | held-out after the last step | steps to {GOAL}, each seed | 1,000 tokens |")
+    print("|---|---|---|---|")
+    print(*(table_row(method, runs) for method, runs in curves.items()), sep="\n")
 
 
 if __name__ == "__main__":

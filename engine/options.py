@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from flags import EngineSettings
-from model.sizes import CPU_BLOCK, HYBRIDS, MOST_ON_GPU, cpu_cache_bytes
+from model.sizes import CPU_BLOCK, HYBRIDS, MOST_ON_GPU, TEXT_ALONE, cpu_cache_bytes
 from model.vision import Vision
 from model.weights import load_config
 
@@ -57,7 +57,8 @@ def engine_options(
     }
     overrides = {} if settings.head_dtype is None else {"head_dtype": settings.head_dtype}
     if config.model_type in HYBRIDS:
-        overrides["architectures"] = config.architectures  # the files may be of a model with a tower
+        # The files may be of a model with a tower.
+        overrides["architectures"] = config.architectures or list(TEXT_ALONE.values())
     if overrides:
         options["hf_overrides"] = overrides
     if is_cuda:

@@ -97,20 +97,19 @@ def check_loss(args: argparse.Namespace, flag: SimpleNamespace) -> None:
 
 def check_cut(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     cuts = {flag.top_p: args.top_p < 1, flag.top_k: args.top_k}
-    others = {
-        flag.dtype: args.dtype != "float32",  # both round bfloat16 in their own ways, and keep others at the border
-        flag.engine: args.engine == "server",
-        flag.partial_rollouts: args.partial_rollouts,
-        flag.replay: args.replay,
-        flag.old_logprobs: args.old_logprobs == "rollout",
-        flag.kl_over: args.kl_over == "vocabulary",
+    unknown = "which tokens the sampler kept is found by the trainer, with the weights that sampled, in its own step"
+    refusals = {
+        flag.dtype: (args.dtype != "float32", "each side rounds bfloat16 in its own way, and would keep others"),
+        flag.engine: (args.engine == "server", unknown),
+        flag.partial_rollouts: (args.partial_rollouts, unknown),
+        flag.replay: (args.replay, unknown),
+        flag.old_logprobs: (args.old_logprobs == "rollout", "the pass for old log-probs finds what the sampler kept"),
+        flag.kl_over: (args.kl_over == "vocabulary", "a part of the vocabulary alone is compared"),
     }
-    for cut, other in product(cuts, others):
-        if cuts[cut] and others[other]:
-            raise ValueError(
-                f"{cut} with {other}: the trainer finds which tokens the sampler kept by a pass of its own, in float32 "
-                "(CPUs only), with the weights that sampled, and compares these alone; leave one of them out."
-            )
+    for cut, other in product(cuts, refusals):
+        is_given, reason = refusals[other]
+        if cuts[cut] and is_given:
+            raise ValueError(f"{cut} with {other}: {reason}; leave one of them out.")
 
 
 def check_groups(args: argparse.Namespace, flag: SimpleNamespace) -> None:
@@ -292,7 +291,8 @@ def check_servers(args: argparse.Namespace, flag: SimpleNamespace) -> None:
 
 def check_routes(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     without = {flag.engine: args.engine == "server", flag.partial_rollouts: args.partial_rollouts}
-    for written, is_given in (without | {flag.replay: args.replay}).items():
+    without[flag.replay] = args.replay
+    for written, is_given in without.items():
         if args.router_replay and is_given:
             raise ValueError(
                 f"--router_replay with {written}: routes are known of what an engine in the ranks samples, from "

@@ -217,16 +217,18 @@ def check_parallel(config: PretrainedConfig, size: int) -> None:
     inner = list(dict.fromkeys(filter(None, inner)))
     rows = -(-text.vocab_size // 64) * 64  # the head's: vLLM pads them
     divided = [heads, *inner, rows, getattr(tower, "num_heads", 0), getattr(tower, "intermediate_size", 0)]
-    divided += [getattr(text, f"linear_num_{part}_heads", 0) for part in ("key", "value")]
+    linear = [getattr(text, f"linear_num_{part}_heads", 0) for part in ("key", "value")]
+    divided += linear
     sizes = []
     for ranks in range(1, heads + 1):
         divides_kv = max(kv, ranks) % min(kv, ranks) == 0  # a rank has some of their heads, or several ranks have one
         if divides_kv and not any(count % ranks for count in divided):
             sizes.append(ranks)
     if size not in sizes:
+        linear_heads = f", {linear[0]} and {linear[1]} heads of linear attention" if any(linear) else ""
         raise ValueError(
             f"--tensor_parallel_size {size} cannot divide {heads} attention heads, {kv} heads of keys and values, "
-            f"{' or '.join(map(str, inner))} units of an MLP and {rows} logits; "
+            f"{' or '.join(map(str, inner))} units of an MLP{linear_heads} and {rows} logits; "
             f"use one of {', '.join(map(str, sizes))}."
         )
 

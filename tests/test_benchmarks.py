@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import bench_step
+import method_curves
 from bench_common import save_random_model
 from helpers.runs import torchrun
 
@@ -58,3 +59,23 @@ def test_the_plans_of_published_runs_stay_within_their_bounds():
     assert (found["goal"], found["runs"]) == ([0.15, 0.3], 17)
     assert found["all_median"] <= 0.15 and found["all_worst"] <= 0.3
     assert found["held_out_median"] <= 0.15
+
+
+def test_the_curves_of_methods_come_from_complete_runs(tmp_path, monkeypatch, capsys):
+    """Accuracy is that of the last step; steps count to the first one at 0.9; tokens are those of all groups drawn."""
+    runs = {"grpo_seed1": [0.3, 0.5, 0.92], "grpo_seed2": [0.3, 0.6, 0.8], "gspo_seed1": [0.3, 0.9]}
+    for name, accuracies in runs.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text('{"total_steps": 2, "prompts_per_step": 4, "group_size": 2}')
+        for step, accuracy in enumerate(accuracies):
+            metrics = {"step": step, "eval/heldout/avg@1": accuracy, "completion/tokens_mean": 125.0}
+            with (folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(metrics | ({"sampling/prompts": 8} if step == 2 else {})) + "\n")
+    picture = tmp_path / "methods.png"
+    command = f"method_curves.py --folder {tmp_path} --picture {picture} --methods"
+    monkeypatch.setattr(sys, "argv", command.split())
+    method_curves.main()
+    _, _, *rows = capsys.readouterr().out.splitlines()
+    assert rows == ["| `grpo` | 0.860 (0.800 to 0.920) | 2, never | 3 |"], "the run of gspo is not complete"
+    assert picture.stat().st_size > 10_000

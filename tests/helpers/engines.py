@@ -343,7 +343,8 @@ def step_of_family(trial: Trial, adapted: Trial) -> dict[str, object]:
     found |= {"gap": gaps_of(rollout).max(), "mean gap": gaps_of(rollout).mean()}
     found |= {"hidden": hidden, "not compared": engine.guard.not_compared}
     metrics = trial.train(rollout, rate=1e-2)
-    found |= {"gap of a stale engine": gaps_of(rollout).max(), "logprobs after": trainer_logprobs(policy, rollout)}
+    found |= {"gap of a stale engine": gaps_of(rollout).max(), "mean gap of a stale engine": gaps_of(rollout).mean()}
+    found["logprobs after"] = trainer_logprobs(policy, rollout)
     found["load"] = metrics.get("moe/load_max")
     with patch.object(rollout_module, "repack", lambda model: None):
         engine.sync(policy.full_weights())

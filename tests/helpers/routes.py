@@ -15,7 +15,7 @@ from fsdp_utils import World, gather_from_ranks
 from helpers.engines import GAP, TEMPERATURE, Trial
 from helpers.made_up import make_row
 
-SAMPLING = Sampling(4, TEMPERATURE, 12)
+SAMPLING = Sampling(4, TEMPERATURE, 12, router_replay=True)
 RATE = 1e-3
 
 

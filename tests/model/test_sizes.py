@@ -220,8 +220,9 @@ def test_experts_have_sizes_that_the_engine_takes():
 def test_linear_attention_has_heads_and_a_dtype_that_the_engine_takes():
     config = AutoConfig.for_model("qwen3_5_text", num_attention_heads=24, num_key_value_heads=4)
     check(config, 8)
-    with pytest.raises(ValueError, match="cannot divide 24 attention heads"):  # nor 16 of linear attention
-        check(config, 12)
+    config.linear_num_key_heads = 6
+    with pytest.raises(ValueError, match=r", 6 and \d+ heads of linear attention and 248320 logits; use one of 1, 2"):
+        check(config, 4)
     check_cpu_kernels("m", config, "bfloat16", 1)
     for dtype, width in (("float32", 128), ("bfloat16", 32)):
         config.linear_key_head_dim = config.linear_value_head_dim = width

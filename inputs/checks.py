@@ -99,13 +99,18 @@ def check_cut(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     cuts = {flag.top_p: args.top_p < 1, flag.top_k: args.top_k}
     unknown = "which tokens the sampler kept is found by the trainer, with the weights that sampled, in its own step"
     refusals = {
-        flag.dtype: (args.dtype != "float32", "each side rounds bfloat16 in its own way, and would keep others"),
+        flag.dtype: (
+            args.dtype != "float32",
+            "each side rounds bfloat16 in its own way, and keeps others (so not on GPUs)",
+        ),
         flag.engine: (args.engine == "server", unknown),
         flag.partial_rollouts: (args.partial_rollouts, unknown),
         flag.replay: (args.replay, unknown),
         flag.old_logprobs: (args.old_logprobs == "rollout", "the pass for old log-probs finds what the sampler kept"),
         flag.kl_over: (args.kl_over == "vocabulary", "a part of the vocabulary alone is compared"),
     }
+    if args.top_k == 1:
+        raise ValueError(f"{flag.top_k}: all completions of a group would be the same; use at least 2, or 0 for all.")
     for cut, other in product(cuts, refusals):
         is_given, reason = refusals[other]
         if cuts[cut] and is_given:

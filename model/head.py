@@ -264,7 +264,8 @@ def keep(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     """
     vocab = logits.shape[-1]
     largest = logits.topk(min(top_k or vocab, vocab), dim=-1).values
-    p = largest.softmax(dim=-1)
-    # What is likelier does not reach top_p yet. Sums of all may be rounded to more than 1.
-    is_within = (p.cumsum(dim=-1) - p < top_p) | (top_p == 1)
-    return logits >= largest.gather(-1, is_within.sum(dim=-1, keepdim=True) - 1)
+    # Of each token and all that are less likely, added up as vLLM does: from the smallest, or rounding would add up to
+    # thousands of tokens.
+    tails = largest.softmax(dim=-1).flip(-1).cumsum(dim=-1).flip(-1)
+    num_kept = ((tails > 1 - top_p) | (top_p == 1)).sum(dim=-1, keepdim=True).clamp(min=1)
+    return logits >= largest.gather(-1, num_kept - 1)

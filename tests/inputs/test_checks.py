@@ -85,6 +85,7 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, "--replay r --partial_rollouts", "--partial_rollouts has no effect with --replay"),
     (1, "--top_p 0", "--top_p 0: must be above 0 and at most 1"),
     (1, "--top_p 0.9 --dtype bfloat16", "--top_p 0.9 with --dtype bfloat16: each side rounds bfloat16 .*; leave"),
+    (1, "--top_k 1", "--top_k 1: all completions of a group would be the same; use at least 2"),
     (1, f"{CUT} --engine server", "--top_k 20 with --engine server: .* the weights that sampled"),
     (1, f"{CUT} --partial_rollouts", "--top_k 20 with --partial_rollouts: "),
     (1, f"{CUT} --replay r", "--top_k 20 with --replay r: "),

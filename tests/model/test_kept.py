@@ -58,6 +58,20 @@ def test_the_likeliest_are_kept(cut):
     assert keep(logits, *cut).equal(wanted) and wanted.sum(-1).min() < V
 
 
+@pytest.mark.parametrize("top_p", [0.9, 0.99, 0.999])
+def test_a_large_vocabulary_is_cut_as_vllm_cuts_it(top_p):
+    """At most one token at the border differs, of up to 80,000 that are kept: sums that begin with the largest lose
+    hundreds.
+    """
+    import rollout  # noqa: F401  it prepares vLLM
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+    torch.manual_seed(0)
+    logits = torch.randn(2, 152_000) * 3
+    theirs = apply_top_k_top_p_pytorch(logits.clone(), None, torch.full((2,), top_p)).isfinite()
+    assert (keep(logits, 0, top_p) ^ theirs).sum(dim=-1).max() <= 1
+
+
 def test_what_is_as_likely_as_the_last_is_kept_too():
     logits = torch.tensor([[3.0, 1.0, 1.0, 1.0, 0.0]])
     assert keep(logits, 2, 1.0).tolist() == keep(logits, 4, 0.8).tolist() == [[True, True, True, True, False]]

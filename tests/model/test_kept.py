@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+import rollout as _  # noqa: F401  it prepares vLLM
 from batch import Rollout, Row
 from helpers.made_up import ALONE, flags, load_policy, make_rollout, train_once, whole_update
 from inputs.choices import algorithm_of
@@ -63,7 +64,6 @@ def test_a_large_vocabulary_is_cut_as_vllm_cuts_it(top_p):
     """At most one token at the border differs, of up to 80,000 that are kept: sums that begin with the largest lose
     hundreds.
     """
-    import rollout  # noqa: F401  it prepares vLLM
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
     torch.manual_seed(0)

@@ -1,8 +1,8 @@
-"""The experts that took each token in the engine, for the trainer to take them again: --router_replay.
+"""--router_replay: the experts that took each token in the engine, for the trainer to take again.
 
-CUDA: vLLM returns them with a completion (its runner V2). CPU: the runner there (V1) does not, so its routers are asked
-while they compute. What they say is kept by the token's slot in the KV cache: a prompt that is found in the cache has
-routes, too, those of the pass that computed it.
+CUDA: vLLM returns them with a completion (its runner V2). CPU: the runner there (V1) does not, so
+its routers are asked while they compute. What they choose is stored by the token's slot in the KV cache:
+a prompt that is found in the cache has routes, too, those of the pass that computed it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ RoutesOf = Callable[[RequestOutput], np.ndarray]
 def keep_on_each_rank() -> None:
     """CUDA, before the engine is made: vLLM 0.32 keeps routes on the first rank of an engine alone.
 
-    With its other executors that one alone has a scheduler. Here each rank has one, which fails without routes.
+    With its other executors that one alone has a scheduler. Here each rank has one, which fails
+    without routes.
     """
     worker.get_tp_group = lambda: SimpleNamespace(is_first_rank=True)
 

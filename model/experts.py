@@ -1,4 +1,5 @@
-"""Mixtures of experts: how evenly the routers spread the tokens, and routes that they take again (--router_replay).
+"""Mixtures of experts: how evenly the routers spread the tokens, and routes that they take again
+(--router_replay).
 
 The experts themselves, and the routers, are transformers' code; what is here hooks into it.
 """
@@ -35,9 +36,11 @@ class ExpertLoads(nn.Module):
             self.counts_LE[i].index_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
 
     def largest(self) -> dict[str, float]:
-        """The tokens of the busiest expert since the last call, over the mean of its layer. All ranks call it.
+        """The tokens of the busiest expert since the last call, over the mean of its layer. All
+        ranks call it.
 
-        1: all experts have as many; experts / experts of a token: the router always takes the same ones.
+        1: all experts have as many; experts / experts of a token: the router always takes the same
+        ones.
         """
         if not len(self.counts_LE):
             return {}
@@ -47,19 +50,23 @@ class ExpertLoads(nn.Module):
 
 
 def hand_routes(place: int, layer: nn.Module, inputs: tuple[Tensor], options: dict[str, object]) -> None:
-    """Gives the router of layer `place` its routes of this pass: `Batch.routes_NLA`, which the model hands down.
+    """Gives the router of layer `place` its routes of this pass: `Batch.routes_NLA`, which the
+    model hands down.
 
-    They are an argument of the layer, so a layer that is computed again in the backward pass has those of its own pass.
+    They are an argument of the layer, so a layer that is computed again in the backward pass has
+    those of its own pass.
     """
     routes_NLA = options.get("routes_NLA")
     layer.mlp.gate.routes_NA = None if routes_NLA is None else routes_NLA[:, place]
 
 
 def replay(router: nn.Module, inputs: tuple[Tensor], output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    """What the router returns when it takes these experts (R3, arXiv 2510.11370); None: it has chosen by itself.
+    """What the router returns when it takes these experts (R3, arXiv 2510.11370); None: it has
+    chosen by itself.
 
-    The experts are given, their weights are not: those are of the router's own logits, so it still learns. It is the
-    arithmetic of transformers' routers, which choose by softmax and top k: their own routes change no bit.
+    The experts are given, their weights are not: those are of the router's own logits, so it still
+    learns. It is the arithmetic of transformers' routers, which choose by softmax and top k: their
+    own routes change no bit.
     """
     if router.routes_NA is None:
         return None

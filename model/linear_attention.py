@@ -1,9 +1,10 @@
 """Linear attention (the gated delta nets of Qwen3.5) that sees each packed sequence alone.
 
-A recurrence has no mask: over packed sequences it would go on from one into the next. transformers has `cu_seq_lens_q`
-for them, which its own code drops without a word: only flash-linear-attention reads it. So a module runs on rows, one
-for each whole sequence, whichever code computes it. The padding is on the right, where no token looks. A shared prompt
-is computed for each of its completions. Dimensions: `batch.py`.
+A recurrence has no mask: over packed sequences it would go on from one into the next. transformers
+has `cu_seq_lens_q` for them, which its own code drops without a word: only flash-linear-attention
+reads it. So a module runs on rows, one for each whole sequence, whichever code computes it. The
+padding is on the right, where no token looks. A shared prompt is computed for each of its
+completions. Dimensions: `batch.py`.
 """
 
 from __future__ import annotations

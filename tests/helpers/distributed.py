@@ -1,6 +1,6 @@
 """Work on several ranks: `on_ranks`, and what the trainer does there on the real FSDP model.
 
-    python scripts/launch.py --ranks N tests/helpers/distributed.py FILE:FUNCTION RANKS_OF_AN_ENGINE OUTPUT ARGUMENTS...
+    python scripts/launch.py --ranks N tests/helpers/distributed.py FILE:FUNCTION RANKS_OF_AN_ENGINE MINUTES OUTPUT ...
 
 A work takes the world and the arguments (as texts); what it returns on the first rank is what the test looks at.
 """
@@ -75,11 +75,13 @@ Metrics = dict[str, float]
 Tensors = dict[str, torch.Tensor]
 
 
-def on_ranks(num_ranks: int, work: str, *arguments: object, tp_size: int = 1, timeout: float = 300) -> object:
-    """What the work (`file:function` of this folder) returns on the first rank."""
+def on_ranks(
+    num_ranks: int, work: str, *arguments: object, tp_size: int = 1, timeout: float = 300, wait_minutes: int = 2
+) -> object:
+    """What the work (`file:function` of this folder) returns on the first rank. Ranks wait so long for each other."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "found.pt"
-        torchrun(num_ranks, "tests/helpers/distributed.py", work, tp_size, output, *arguments, timeout=timeout)
+        torchrun(num_ranks, "tests/helpers/distributed.py", work, tp_size, wait_minutes, output, *arguments, timeout=timeout)
         return torch.load(output, weights_only=False)
 
 
@@ -639,8 +641,8 @@ def vision_gradient(policy: Policy, args: Namespace, world: World, micros: list[
     return recorded(policy, update, args, world)
 
 
-def main(work: str, tp_size: str, output: str, *arguments: str) -> None:
-    world = init_world(int(tp_size), timeout_minutes=2)
+def main(work: str, tp_size: str, wait_minutes: str, output: str, *arguments: str) -> None:
+    world = init_world(int(tp_size), timeout_minutes=int(wait_minutes))
     found = pkgutil.resolve_name(f"helpers.{work}")(world, *arguments)
     if world.is_main:
         torch.save(found, output)

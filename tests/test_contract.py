@@ -545,7 +545,7 @@ def test_weights_cross_the_bus_in_the_dtype_that_they_have(num_ranks):
 def test_an_engine_of_llama_loses_nothing_in_its_sleep(tmp_path):
     """Qwen2: tests/test_rollout.py; Qwen2.5-VL: tests/model/test_vision.py, which start such an engine anyway."""
     make_model(SETUPS["tulu8b_rlvr_7plus1"], tmp_path / "model")
-    arguments = "engines:hidden", 1, tmp_path / "found.pt", tmp_path / "model"
+    arguments = "engines:hidden", 1, 2, tmp_path / "found.pt", tmp_path / "model"
     done = torchrun(1, "tests/helpers/distributed.py", *arguments)
     assert "WARNING" not in done.stdout, "vLLM's warnings are shown: silence those that tell nothing (NOISE)"
     found = torch.load(tmp_path / "found.pt")

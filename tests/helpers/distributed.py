@@ -81,7 +81,8 @@ def on_ranks(
     """What the work (`file:function` of this folder) returns on the first rank. Ranks wait so long for each other."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "found.pt"
-        torchrun(num_ranks, "tests/helpers/distributed.py", work, tp_size, wait_minutes, output, *arguments, timeout=timeout)
+        words = work, tp_size, wait_minutes, output, *arguments
+        torchrun(num_ranks, "tests/helpers/distributed.py", *words, timeout=timeout)
         return torch.load(output, weights_only=False)
 
 

@@ -106,16 +106,11 @@ def table_row(method: str, runs: list[Curve]) -> str:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--methods",
-        nargs="*",
-        default=list(METHODS),
-        choices=METHODS,
-        help="methods to train; none: picture and table alone",
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each method")
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "methods", help="folder of the runs")
-    parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "methods.png", help="file of the picture")
+    add = parser.add_argument
+    add("--methods", nargs="*", default=list(METHODS), choices=METHODS, help="methods to train; may be none")
+    add("--seeds", type=int, default=3, help="runs of each method")
+    add("--folder", type=Path, default=ROOT / "runs" / "methods", help="folder of the runs")
+    add("--picture", type=Path, default=ROOT / "docs" / "methods.png", help="file of the picture")
     args = parser.parse_args()
     for seed, method in itertools.product(range(1, args.seeds + 1), args.methods):
         train(method, seed, args.folder)

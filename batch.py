@@ -260,7 +260,7 @@ class Batch:
     cut: tuple[int, float] | None = None  # --top_k and --top_p; None: the sampler leaves nothing out
     kept: Kept | None = None  # what these kept at the K trained positions; None: the first pass is to find it
 
-    def of_reference(self) -> Batch:
+    def reference_batch(self) -> Batch:
         """What the reference reads: with hints, if there are any, and by routes of its own."""
         return self.hinted or replace(self, routes_NLA=None)
 

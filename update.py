@@ -161,7 +161,7 @@ def add_reference(update: Update, reference: Policy, algorithm: Algorithm) -> Up
 def run_teacher(reference: Policy, batch: Batch, algorithm: Algorithm) -> Teacher:
     """The distributions of the reference at the trained tokens of the batch."""
     with reference.as_reference():
-        hidden_KD, weight_VD = reference.hidden_states(batch.of_reference())
+        hidden_KD, weight_VD = reference.hidden_states(batch.reference_batch())
     if not reference.has_adapter:  # with LoRA the policy computes with these weights next
         release_gathered(reference)
     return Teacher(hidden_KD, weight_VD, algorithm.kl_direction)
@@ -172,7 +172,7 @@ def logprobs_under(model: Policy, field: str, update: Update, algorithm: Algorit
     """The update with `field` (old_logprobs_N or ref_logprobs_N) set to the model's log-probs of its tokens."""
 
     def scored(batch: Batch) -> Batch:
-        read = batch.of_reference() if field == "ref_logprobs_N" else batch
+        read = batch.reference_batch() if field == "ref_logprobs_N" else batch
         scores = model(replace(read, kept=batch.kept), algorithm.temperature)
         logprobs_N = scores.logprobs_N
         if read is batch.hinted:  # the same tokens in the same order, at other positions

@@ -101,7 +101,7 @@ def check_cut(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     refusals = {
         flag.dtype: (
             args.dtype != "float32",
-            "each side rounds bfloat16 in its own way, and keeps others (so not on GPUs)",
+            "each side rounds bfloat16 in its own way, and keeps other tokens (not on GPUs, then)",
         ),
         flag.engine: (args.engine == "server", unknown),
         flag.partial_rollouts: (args.partial_rollouts, unknown),

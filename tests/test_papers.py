@@ -31,7 +31,9 @@ TINY = "--prompts_per_step 2 --prompts_per_update 1 --group_size 8 --learning_ra
 def test_the_page_names_every_method_and_every_loss_has_one():
     """The page names every method in order, and every loss has one."""
     rows = re.findall(
-        r"^\| `(\S+)` \| (?:\[(.+)\]\((.+)\)|(.+?)) \| (.+) \|$", (ROOT / "docs" / "papers.md").read_text(), re.M
+        r"^\| `(\S+)` \| (?:\[([^|]+)\]\(([^|]+)\)|([^|]+)) \| ([^|]+) \|$",
+        (ROOT / "docs" / "papers.md").read_text(),
+        re.M,
     )
     named = {name: (method or plain, link or None) for name, method, link, plain, _ in rows if name != "paper.sh"}
     assert named == {name: (paper["method"], paper.get("link")) for name, paper in PAPERS.items()}

@@ -92,7 +92,7 @@ class Pool:
     def _start(self) -> None:
         context = ForkServerContext()
         context.Process = _Worker
-        context.set_forkserver_preload([self.setup[0].partition(":")[0]])
+        context.set_forkserver_preload(["grading.fork_server", self.setup[0].partition(":")[0]])
         self.pool = ProcessPool(self.num_workers, initializer=_load, initargs=self.setup, context=context)
         self.pool._pool_manager = _Manager(self.pool._context, context)
         self.num_pools += 1

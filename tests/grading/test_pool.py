@@ -171,7 +171,7 @@ MAIN = """
     print("the main script is run", flush=True)
 
     if __name__ == "__main__":
-        pool = Pool("grading.score:RewardWorker", (sys.argv[1], None), 2, 600.0)
+        pool = Pool("ends_late:RewardWorker", (sys.argv[1], None), 2, 600.0)
         pool.submit(0, ("grade", Case("", "")))
         print(pool.collect()[0], flush=True)
         pool.submit(1, ("grade", Case("wait", "")))
@@ -181,8 +181,18 @@ MAIN = """
 
 
 def test_workers_import_no_main_script_and_die_with_the_caller(tmp_path):
-    """Workers import neither the main script nor torch, and end when the caller is killed."""
+    """Workers import neither the main script nor torch, and end when the caller is killed; their fork server, too,
+    which does not wait for the end of what it has imported.
+    """
     (tmp_path / "main.py").write_text(textwrap.dedent(MAIN))
+    (tmp_path / "ends_late.py").write_text(
+        "import time\n"
+        "from grading.score import RewardWorker\n"
+        "class Late:\n"
+        "    def __del__(self, sleep=time.sleep):\n"
+        "        sleep(600)\n"
+        "late = Late()\n"
+    )
     (tmp_path / "torch.py").write_text("# takes no seconds\n")
     (tmp_path / "my_reward.py").write_text(
         "import os, sys, time\n"
@@ -195,7 +205,7 @@ def test_workers_import_no_main_script_and_die_with_the_caller(tmp_path):
     done = subprocess.run(
         [sys.executable, tmp_path / "main.py", f"{tmp_path}/my_reward.py:score"],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"},
         stdout=(tmp_path / "out").open("w"),  # a pipe would be waited for as long as a worker holds it
         check=False,
     )

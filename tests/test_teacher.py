@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from helpers.made_up import (
     byte_tokenizer,
     flags,
     load_policy,
+    make_hybrid,
     make_model,
     make_rollout,
     policy_of,
@@ -45,6 +47,13 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A policy of another architecture and width than the fixture `policy`; the vocabulary is the same."""
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     return make_model(tmp_path_factory.mktemp("teacher"), tied=False, **sizes)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3.5, which has linear attention."""
+    make_hybrid(folder := tmp_path_factory.mktemp("hybrid"))
+    return folder
 
 
 def plain_logits(path: Path, rollout: Rollout, temperature: float) -> Tensor:
@@ -70,10 +79,13 @@ def in_order(values: list[tuple[object, Tensor]], num_sequences: int) -> Tensor:
 FORMS = {"whole": {}, "small": {"micro_batch_tokens": 24}, "shared": {"share_prompts": True}}
 
 
-@pytest.mark.parametrize("direction", ["reverse", "forward"])
-@pytest.mark.parametrize("form", FORMS)
-def test_log_probs_and_kl_are_those_of_full_logits(form, direction, policy, teacher):
+@pytest.mark.parametrize(
+    ("kind", "form", "direction"),
+    [*product(["teacher"], FORMS, ["reverse", "forward"]), ("hybrid", "shared", "reverse")],
+)
+def test_log_probs_and_kl_are_those_of_full_logits(kind, form, direction, policy, request):
     """Log-probs and KL are those of full logits, of each model after its own prompt."""
+    teacher = request.getfixturevalue(kind)
     rollout = with_hints(make_rollout(group_size=2))
     changes = {"kl_over": "vocabulary", "kl_direction": direction, "prompts_per_step": 4} | FORMS[form]
     args = flags(group_size=2, temperature=0.8, kl_coef=1, **changes)

@@ -108,7 +108,7 @@ def runs(smollm2, place) -> Iterator[Runs]:
         flags = {"model": model, "data": common["eval_data"], "like": out_dir, "out_dir": place / f"{kind}_eval"}
         evaluations.append(start(place / f"{kind}_eval.log", "evaluate.py", flags))
 
-    evaluations, trainings, deadline = [], [train(kind) for kind in KINDS], time.monotonic() + 400
+    evaluations, trainings, deadline = [], [train(kind) for kind in KINDS], time.monotonic() + 900
     try:
         while trainings:
             trainings = [each for each in trainings if next(each, "over") != "over"]

@@ -32,3 +32,4 @@ CpuPlatform.register_triton_kernel_overrides()  # it searches all modules, for h
 CpuPlatform.register_triton_kernel_overrides = lambda *_: None
 gc.collect()
 gc.freeze()  # a collection in a fork would copy all pages
+gc.unfreeze = lambda: None  # vLLM calls it at the end of an engine, and collects: 2 s of a core in each fork

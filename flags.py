@@ -34,7 +34,7 @@ class Flag(NamedTuple):
     choices: tuple[str, ...] | None = None
     is_required: bool = False
     free_on_resume: bool = False  # may change when a run continues, because it does not change what a step computes
-    only_with: str | None = None  # the flag without which this one has no effect
+    only_with: str = ""  # the flags of which it needs one, or else has no effect
 
     def of(self, args: argparse.Namespace) -> object:
         """Its value in `args`."""
@@ -108,9 +108,9 @@ GROUPS["turns"] = [  # docs/turns.md
     flag("--environment", None, "my_environment.py:Class: what replies to a completion, so that an episode has turns"),
     flag("--tools", None, "my_tools.py:function,my_tools.py:other: tools that the model may call; what they return is "
          "the reply"),
-    flag("--max_turns", 4, "turns of the policy in an episode", (1, 1000)),
+    flag("--max_turns", 4, "turns of the policy in an episode", (1, 1000), only_with="--environment --tools"),
     flag("--max_turn_tokens", None, "a turn is cut after this many tokens; default: the limit of the completion, which "
-         "counts all turns and replies", (1, INF), type=int),
+         "counts all turns and replies", (1, INF), only_with="--environment --tools", type=int),
 ]
 GROUPS["batch, counted in prompts"] = [
     flag("--prompts_per_step", 32, "P: prompts sampled each step, over all ranks; a multiple of the engines", (1, INF)),
@@ -268,8 +268,10 @@ GROUPS["precision and memory"] = [
          (TINY, 1e6), free_on_resume=True),
 ]
 GROUPS["evaluation and checkpoints, counted in steps"] = [
-    flag("--eval_every", 0, "evaluate every so many steps and after the last; 0: never", (0, INF), free_on_resume=True),
-    flag("--eval_before_training", False, "evaluate the starting policy, too, as step 0", free_on_resume=True),
+    flag("--eval_every", 0, "evaluate every so many steps and after the last; 0: never", (0, INF),
+         free_on_resume=True, only_with="--eval_data"),
+    flag("--eval_before_training", False, "evaluate the starting policy, too, as step 0", free_on_resume=True,
+         only_with="--eval_data"),
     flag("--eval_samples", [1], "k: completions per held-out problem; one number for all sets, or one each", (1, INF)),
     flag("--eval_temperature", [1.0], "temperature of held-out sampling; 0 is greedy; for all sets, or each", (0, 2)),
     flag("--eval_top_p", [1.0], "nucleus sampling in evaluation; for all sets, or each", (TINY, 1)),

@@ -27,6 +27,30 @@ FIXED_BY_ROLLOUTS = (
     "environment", "tools", "max_turns", "max_turn_tokens",
 )  # fmt: skip
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Flags of the first column do not go together with those of the second, if neither has its default.
+CONTRADICTIONS = (
+    ("--top_p --top_k", "--engine --partial_rollouts --replay",
+     "which tokens the sampler kept is found by the trainer, with the weights that sampled, in its own step"),
+    ("--top_p --top_k", "--old_logprobs", "the pass for old log-probs finds what the sampler kept"),
+    ("--top_p --top_k", "--kl_over", "a part of the vocabulary alone is compared"),
+    ("--kl_over", "--kl_estimator --kl_clamp", "the KL over the vocabulary is exact"),
+    ("--kl_over", "--kl_in", "a reward takes the KL of sampled tokens"),
+    ("--drop_solved --dynamic_sampling", "--epochs --keep_last", "the steps of an epoch are no fixed number"),
+    ("--router_replay", "--engine --partial_rollouts --replay",
+     "routes are known of what an engine in the ranks samples, from beginning to end, in the step that trains on it"),
+    ("--hint_column", "--image_column", "hints are for prompts of text"),
+    ("--environment", "--tools", "an environment calls its tools itself"),
+    ("--environment --tools", "--prompt_format", "turns are written by a chat template"),
+    ("--environment --tools", "--partial_rollouts --image_column", "a completion has one turn alone"),
+    ("--partial_rollouts", "--image_column", "completions go on without images"),
+    ("--partial_rollouts", "--engine", "servers do the same by --in_flight"),
+    ("--partial_rollouts", "--replay", "nothing is sampled"),
+    ("--engine", "--image_column", "images are not sent to servers"),
+    ("--server_urls", "--generation_gpus", "the servers of the former run already"),
+    ("--lora_rank", "--param_dtype", "adapters are kept in float32, the rest in --dtype"),
+    ("--lora_rank", "--reference_every", "the reference is the policy with its adapter off, which never moves"),
+    ("--optimizer", "--param_dtype --reset_optimizer", "the latter is for adamw alone"),
+)  # fmt: skip
 
 
 def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
@@ -42,8 +66,8 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     check_batches(args, num_ranks)
     check_common_flags(args)
     flag = all_given(args)
-    checks = check_loss, check_cut, check_groups, check_reward, check_hints, check_memory, check_servers, check_routes
-    for check in (*checks, check_replay, check_evaluation):
+    checks = check_loss, check_cut, check_groups, check_reward, check_hints, check_memory, check_servers, check_replay
+    for check in (*checks, check_evaluation):
         check(args, flag)
     check_waits(args, flag, num_ranks)
     check_tracker(args.track)
@@ -60,7 +84,7 @@ def check_common_flags(args: argparse.Namespace) -> None:
     """Raises ValueError for contradictions among the flags that evaluate.py has too."""
     if args.head_dtype == "bfloat16" and args.dtype == "float32":
         raise ValueError("--head_dtype bfloat16 would round what --dtype float32 computes; leave it out.")
-    check_turns(args, all_given(args))
+    check_turns(args)
 
 
 # Contradictions, by topic: each check raises ValueError for the first one. `flag.NAME` is the flag
@@ -81,12 +105,6 @@ def check_loss(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         raise ValueError(
             "--advantage maxrl needs rewards that are not negative; leave out `length`, negative weights and --kl_in."
         )
-    if args.kl_over == "vocabulary" and args.kl_in == "reward":
-        raise ValueError("--kl_in reward takes the KL of sampled tokens; with --kl_over vocabulary leave it at loss.")
-    for name in ("--kl_estimator", "--kl_clamp"):
-        if args.kl_over == "vocabulary" and FLAGS[name].is_changed(args):
-            written = given(FLAGS[name], args)
-            raise ValueError(f"{written} has no effect with --kl_over vocabulary, which is exact; leave it out.")
     if args.advantage == "zero" and (not args.kl_coef or args.kl_in == "reward"):
         raise ValueError("--advantage zero trains on nothing but the KL in the loss: give --kl_coef, and --kl_in loss.")
     if args.kl_over == "sampled" and args.advantage == "zero" and args.kl_estimator in ("k1", "none"):
@@ -96,25 +114,13 @@ def check_loss(args: argparse.Namespace, flag: SimpleNamespace) -> None:
 
 
 def check_cut(args: argparse.Namespace, flag: SimpleNamespace) -> None:
-    cuts = {flag.top_p: args.top_p < 1, flag.top_k: args.top_k}
-    unknown = "which tokens the sampler kept is found by the trainer, with the weights that sampled, in its own step"
-    refusals = {
-        flag.dtype: (
-            args.dtype != "float32",
-            "each side rounds bfloat16 in its own way, and keeps other tokens (not on GPUs, then)",
-        ),
-        flag.engine: (args.engine == "server", unknown),
-        flag.partial_rollouts: (args.partial_rollouts, unknown),
-        flag.replay: (args.replay, unknown),
-        flag.old_logprobs: (args.old_logprobs == "rollout", "the pass for old log-probs finds what the sampler kept"),
-        flag.kl_over: (args.kl_over == "vocabulary", "a part of the vocabulary alone is compared"),
-    }
     if args.top_k == 1:
         raise ValueError(f"{flag.top_k}: all completions of a group would be the same; use at least 2, or 0 for all.")
-    for cut, other in product(cuts, refusals):
-        is_given, reason = refusals[other]
-        if cuts[cut] and is_given:
-            raise ValueError(f"{cut} with {other}: {reason}; leave one of them out.")
+    if (args.top_k or args.top_p < 1) and args.dtype != "float32":
+        raise ValueError(
+            f"{flag.top_k if args.top_k else flag.top_p} with {flag.dtype}: each side rounds bfloat16 in its own way, "
+            "and keeps other tokens (not on GPUs, then); leave one of them out."
+        )
 
 
 def check_groups(args: argparse.Namespace, flag: SimpleNamespace) -> None:
@@ -127,20 +133,12 @@ def check_groups(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         raise ValueError(
             f"--group_size 1 with {flag.dynamic_sampling}: a group of one never has a signal; leave that out."
         )
-    if args.hint_column and args.image_column:
-        raise ValueError(
-            f"{flag.hint_column} with {flag.image_column}: hints are for prompts of text; leave one of them out."
-        )
     if args.kl_in == "reward" and args.advantage == "reinforce++" and args.policy_loss == "gspo":
         raise ValueError(
             "--policy_loss gspo needs one advantage a sequence, not reinforce++ with --kl_in reward; use gspo_token."
         )
-    in_a_row = flag.drop_solved if args.drop_solved else flag.dynamic_sampling
-    if args.drop_solved or args.dynamic_sampling != "off":
-        if args.epochs is not None:
-            raise ValueError(f"{flag.epochs} with {in_a_row} is no fixed number of steps; give --total_steps.")
-        if args.keep_last:
-            raise ValueError(f"--keep_last has no effect with {in_a_row}, which has no last steps; leave it out.")
+    if args.advantage == "mt_grpo" and not args.environment:
+        raise ValueError("--advantage mt_grpo needs an --environment that rewards each turn; give one, or use grpo.")
     is_on_policy = args.prompts_per_update == args.prompts_per_step and args.num_iterations == 1
     if args.max_kl and is_on_policy and not args.lora_dropout:
         raise ValueError(f"{flag.max_kl} has no effect with one update a step, whose KL is 0; leave it out.")
@@ -198,27 +196,10 @@ def check_hints(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         raise ValueError(f"{flag.hint_column} with {flag.replay}: rollouts keep no feedback; leave one of them out.")
 
 
-def check_turns(args: argparse.Namespace, flag: SimpleNamespace) -> None:
-    has_turns = bool(args.environment or args.tools)
-    for name in ("--max_turns", "--max_turn_tokens"):
-        if not has_turns and FLAGS[name].is_changed(args):
-            written = given(FLAGS[name], args)
-            raise ValueError(f"{written} has no effect without --environment or --tools; leave it out.")
-    if args.environment and args.tools:
-        raise ValueError(
-            f"{flag.environment} with {flag.tools}: an environment calls its tools itself; leave one of them out."
-        )
-    if has_turns:
-        for reference in (args.environment or args.tools).split(","):
-            if not re.fullmatch(r".+\.py:\w+", reference):
-                raise ValueError(f"{reference!r} in --environment or --tools: needed is FILE.py:NAME.")
-    if has_turns and args.prompt_format != "chat":
-        raise ValueError(f"{flag.prompt_format}: turns are written by a chat template; use --prompt_format chat.")
-    for name in ("partial_rollouts", "image_column"):
-        if has_turns and getattr(args, name, None):
-            raise ValueError(f"{getattr(flag, name)} has one turn alone; leave it out with --environment and --tools.")
-    if getattr(args, "advantage", "") == "mt_grpo" and not args.environment:
-        raise ValueError("--advantage mt_grpo needs an --environment that rewards each turn; give one, or use grpo.")
+def check_turns(args: argparse.Namespace) -> None:
+    for reference in (args.environment or args.tools or "").split(","):
+        if reference and not re.fullmatch(r".+\.py:\w+", reference):
+            raise ValueError(f"{reference!r} in --environment or --tools: needed is FILE.py:NAME.")
 
 
 def check_memory(args: argparse.Namespace, flag: SimpleNamespace) -> None:
@@ -226,27 +207,17 @@ def check_memory(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         raise ValueError(
             "--dtype float32 computes more finely than --param_dtype bfloat16 stores; leave one of them out."
         )
-    for_adamw = {
-        flag.param_dtype: args.param_dtype == "bfloat16",
-        flag.offload: args.offload == "optimizer",
-        flag.reset_optimizer: args.reset_optimizer,
-    }
-    for written, is_chosen in for_adamw.items():
-        if is_chosen and args.optimizer != "adamw":
-            raise ValueError(f"{written} is for adamw alone, not for {flag.optimizer}; leave one of them out.")
-    no_effect = f"has no effect with {flag.lora_rank}; leave it out"
-    if args.lora_rank and args.param_dtype != "float32":
-        raise ValueError(f"{flag.param_dtype} {no_effect}: adapters are kept in float32, the rest in --dtype.")
-    if args.lora_rank and args.reference_every:
-        raise ValueError(
-            f"{flag.reference_every} {no_effect}: the reference is the policy with its adapter off, which never moves."
-        )
+    if args.offload == "optimizer" and args.optimizer != "adamw":
+        raise ValueError(f"{flag.offload} is for adamw alone, not for {flag.optimizer}; leave one of them out.")
     if args.reference_every and args.reference not in (None, args.model):
         raise ValueError(
             f"{flag.reference_every} moves a reference that began as --model; leave it out, or {flag.reference}."
         )
     if args.lora_rank and args.offload_reference and args.reference in (None, args.model):
-        raise ValueError(f"--offload_reference {no_effect}: the reference is the policy with its adapter off.")
+        raise ValueError(
+            f"--offload_reference has no effect with {flag.lora_rank}; leave it out: the reference is the policy with "
+            "its adapter off."
+        )
 
 
 def check_waits(args: argparse.Namespace, flag: SimpleNamespace, num_ranks: int) -> None:
@@ -266,19 +237,9 @@ def check_waits(args: argparse.Namespace, flag: SimpleNamespace, num_ranks: int)
 
 
 def check_servers(args: argparse.Namespace, flag: SimpleNamespace) -> None:
-    if args.partial_rollouts and args.engine != "colocated":
-        raise ValueError("--partial_rollouts is for --engine colocated; servers do the same by --in_flight.")
-    if args.partial_rollouts and args.image_column:
-        raise ValueError(
-            f"{flag.image_column} with --partial_rollouts: completions go on without images; leave one of them out."
-        )
     if args.engine == "colocated":
         return
-    if args.image_column:
-        raise ValueError(f"{flag.image_column}: images are not sent to servers; use --engine colocated.")
     gpus, urls, size = args.generation_gpus, args.server_urls, args.tensor_parallel_size
-    if urls and gpus:
-        raise ValueError("--server_urls names servers that run; leave --generation_gpus out.")
     for url in map(urlsplit, urls):
         if url.scheme not in ("http", "https") or not url.hostname or url.path.strip("/"):
             raise ValueError(f"{flag.server_urls}: needed is http://HOST:PORT for each.")
@@ -294,22 +255,9 @@ def check_servers(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         )
 
 
-def check_routes(args: argparse.Namespace, flag: SimpleNamespace) -> None:
-    without = {flag.engine: args.engine == "server", flag.partial_rollouts: args.partial_rollouts}
-    without[flag.replay] = args.replay
-    for written, is_given in without.items():
-        if args.router_replay and is_given:
-            raise ValueError(
-                f"--router_replay with {written}: routes are known of what an engine in the ranks samples, from "
-                "beginning to end, in the step that trains on it; leave one of them out."
-            )
-
-
 def check_replay(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     if not args.replay:
         return
-    if args.partial_rollouts:
-        raise ValueError("--partial_rollouts has no effect with --replay, which samples nothing; leave it out.")
     if os.path.realpath(args.replay) == os.path.realpath(args.out_dir):
         raise ValueError(f"{flag.replay} is --out_dir, too; name another folder for what is trained now.")
     file = Path(args.replay) / "config.json"
@@ -330,9 +278,6 @@ def check_replay(args: argparse.Namespace, flag: SimpleNamespace) -> None:
 
 
 def check_evaluation(args: argparse.Namespace, flag: SimpleNamespace) -> None:
-    for name in ("eval_every", "eval_before_training"):
-        if getattr(args, name) and not args.eval_data:
-            raise ValueError(f"{getattr(flag, name)} needs --eval_data; name a file, or leave --{name} out.")
     if args.eval_data and not (args.eval_every or args.eval_before_training or args.replay):
         raise ValueError(
             f"{flag.eval_data} is never evaluated; give --eval_every or --eval_before_training, or leave it out."
@@ -372,19 +317,30 @@ def ks_of_pass(num_samples: int) -> list[int]:
 
 
 def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> None:
-    """Raises ValueError for a value out of its range, and for a flag that has no effect without another one."""
+    """Raises ValueError for a value out of its range, for a flag without effect, and for `CONTRADICTIONS`."""
     for flag in chain.from_iterable(groups.values()):
         value = flag.of(args)
         for number in value if isinstance(value, list) else [value]:
             if flag.within and number is not None:
                 check_range(flag, number)
-        partner = FLAGS.get(flag.only_with)
-        if partner and flag.is_changed(args) and not partner.is_changed(args):
-            needed = f"{partner.name} {partner.choices[-1]}" if partner.choices else partner.name
-            needed += " above 0" if partner.default == 0 else ""
+        partners = [FLAGS[name] for name in flag.only_with.split()]
+        if partners and flag.is_changed(args) and not any(partner.is_changed(args) for partner in partners):
+            needed = " or ".join(map(as_needed, partners))
             raise ValueError(
                 f"{given(flag, args)} has no effect here, only with {needed}: {leave(flag)}, or change the other."
             )
+    changed = {name: flag for name, flag in FLAGS.items() if hasattr(args, name[2:]) and flag.is_changed(args)}
+    for firsts, seconds, reason in CONTRADICTIONS:
+        for first, second in product(firsts.split(), seconds.split()):
+            if first in changed and second in changed:
+                both = f"{given(changed[first], args)} with {given(changed[second], args)}"
+                raise ValueError(f"{both}: {reason}; leave one of them out.")
+
+
+def as_needed(flag: Flag) -> str:
+    """The flag with a value that another flag needs, for example: --engine server, --lora_rank above 0."""
+    needed = f"{flag.name} {flag.choices[-1]}" if flag.choices else flag.name
+    return f"{needed} above 0" if flag.default == 0 else needed
 
 
 def check_range(flag: Flag, number: float) -> None:

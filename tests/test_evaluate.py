@@ -121,7 +121,7 @@ def test_two_ranks_evaluate_the_problems_of_several_sets_once(policy, tmp_path):
     ("--samples 1 0", "--samples 0: must be at least 1"),
     ("--dtype float32 --head_dtype bfloat16", "--head_dtype bfloat16 would round what --dtype float32 computes"),
     ("--environment a.py:A --tools b.py:f", "an environment calls its tools itself"),
-    ("--max_turns 3", "--max_turns 3 has no effect without --environment or --tools"),
+    ("--max_turns 3", "--max_turns 3 has no effect here, only with --environment or --tools"),
     ("--data a/test.jsonl b/test.jsonl", "test, test are reported under their names"),
     ("--published 1 2", "--published has 2 numbers for 1 sets"),
     ("--max_completion_tokens 1000", "beyond the context of --model .*, 128 tokens"),

@@ -298,8 +298,8 @@ GROUPS["faults"] = [  # docs/faults.md
          "eval/SET/avg@K; OUT_DIR/best points to it", free_on_resume=True),
     flag("--grace_seconds", 120.0, "after SIGTERM, SIGUSR1 or Ctrl-C: seconds in which the run saves and ends",
          (1, 1e6), free_on_resume=True),
-    flag("--stall_seconds", None, "say which rank the others wait for after so long without progress; default: 600, "
-         "or 0.8 of --timeout_minutes where that is less", (1, 1e6), free_on_resume=True, type=float),
+    flag("--stall_seconds", 600.0, "say which rank the others wait for after so long without progress, at the latest "
+         "after 0.8 of --timeout_minutes", (1, 1e6), free_on_resume=True),
     flag("--max_rollout_gap", 0.05, "largest policy/rollout_gap_mean, and largest relative difference of the "
          "temperatures of sampler and trainer, times the share of the gap that it explains; beyond it the run ends; 0: "
          "no bound", (0, INF), free_on_resume=True),
@@ -421,13 +421,13 @@ class AdamW(Settings):  # the optimizer, whatever its kind
 
 
 class Stalls(Settings):  # when ranks that make no progress are reported
-    stall_seconds: float | None
+    stall_seconds: float
     timeout_minutes: float
 
     @property
     def seconds(self) -> float:
         """Below the time-out of the collectives, which would end the run without a report."""
-        return self.stall_seconds or min(600.0, 0.8 * 60 * self.timeout_minutes)
+        return min(self.stall_seconds, 0.8 * 60 * self.timeout_minutes)
 
 
 class EngineSettings(Settings):  # the engine; `max_model_len` is in tokens, prompt and completion together

@@ -72,14 +72,10 @@ def add_flags(parser: argparse.ArgumentParser, groups: dict[str, list[Flag]]) ->
 
 class Parser(argparse.ArgumentParser):
     def parse_args(self, *given: list[str] | None) -> argparse.Namespace:
-        """The flags. A text that is empty, no UTF-8, or with a ~ that the shell has left, ends the process."""
+        """The flags. A text that is empty, or with a ~ that the shell has left, ends the process."""
         args = super().parse_args(*given)
         for name, value in vars(args).items():
             for text in value if isinstance(value, list) else [value]:
-                if re.search("[\ud800-\udfff]", str(text)):  # as Python reads such bytes; Parquet takes no such name
-                    self.error(
-                        f"--{name} {text!r}: it has bytes that are no UTF-8; give the file or text another name."
-                    )
                 if name in FREE_TEXTS or not re.search(r"^\s*$|^~$|(^|,)~([a-z_][\w.-]*)?/", str(text)):
                     continue
                 if "~" in text:

@@ -158,17 +158,6 @@ def test_an_empty_value_or_an_unexpanded_home_is_refused(given, capsys):
     assert f"error: {name} {value!r}: {why}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "given", ["--train_data=d\udce9/x", "--out_dir=\udcff", "--reward=\udcff.py:f", "--prompt_suffix=\udcff"]
-)
-def test_a_text_that_is_no_utf8_is_refused(given, capsys):
-    """As Python reads the bytes of a name in another encoding."""
-    with pytest.raises(SystemExit):
-        parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", given])
-    name, _, value = given.partition("=")
-    assert f"error: {name} {value!r}: it has bytes that are no UTF-8" in capsys.readouterr().err
-
-
 def test_texts_that_are_no_paths_may_be_empty_or_have_a_tilde():
     given = ["--prompt_suffix=", "--system_prompt=", "--stop_tokens=~", "--train_data=a~b/c.jsonl", "--replay=~1"]
     args = parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", *given])

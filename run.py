@@ -72,9 +72,6 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], in
     names = sorted(path.name for path in out_dir.iterdir() if not path.name.startswith("."))
     if names and not old_config:
         (out_dir / ".lock").unlink(missing_ok=True)
-        if "trainer" in names:
-            parent = out_dir.absolute().parent
-            raise ValueError(f"{given} is a checkpoint; to continue its run, name its folder: {parent}.")
         shown = ", ".join(names[:5])
         raise ValueError(f"{given} holds {shown} but no config.json of a run; choose another folder.")
     if "metrics.jsonl" in names or checkpoints(out_dir):
@@ -118,14 +115,12 @@ def _check_same_run(
 
 
 def _by_digest(name: str, value: object, inputs: dict[str, str]) -> object:
-    """The value of a flag, with digests in the place of paths; a reward without the weight 1."""
+    """The value of a flag, with digests in the place of paths."""
     if isinstance(value, list):
         return [inputs.get(str(path), path) for path in value]
     value = inputs.get(f"--{name}", value)
     if not isinstance(value, str):
         return value
-    if name == "reward":
-        value = re.sub(r"\s|:\s*\+?1(\.0*)?(?=\s*(,|$))", "", value)
     # A file of one's own, before the name of a function.
     return re.sub(r"[^:,]+\.py(?=:)", lambda file: inputs.get(str(Path(file[0].strip())), file[0]), value)
 

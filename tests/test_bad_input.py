@@ -212,8 +212,8 @@ def test_a_run_continues_under_other_paths_but_no_other_config(policy, tmp_path,
     monkeypatch.chdir(tmp_path)
     start = partial(inputs_of, folder=tmp_path / "run", today=date(2026, 1, 31), monkeypatch=monkeypatch)
     start(policy, reward="exact,my_reward.py:score", reward_timeout=4)
-    start(Path("link"), reward="exact:1,there/my_reward.py:score", reward_timeout=5)
-    start(Path("copy"), train_data=policy / "train.jsonl", reward=f"exact:1.0,{tmp_path}/my_reward.py:score")
+    start(Path("link"), reward="exact,there/my_reward.py:score", reward_timeout=5)
+    start(Path("copy"), train_data=policy / "train.jsonl", reward=f"exact,{tmp_path}/my_reward.py:score")
     for file in ("there/helping.py", "copy/config.json"):
         before = Path(file).read_text()
         Path(file).write_text(before.replace("0.5", "0.6").replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))

@@ -125,9 +125,9 @@ def moved(change: dict[str, str]) -> dict[str, str]:
 SAME = [  # flags and inputs under which the run of `THEN` and `HELD` continues
     ({"model": "/elsewhere/m/"}, HELD),
     ({"train_data": ["x/a.jsonl", "/y/c.jsonl#5"]}, moved({"a.jsonl": "x/a.jsonl", "b.jsonl#5": "/y/c.jsonl#5"})),
-    ({"reward": "exact:1.0, x/my.py:f:.5", "policy_loss": "x/my.py:loss"},
+    ({"reward": "exact,x/my.py:f:.5", "policy_loss": "x/my.py:loss"},
      moved({"my.py": "x/my.py", "helper.py": "x/helper.py"})),
-    ({"reward": "exact: 1,./my.py:f:.5"}, HELD),
+    ({"reward": "exact,./my.py:f:.5"}, HELD),
     ({"system_prompt": "q.txt"}, HELD),
 ]  # fmt: skip
 OTHER = [  # and is refused, with the words of the sentence

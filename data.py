@@ -373,11 +373,7 @@ def template_variables(prompt_format: PromptFormat, tokenizer: Tokenizer) -> dic
                 f"--template_args {given}: give NAME=VALUE, "
                 "with a variable that the chat template of --model has and that is not set here."
             )
-        value = template_value(text)
-        # A template that asks whether the variable "is true" would take no number for it.
-        if value in (0, 1) and re.search(rf"\b{re.escape(name)}\s+is\s+(not\s+)?(true|false)\b", template):
-            value = bool(value)
-        variables[name] = value
+        variables[name] = template_value(text)
     return variables
 
 

@@ -178,7 +178,7 @@ def check_hints(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     if not (args.hint_column or "").startswith("@"):
         return
     names = args.hint_column.split(",")
-    if not set(names) <= {"@group", "@feedback"} or len(set(names)) < len(names):
+    if not set(names) <= {"@group", "@feedback"}:
         raise ValueError(f"{flag.hint_column}: use a column, or @group, @feedback or both, with a comma between them.")
     if args.kl_in == "reward":
         raise ValueError(f"{flag.hint_column} is for --kl_in loss, where completions without a hint have no KL.")
@@ -240,8 +240,6 @@ def check_servers(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         raise ValueError(
             "--server_urls: set VLLM_API_KEY to the key of the servers, which scripts/serve.py prints or was given."
         )
-    if len({*urls, *gpus}) < len(urls) + len(gpus):
-        raise ValueError(f"{flag.server_urls if urls else flag.generation_gpus}: one is there twice; name each once.")
     if len(gpus) % size:
         raise ValueError(
             f"{flag.generation_gpus}: {len(gpus)} GPUs are no whole number of servers of {size}; give a multiple."

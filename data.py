@@ -327,9 +327,7 @@ def render(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenizer
     """The text of the messages, which the model continues if it is its turn. Raises UnusableRow."""
     if prompt_format.prompt_format == "chat":
         variables = template_variables(prompt_format, tokenizer)
-        variables["tools"] = tool_schemas(prompt_format.tools)
-        if prompt_format.today:
-            variables["strftime_now"] = datetime.fromisoformat(prompt_format.today).strftime
+        variables |= {"tools": tool_schemas(prompt_format.tools), "strftime_now": DATE.strftime}
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=continues, **variables)
         except (TemplateError, TypeError) as error:
@@ -351,6 +349,7 @@ def tool_schemas(tools: str | None) -> list[dict[str, object]] | None:
 
 
 WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false", "none": "null"}  # YAML's and Python's -> JSON's
+DATE = datetime(2026, 1, 1)  # for a template that writes it: with the clock's a run would have new prompts each day
 SET_HERE = ("messages", "tools", "add_generation_prompt", "tokenize", "strftime_now")
 
 
@@ -380,10 +379,7 @@ def template_variables(prompt_format: PromptFormat, tokenizer: Tokenizer) -> dic
 def describe_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> list[str]:
     """Lines for the log: the variables that the chat template gets beside the messages, with their types."""
     variables = template_variables(prompt_format, tokenizer)
-    lines = [f"template: {name} = {value!r} ({type(value).__name__})" for name, value in variables.items()]
-    if prompt_format.today and prompt_format.prompt_format == "chat" and "strftime_now" in str(tokenizer.chat_template):
-        lines.append(f"template: its date is that of the first start, {prompt_format.today}")
-    return lines
+    return [f"template: {name} = {value!r} ({type(value).__name__})" for name, value in variables.items()]
 
 
 def check_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:

@@ -369,7 +369,6 @@ class PromptFormat(Settings):  # how a row becomes a prompt
     tools: str | None
     max_prompt_tokens: int
     max_pixels: int | None
-    today: str = ""  # date for the chat template, as 2026-01-31; "": that of the clock
 
 
 class Grading(Settings):  # how completions are graded

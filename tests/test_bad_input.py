@@ -188,7 +188,7 @@ def test_a_run_continues_under_other_paths_but_no_other_config(policy, tmp_path,
     for file, old, new, said in (
         ("there/helping.py", "0.5", "0.6", "helping.py"),
         ("copy/config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05', "config of --model"),
-        ("copy/chat_template.jinja", "<user>", "<user>!", "train.jsonl, .*"),
+        ("copy/chat_template.jinja", "<assistant>", "!<assistant>", "train.jsonl, .*"),
     ):
         before = Path(file).read_text()
         Path(file).write_text(before.replace(old, new))

@@ -383,19 +383,16 @@ def describe_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> list
 
 
 def check_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
-    """Raises ValueError for a missing chat template, and for flags that need one."""
-    is_chat, tools = prompt_format.prompt_format == "chat", prompt_format.tools
-    if is_chat and tokenizer.chat_template is None:
+    """Raises ValueError for a chat template that is missing, or that ignores --template_args or --tools."""
+    if prompt_format.prompt_format == "raw":
+        return
+    if tokenizer.chat_template is None:
         raise ValueError(
             "--prompt_format chat: the tokenizer of --model has no chat template; "
             "a base model may want --prompt_format raw, which gives it the text as it is."
         )
     template_variables(prompt_format, tokenizer)
-    for name in ("system_prompt", "image_column", "template_args", "tools"):
-        value = getattr(prompt_format, name)
-        if value not in (None, ()) and not is_chat:
-            raise ValueError(f"--{name} {value!r} needs --prompt_format chat and a tokenizer with a chat template.")
-    if tools:
+    if tools := prompt_format.tools:
         question = [{"role": "user", "content": "?"}]
         without = replace(prompt_format, tools=None)
         if render(question, prompt_format, tokenizer) == render(question, without, tokenizer):

@@ -256,14 +256,10 @@ def test_raw_prompts_are_the_text_with_special_tokens(tmp_path):
 
 
 def test_a_missing_chat_template_is_refused_where_needed(tmp_path):
-    """A missing chat template, and flags that need one, are refused."""
     bare = byte_tokenizer(chat_template=None)
     assert_refused("has no chat template; .*--prompt_format raw", tmp_path, "1+1", tokenizer=bare)
     loaded = problems(tmp_path, "1+1", tokenizer=bare, prompt_format="raw")
     assert texts(loaded) == ["1+1"] and bare.decode(loaded.rows[0].ids.tolist()) == "<bos>1+1"
-    for flag, value in (("system_prompt", "Think."), ("image_column", "problem")):
-        words = f"--{flag} '{value}' needs --prompt_format chat"
-        assert_refused(words, tmp_path, "q", prompt_format="raw", **{flag: value})
 
 
 def test_a_row_that_the_template_refuses_is_excluded(tmp_path):
@@ -404,8 +400,6 @@ def test_known_variables_reach_the_chat_template(tmp_path):
     for given in ("enable_thoughts=false", "enable_thinking", "add_generation_prompt=false"):
         with pytest.raises(ValueError, match=f"--template_args {given}: give NAME=VALUE, with a variable that"):
             load_values(tmp_path, "problem", ["q"], tokenizer=tokenizer, template_args=(given,))
-    with pytest.raises(ValueError, match="--template_args .* needs --prompt_format chat"):
-        load_values(tmp_path, "problem", ["q"], tokenizer=tokenizer, template_args=("style=x",), prompt_format="raw")
 
 
 @pytest.mark.parametrize(("texts", "value"), [

@@ -91,6 +91,7 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, f"{CUT} --old_logprobs rollout", "--top_k 20 with --old_logprobs rollout: "),
     (1, f"{CUT} {VOCABULARY}", "--top_k 20 with --kl_over vocabulary: a part of the vocabulary"),
     (1, "--replay ./o", "--replay ./o is --out_dir, too; name another folder"),
+    (1, "--prompt_format raw --system_prompt a", "--system_prompt a with --prompt_format raw: the former needs a"),
     (1, "--partial_rollouts --engine server", "--partial_rollouts with --engine server: .* --in_flight"),
     (1, "--partial_rollouts --image_column i", "--partial_rollouts with --image_column i: .*; leave one of"),
     (1, "--steps_ahead 1", "only with --engine server"),

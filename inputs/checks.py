@@ -70,7 +70,6 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     checks = check_loss, check_cut, check_groups, check_reward, check_hints, check_memory, check_servers, check_replay
     for check in (*checks, check_evaluation):
         check(args, flag)
-    check_waits(args, flag, num_ranks)
     check_tracker(args.track)
 
 
@@ -218,15 +217,6 @@ def check_memory(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         raise ValueError(
             f"--offload_reference has no effect with {flag.lora_rank}; leave it out: the reference is the policy with "
             "its adapter off."
-        )
-
-
-def check_waits(args: argparse.Namespace, flag: SimpleNamespace, num_ranks: int) -> None:
-    minutes = 2 * args.reward_timeout / 60  # what is late is tried a second time
-    if num_ranks > 1 and minutes >= args.timeout_minutes:
-        raise ValueError(
-            f"{flag.reward_timeout}: a completion, which is tried twice, may be graded for {minutes:.3g} minutes, "
-            f"but the other ranks wait {flag.timeout_minutes}; make that longer."
         )
 
 

@@ -48,7 +48,6 @@ def with_new_token(policy: Path, folder: Path, template: str = "") -> Path:
     ({"max_prompt_tokens": 4}, ["all 64 prompts", "--max_prompt_tokens 4", "5 tokens"]),
     ({"max_completion_tokens": 121, "micro_batch_tokens": 999}, ["8", "121", "beyond the context", "128", "by 1"]),
     ({"prompts_per_step": 128, "prompts_per_update": 128}, ["64 usable rows", "--prompts_per_step 128"]),
-    ({"stop_after": 5}, ["--stop_after 5", "the last step is 4"]),
     ({"eval_temperature": 0, "eval_samples": 4}, ["--eval_samples 4", "--eval_temperature 0", "--eval_samples 1"]),
     ({"image_column": "image"}, ["--image_column 'image'", "of the type 'qwen2'", "qwen2_5_vl"]),
     ({"max_pixels": 4000}, ["--max_pixels 4000 has no effect here, only with --image_column"]),

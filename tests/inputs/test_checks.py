@@ -48,7 +48,6 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, NO_STEPS, "0 of --total_steps.* exactly one"),
     (1, f"{NO_STEPS} --total_episodes 100", "--total_episodes 100 is less than one step.* at least 256"),
     (1, f"{NO_STEPS} --dynamic_sampling correct --epochs 2", "--dynamic_sampling correct with --epochs 2: .* no fixed"),
-    (2, "--reward_timeout 1200", "graded for 40 minutes.* wait --timeout_minutes 30"),
     (1, "--router_replay --partial_rollouts", "--router_replay with --partial_rollouts: routes are known of what"),
     (1, "--router_replay --engine server", "--router_replay with --engine server: .*; leave one of them out"),
     (1, "--router_replay --replay runs/x", "--router_replay with --replay runs/x: "),

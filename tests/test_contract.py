@@ -357,7 +357,7 @@ OBJECTS = {
     "vllm.v1.core.block_pool:BlockPool": "cached_block_hash_to_block",
     "vllm.v1.engine.output_processor:OutputProcessor": "request_states",
     "vllm.v1.engine.output_processor:RequestState": "external_req_id logprobs_processor detokenizer",
-    "vllm.v1.engine.detokenizer:IncrementalDetokenizer": "output_token_ids() num_output_tokens()",
+    "vllm.v1.engine.detokenizer:IncrementalDetokenizer": "output_token_ids()",
     "vllm.logprobs:FlatLogprobs": "logprobs",
     "vllm.distributed.weight_transfer.nccl_engine:NCCLWeightTransferEngine": "model_update_group parallel_config "
     "device model receive_weights(update_info) init_transfer_engine(init_info) finish_weight_update() shutdown() "

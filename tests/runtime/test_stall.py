@@ -5,14 +5,12 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import replace
-from types import SimpleNamespace as Some
 
 import pytest
 
 from flags import Stalls
 from helpers.made_up import flags
 from helpers.runs import ENVIRONMENT, PROGRAMS, ROOT, wait_for
-from rollout import Engine
 from runtime import stall
 from runtime.stall import WAITS, Board, Rank, StallWatch, beat, in_phase, report
 
@@ -103,17 +101,6 @@ def test_a_stall_and_its_end_are_each_reported_once(board, tmp_path, capsys):
     assert tick()[1] == "" and (tmp_path / "stall.txt").read_text() == report.strip()
     beat("computes")
     assert tick() == (0.0, "STALL: over, the run continues\n") and (tmp_path / "stall.txt").read_text() == ""
-
-
-def test_an_engine_step_without_a_token_is_no_progress(board):
-    tokens = iter([5, 5, 6])
-    state = Some(external_req_id="12", detokenizer=Some(num_output_tokens=lambda: next(tokens)))
-    engine = Some(llm=Some(llm_engine=Some(output_processor=Some(request_states={"12-x": state}))))
-    engine.requests, engine.last_progress, counts = {12: (Some(where="line 2"), [])}, (), []
-    for _ in range(3):
-        Engine.beat_on_progress(engine)
-        counts.append(board.count)
-    assert counts == [1, 1, 2] and "1 requests unfinished, the oldest (line 2) has 6 tokens" in board.doing
 
 
 def test_the_report_comes_before_the_collectives_time_out():

@@ -20,7 +20,7 @@ from transformers.utils import cached_file
 
 from data import PromptData, check_vocabulary, describe_template
 from engine.options import stop_ids
-from flags import FLAGS, Grading, Lora, PromptFormat, Sampling, Stalls, TurnLimits, make_plan
+from flags import FLAGS, Grading, Lora, PromptFormat, Sampling, Stalls, TurnLimits
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
 from grading.own import files_of
 from hints import Hints
@@ -35,6 +35,7 @@ from model.weights import load_config, load_generation_config, model_of_shapes, 
 from reward import Grader, workers_per_engine
 from runtime.machine import check_cpp_compiler, check_launch, choose_interface, local_world_size
 from runtime.stall import StallWatch
+from schedule import make_plan
 from turns import Turns
 
 SET_FLAGS = ("samples", "temperature", "max_completion_tokens", "top_p")  # one value for all sets or one for each

@@ -2,9 +2,10 @@
 
 import pytest
 
-from flags import FLAGS, GROUPS, AdamW, Lora, Memory, Sampling, free_on_resume, make_plan
+from flags import FLAGS, GROUPS, AdamW, Lora, Memory, Sampling, free_on_resume
 from helpers.made_up import flags
 from inputs.command_line import parse_flags
+from schedule import make_plan
 
 
 def test_the_length_of_a_run_is_in_epochs_or_episodes():

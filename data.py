@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
 from itertools import chain
+from operator import itemgetter
 
 import numpy as np
 from jinja2 import TemplateError
@@ -401,11 +402,10 @@ def check_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
 
 def check_vocabulary(tokenizer: Tokenizer, other: Tokenizer, path: str) -> None:
     """Raises ValueError unless both have the same token at every id. `path`: the value of --reference."""
-    tokens = {i: token for token, i in tokenizer.get_vocab().items()}
-    other_tokens = {i: token for token, i in other.get_vocab().items()}
-    for i in sorted(tokens | other_tokens):
-        if tokens.get(i) != other_tokens.get(i):
-            raise ValueError(
-                f"--reference {path}: token {i} is {other_tokens.get(i)!r} there and {tokens.get(i)!r} in --model; "
-                "use a model with the same vocabulary."
-            )
+    different = tokenizer.get_vocab().items() ^ other.get_vocab().items()
+    if different:
+        token, i = min(different, key=itemgetter(1))
+        raise ValueError(
+            f"--reference {path}: it or --model has {token!r} as token {i}, the other has not; "
+            "use a model with the same vocabulary."
+        )

@@ -419,16 +419,6 @@ class AdamW(Settings):  # the optimizer, whatever its kind
     max_grad_norm: float
 
 
-class Stalls(Settings):  # when ranks that make no progress are reported
-    stall_seconds: float
-    timeout_minutes: float
-
-    @property
-    def seconds(self) -> float:
-        """Below the time-out of the collectives, which would end the run without a report."""
-        return min(self.stall_seconds, 0.8 * 60 * self.timeout_minutes)
-
-
 class EngineSettings(Settings):  # the engine; `max_model_len` is in tokens, prompt and completion together
     max_model_len: int
     dtype: str = "bfloat16"  # as on a GPU
@@ -468,6 +458,11 @@ class Saving(Settings):  # when checkpoints are written, and which are kept
     save_every: int
     keep_checkpoints: int
     keep_best: str | None
+
+
+def stall_limit(args: argparse.Namespace) -> float:
+    """Seconds: below the time-out of the collectives, which would end the run without a report."""
+    return min(args.stall_seconds, 0.8 * 60 * args.timeout_minutes)
 
 
 def most_lag(args: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from transformers.utils import cached_file
 
 from data import PromptData, check_vocabulary, describe_template
 from engine.options import stop_ids
-from flags import FLAGS, Grading, Lora, PromptFormat, Sampling, Stalls, TurnLimits
+from flags import FLAGS, Grading, Lora, PromptFormat, Sampling, TurnLimits, stall_limit
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
 from grading.own import files_of
 from hints import Hints
@@ -254,8 +254,7 @@ def check_world(args: Namespace, world: World) -> None:
     """What only ranks together can know; then they watch each other. ValueError or RuntimeError, on every rank."""
     check_shared(Path(args.out_dir))
     check_same_start(vars(args))
-    limit = Stalls.from_flags(args).seconds
-    StallWatch(Path(args.out_dir) / "ranks", world.trainer_rank, world.num_trainers, limit).start()
+    StallWatch(Path(args.out_dir) / "ranks", world.trainer_rank, world.num_trainers, stall_limit(args)).start()
     check_device(world.device, args.share_prompts)
 
 

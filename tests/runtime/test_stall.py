@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from flags import Stalls
+from flags import stall_limit
 from helpers.made_up import flags
 from helpers.runs import ENVIRONMENT, PROGRAMS, ROOT, wait_for
 from runtime import stall
@@ -104,7 +104,8 @@ def test_a_stall_and_its_end_are_each_reported_once(board, tmp_path, capsys):
 
 
 def test_the_report_comes_before_the_collectives_time_out():
-    assert [Stalls.from_flags(flags()).seconds, Stalls(600, 1).seconds, Stalls(40, 1).seconds] == [600, 48, 40]
+    given = {}, {"timeout_minutes": 1}, {"timeout_minutes": 1, "stall_seconds": 40}
+    assert [stall_limit(flags(**changes)) for changes in given] == [600, 48, 40]
 
 
 def test_the_file_of_a_rank_that_fails_has_its_last_phase(board, tmp_path, monkeypatch):

@@ -75,7 +75,7 @@ class PromptData:
             except UnusableRow as reason:
                 excluded.append((record.where, str(reason)))
                 continue
-            lengths.append(len(row.ids) if row.hinted_ids is None else max(len(row.ids), len(row.hinted_ids)))
+            lengths.append(len(row.ids if row.hinted_ids is None else row.hinted_ids))  # a hint makes a prompt longer
             if lengths[-1] <= limit:
                 kept.append(row)
         if lengths and not kept:

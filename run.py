@@ -323,19 +323,15 @@ class Run:
 
     def reward_failures(self, step: int, rollout: Rollout) -> None:
         """Appends what could not be graded to reward_failures.jsonl and names the first three on the console."""
-        num_failed = 0
-        for row, grade, text in zip(rollout.rows, rollout.grades, rollout.texts, strict=True):
-            if grade.is_failed:
-                num_failed += 1
-                record = {"step": step, "row": row.where, "reward_status": grade.status, "answer": row.answer}
-                self._append("reward_failures.jsonl", record | {"completion": text})
-                if num_failed <= 3:
-                    self.say(f"step {step}: reward {grade.status}, of {row.where}: {text[-100:]!r}")
-        if num_failed > 3:
-            self.say(
-                f"step {step}: {num_failed} of {len(rollout.grades)} completions could not be graded; "
-                "all are in reward_failures.jsonl"
-            )
+        failed = [b for b, grade in enumerate(rollout.grades) if grade.is_failed]
+        for b in failed:
+            row, status, text = rollout.rows[b], rollout.grades[b].status, rollout.texts[b]
+            record = {"step": step, "row": row.where, "reward_status": status, "answer": row.answer, "completion": text}
+            self._append("reward_failures.jsonl", record)
+            if b in failed[:3]:
+                self.say(f"step {step}: reward {status}, of {row.where}: {text[-100:]!r}")
+        if len(failed) > 3:
+            self.say(f"step {step}: {len(failed)} completions were not graded; all are in reward_failures.jsonl")
 
     @contextmanager
     def loading(self, saved_step: int) -> Iterator[None]:

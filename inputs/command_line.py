@@ -50,11 +50,6 @@ def parser_of(groups: dict[str, list[Flag]], description: str, usage: str | None
     print_any_text()
     parser = Parser(usage=usage, description=description, formatter_class=HelpFormatter, allow_abbrev=False)
     parser._negative_number_matcher = re.compile(r"-[\d.]+(e[-+]?\d+)?$|-inf$|-nan$", re.IGNORECASE)  # also -1e-5
-    add_flags(parser, groups)
-    return parser
-
-
-def add_flags(parser: argparse.ArgumentParser, groups: dict[str, list[Flag]]) -> None:
     for title, flags in groups.items():
         group = parser.add_argument_group(title)
         for flag in flags:
@@ -68,6 +63,7 @@ def add_flags(parser: argparse.ArgumentParser, groups: dict[str, list[Flag]]) ->
                 flag.name, type=flag.type, default=flag.default, choices=flag.choices, nargs=nargs,
                 required=flag.is_required, help=flag.help,
             )  # fmt: skip
+    return parser
 
 
 class Parser(argparse.ArgumentParser):

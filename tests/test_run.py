@@ -327,7 +327,7 @@ def test_failed_gradings_are_kept_and_the_first_three_named(tmp_path, capsys):
     make_run(tmp_path).reward_failures(3, graded([Grade(0.0, status) for status in statuses]))
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "step 3: reward timeout, of train.jsonl, line 7: 'a'" and "error: no" in said[1]
-    assert len(said) == 4 and said[-1].startswith("step 3: 4 of 6 completions could not be graded; all are in")
+    assert len(said) == 4 and said[-1].startswith("step 3: 4 completions were not graded; all are in")
     found = lines(tmp_path / "reward_failures.jsonl")
     expected = {"step": 3, "row": "train.jsonl, line 7", "reward_status": "timeout", "answer": "4", "completion": "a"}
     assert found[0] == expected and [each["completion"] for each in found] == ["a", "b", "e", "f"]

@@ -155,11 +155,9 @@ def most_images(parts: list[PromptData]) -> int:
 def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, vision: Vision | None = None) -> Row:
     """The row of a record. Raises UnusableRow for a value, ValueError for a missing column."""
     where, columns, folder = record
-    is_chat = prompt_format.prompt_format == "chat"
     column = prompt_format.prompt_column
     messages = _messages(_look_up(record, column, "--prompt_column"), f"column {column!r}", prompt_format)
-    if is_chat:
-        _check_special_tokens(messages, prompt_format, tokenizer)
+    _check_special_tokens(messages, prompt_format, tokenizer)
     answer, encoded = "", ()
     column = prompt_format.answer_column
     if column:
@@ -201,8 +199,7 @@ def ids_with_hint(messages: Messages, hint: str, prompt_format: PromptFormat, to
     """The tokens of a row's messages with a hint at the end of the last one. Raises UnusableRow."""
     *before, last = messages
     messages = [*before, last | {"content": last["content"] + hint}]
-    if prompt_format.prompt_format == "chat":
-        _check_special_tokens(messages, prompt_format, tokenizer)
+    _check_special_tokens(messages, prompt_format, tokenizer)
     return encode(render(messages, prompt_format, tokenizer), prompt_format, tokenizer)
 
 
@@ -282,7 +279,7 @@ def _spelled_messages(value: object, name: str) -> object:
 
 def _check_special_tokens(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
     """Raises for a text that holds what only the chat template may write: it would begin a turn, or end one."""
-    for token in template_tokens(tokenizer):
+    for token in template_tokens(tokenizer) if prompt_format.prompt_format == "chat" else ():
         if not any(token in message["content"] for message in messages):
             continue
         held = f"holds {token!r}, which the chat template writes itself"

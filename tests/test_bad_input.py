@@ -185,14 +185,14 @@ def test_a_run_continues_under_other_paths_but_no_other_config(policy, tmp_path,
     start(Path("link"), run, reward="exact,there/my_reward.py:score", reward_timeout=5)
     start(Path("copy"), run, train_data=policy / "train.jsonl", reward=f"exact,{tmp_path}/my_reward.py:score")
     for file, old, new, said in (
-        ("there/helping.py", "0.5", "0.6", "helping.py"),
-        ("copy/config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05', "config of --model"),
-        ("copy/chat_template.jinja", "<assistant>", "!<assistant>", "train.jsonl, .*"),
+        ("there/helping.py", "0.5", "0.6", "helping.py: not the same"),
+        ("copy/config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05', "config of --model: not the same"),
+        ("copy/chat_template.jinja", "<assistant>", "!<assistant>", "--train_data .* there, .* now"),
     ):
         before = Path(file).read_text()
         Path(file).write_text(before.replace(old, new))
         assert Path(file).read_text() != before
-        with pytest.raises(ValueError, match=f"{said}: not the same"):
+        with pytest.raises(ValueError, match=said):
             start(Path("copy"), run, reward="exact,there/my_reward.py:score")
         Path(file).write_text(before)
     start(Path("copy"), run, reward="exact,there/my_reward.py:score")

@@ -37,7 +37,7 @@ from flags import FLAGS as TRAINING_FLAGS
 from flags import GROUPS, INF, EngineSettings, Sampling, Settings, flag
 from fsdp_utils import gather_from_ranks, init_world, is_main_process
 from grading import Grade
-from inputs.checks import check_common_flags, check_ranges, default_dtype, ks_of_pass
+from inputs.checks import check_ranges, check_turns, default_dtype, ks_of_pass
 from inputs.command_line import exit_with_error, parser_of
 from load_inputs import SET_FLAGS, load_model_files, samplings_of, start_grader
 from model.special_tokens import describe_tags
@@ -244,7 +244,7 @@ def main() -> None:
     try:
         args = parse_arguments()
         check_ranges(args, FLAGS)
-        check_common_flags(args)
+        check_turns(args)
         if args.reward == "none" and not args.environment:
             raise ValueError("--reward none grades nothing; give the reward of the sets.")
         check_launch(args.tensor_parallel_size, "bfloat16", args.gpu_memory_utilization)

@@ -27,7 +27,8 @@ FIXED_BY_ROLLOUTS = (
     "environment", "tools", "max_turns", "max_turn_tokens",
 )  # fmt: skip
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# Flags of the first column do not go together with those of the second, if neither has its default.
+# Flags of the first column do not go together with those of the second: one with a value if it has that value, one
+# without if it has not its default.
 CONTRADICTIONS = (
     ("--top_p --top_k", "--engine --partial_rollouts --replay",
      "which tokens the sampler kept is found by the trainer, with the weights that sampled, in its own step"),
@@ -50,7 +51,12 @@ CONTRADICTIONS = (
     ("--server_urls", "--generation_gpus", "the servers of the former run already"),
     ("--lora_rank", "--param_dtype", "adapters are kept in float32, the rest in --dtype"),
     ("--lora_rank", "--reference_every", "the reference is the policy with its adapter off, which never moves"),
-    ("--optimizer", "--param_dtype --reset_optimizer", "the latter is for adamw alone"),
+    ("--optimizer", "--param_dtype --offload=optimizer --reset_optimizer", "the latter is for adamw alone"),
+    ("--param_dtype=bfloat16", "--dtype=float32", "the latter computes more finely than the former stores"),
+    ("--head_dtype=bfloat16", "--dtype=float32", "the former would round what the latter computes"),
+    ("--advantage=maxrl", "--kl_in", "rewards must not be negative"),
+    ("--advantage=zero", "--kl_in", "nothing is trained on but the KL in the loss"),
+    ("--group_size=1", "--dynamic_sampling", "a group of one never has a signal"),
 )  # fmt: skip
 
 
@@ -65,9 +71,9 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
                 raise ValueError(f"{name} has no effect without --dry_run; leave it out.")
         num_ranks = launched_world_size()
     check_batches(args, num_ranks)
-    check_common_flags(args)
+    check_turns(args)
     flag = all_given(args)
-    checks = check_loss, check_cut, check_groups, check_reward, check_hints, check_memory, check_servers, check_replay
+    checks = check_loss, check_groups, check_reward, check_hints, check_memory, check_servers, check_replay
     for check in (*checks, check_evaluation):
         check(args, flag)
     check_tracker(args.track)
@@ -78,13 +84,6 @@ def default_dtype(needs_bfloat16: bool = False) -> str:
     has_gpus = shutil.which("nvidia-smi") and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
     num_gpus = int(os.environ.get("NUM_GPUS") or bool(has_gpus))
     return "bfloat16" if num_gpus or needs_bfloat16 else "float32"
-
-
-def check_common_flags(args: argparse.Namespace) -> None:
-    """Raises ValueError for contradictions among the flags that evaluate.py has too."""
-    if args.head_dtype == "bfloat16" and args.dtype == "float32":
-        raise ValueError("--head_dtype bfloat16 would round what --dtype float32 computes; leave it out.")
-    check_turns(args)
 
 
 # Contradictions, by topic: each check raises ValueError for the first one. `flag.NAME` is the flag
@@ -101,19 +100,14 @@ def check_loss(args: argparse.Namespace, flag: SimpleNamespace) -> None:
             f"{flag.old_logprobs} with {flag.rollout_correction}: the ratio is already that of trainer and sampler; "
             "use --rollout_correction none."
         )
-    if args.advantage == "maxrl" and (args.kl_in == "reward" or re.search(r"\blength\b|:-", args.reward)):
-        raise ValueError(
-            "--advantage maxrl needs rewards that are not negative; leave out `length`, negative weights and --kl_in."
-        )
-    if args.advantage == "zero" and (not args.kl_coef or args.kl_in == "reward"):
-        raise ValueError("--advantage zero trains on nothing but the KL in the loss: give --kl_coef, and --kl_in loss.")
+    if args.advantage == "maxrl" and re.search(r"\blength\b|:-", args.reward):
+        raise ValueError("--advantage maxrl needs rewards that are not negative; leave `length` and such weights out.")
+    if args.advantage == "zero" and not args.kl_coef:
+        raise ValueError("--advantage zero trains on nothing but the KL in the loss: give --kl_coef.")
     if args.kl_over == "sampled" and args.advantage == "zero" and args.kl_estimator in ("k1", "none"):
         raise ValueError(
             f"{flag.kl_estimator} as a loss has a gradient of mean zero, so --advantage zero learns nothing; use k2."
         )
-
-
-def check_cut(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     if args.top_k == 1:
         raise ValueError(f"{flag.top_k}: all completions of a group would be the same; use at least 2, or 0 for all.")
     if (args.top_k or args.top_p < 1) and args.dtype != "float32":
@@ -128,10 +122,6 @@ def check_groups(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     if args.group_size == 1 and compares:
         raise ValueError(
             f"--group_size 1 has nothing to compare with for {flag.advantage}; use 2 or more, or --advantage zero."
-        )
-    if args.group_size == 1 and args.dynamic_sampling != "off":
-        raise ValueError(
-            f"--group_size 1 with {flag.dynamic_sampling}: a group of one never has a signal; leave that out."
         )
     if args.kl_in == "reward" and args.advantage == "reinforce++" and args.policy_loss == "gspo":
         raise ValueError(
@@ -203,12 +193,6 @@ def check_turns(args: argparse.Namespace) -> None:
 
 
 def check_memory(args: argparse.Namespace, flag: SimpleNamespace) -> None:
-    if args.param_dtype == "bfloat16" and args.dtype == "float32":
-        raise ValueError(
-            "--dtype float32 computes more finely than --param_dtype bfloat16 stores; leave one of them out."
-        )
-    if args.offload == "optimizer" and args.optimizer != "adamw":
-        raise ValueError(f"{flag.offload} is for adamw alone, not for {flag.optimizer}; leave one of them out.")
     if args.reference_every and args.reference not in (None, args.model):
         raise ValueError(
             f"{flag.reference_every} moves a reference that began as --model; leave it out, or {flag.reference}."
@@ -311,12 +295,19 @@ def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> Non
             raise ValueError(
                 f"{given(flag, args)} has no effect here, only with {needed}: {leave(flag)}, or change the other."
             )
-    changed = {name: flag for name, flag in FLAGS.items() if hasattr(args, name[2:]) and flag.is_changed(args)}
     for firsts, seconds, reason in CONTRADICTIONS:
-        for first, second in product(firsts.split(), seconds.split()):
-            if first in changed and second in changed:
-                both = f"{given(changed[first], args)} with {given(changed[second], args)}"
+        for pair in product(firsts.split(), seconds.split()):
+            if all(is_given(each, args) for each in pair):
+                both = " with ".join(given(FLAGS[each.partition("=")[0]], args) for each in pair)
                 raise ValueError(f"{both}: {reason}; leave one of them out.")
+
+
+def is_given(written: str, args: argparse.Namespace) -> bool:
+    """Whether FLAG=VALUE has this value, or FLAG not its default. A program may lack the flag."""
+    name, _, value = written.partition("=")
+    if not hasattr(args, name.removeprefix("--")):
+        return False
+    return str(FLAGS[name].of(args)) == value if value else FLAGS[name].is_changed(args)
 
 
 def as_needed(flag: Flag) -> str:

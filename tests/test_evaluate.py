@@ -119,7 +119,7 @@ def test_two_ranks_evaluate_the_problems_of_several_sets_once(policy, tmp_path):
     ("--samples 1 2", "--samples has 2 values for 1 sets; give one for all or one for each"),
     ("--samples 4 --temperature 0", "--samples 4 at --temperature 0 are 4 times the same; use --samples 1"),
     ("--samples 1 0", "--samples 0: must be at least 1"),
-    ("--dtype float32 --head_dtype bfloat16", "--head_dtype bfloat16 would round what --dtype float32 computes"),
+    ("--dtype float32 --head_dtype bfloat16", "--head_dtype bfloat16 with --dtype float32: the former would round"),
     ("--environment a.py:A --tools b.py:f", "an environment calls its tools itself"),
     ("--max_turns 3", "--max_turns 3 has no effect here, only with --environment or --tools"),
     ("--data a/test.jsonl b/test.jsonl", "test, test are reported under their names"),

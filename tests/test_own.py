@@ -129,7 +129,7 @@ WRONG = {  # name of the function -> its lines
     ({"optimizer": "FOLDER/mine.py:factored"}, r"keeps row_var of the shape \[4, 1\] for a parameter of \[4, 6\]"),
     ({"optimizer": "FOLDER/mine.py:deaf"}, r"made a SGD, which moves \[\] at the rate 0 and \['layers.0.weight'\]"),
     ({"optimizer": MUON, "param_dtype": "bfloat16"}, "with --param_dtype bfloat16: the latter is for adamw alone"),
-    ({"optimizer": MUON, "offload": "optimizer"}, "--offload optimizer is for adamw alone"),
+    ({"optimizer": MUON, "offload": "optimizer"}, "with --offload optimizer: the latter is for adamw alone"),
     (
         {"optimizer": MUON, "kl_coef": "1", "reference_every": "1", "reset_optimizer": True},
         "with --reset_optimizer: the latter is for adamw alone",

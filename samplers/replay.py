@@ -22,16 +22,9 @@ class NoEngine:
     seconds_E = np.zeros(1)
 
     def begin(self, *_: object) -> None:
-        pass
+        """Does nothing, as the other verbs of an engine."""
 
-    def sync(self, _: object) -> None:
-        pass
-
-    def sleep(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    sync = sleep = close = begin
 
 
 @dataclass

@@ -24,6 +24,7 @@ from runtime.progress import OFF
 
 if TYPE_CHECKING:
     from datasets import Dataset  # imported where it is needed: that takes a second, and .jsonl files do without
+    from pyarrow import DataType, Schema
 
 
 class Record(NamedTuple):
@@ -56,8 +57,12 @@ def read_records(source: str, seed: int, is_shuffled: bool = True) -> list[Recor
         return [rows[i] for i in indices]
     path = Path(what)
     folder = path if path.is_dir() else path.parent
-    drawn = rows.select(indices).to_list()  # images stay encoded
-    return [Record(f"{what}@{split}, row {i}", columns, folder) for i, columns in zip(indices, drawn, strict=True)]
+    drawn = rows.select(indices)
+    records = []
+    for i, columns in zip(indices, drawn.to_list(), strict=True):  # images stay encoded
+        columns = exact_floats(columns, drawn.data.schema)
+        records.append(Record(f"{what}@{split}, row {i}", columns, folder))
+    return records
 
 
 # Sources --------------------------------------------------------------------------------------------------------------
@@ -226,6 +231,17 @@ def check_content(path: Path) -> None:
     for marks, what in CONTENTS.items():
         if start.startswith(marks):
             raise ValueError(f"{path} is {what}.")
+
+
+def exact_floats(value: object, kind: DataType | Schema) -> object:
+    """The value with floats of 16 and 32 bits as the shortest decimal of their own type: 0.1, not 0.10000000149."""
+    if isinstance(value, float) and str(kind) in ("halffloat", "float"):  # pyarrow's names of these two
+        return float(str(kind.to_pandas_dtype()(value)))
+    if isinstance(value, dict) and hasattr(kind, "field"):
+        return {name: exact_floats(part, kind.field(name).type) for name, part in value.items()}
+    if isinstance(value, list) and hasattr(kind, "value_type"):
+        return [exact_floats(part, kind.value_type) for part in value]
+    return value
 
 
 def read_system_prompt(text: str | None) -> str | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import datasets
 import huggingface_hub
+import numpy as np
 import pytest
 
 from helpers.made_up import GOOD, load, prompt_of, write, write_lines, write_math12k, write_parquet
@@ -166,6 +167,20 @@ def test_a_hub_that_cannot_be_reached_is_told_within_seconds(monkeypatch):
     started, advice = time.monotonic(), "hf download --repo-type dataset hiyouga/absent"
     refused("hiyouga/absent@test#5", f"'hiyouga/absent@test#5' cannot be loaded: .*reach.*{advice}")
     assert time.monotonic() - started < 10
+
+
+def test_short_floats_are_read_as_their_shortest_decimals(tmp_path):
+    """Floats of 16 and 32 bits are read as the shortest decimals of their own type."""
+    numbers = [0.1, 2.5, 12.0, 1e-7, -0.3]
+    rows = [{"f32": n, "f16": n, "f64": n, "list": [n, None], "object": {"a": [{"b": n}]}} for n in numbers]
+    f32, f64 = datasets.Value("float32"), datasets.Value("float64")
+    kinds = {"f32": f32, "f16": datasets.Value("float16"), "list": datasets.List(f32)}
+    kinds |= {"object": {"a": datasets.List({"b": f32})}, "f64": f64}
+    read = [columns for _, columns, _ in read_records(write_parquet(tmp_path / "rows.parquet", rows, **kinds), seed=0)]
+    assert read == rows
+    exact = float(np.float32(0.1))  # a number of 64 bits stays as it is
+    parquet = write_parquet(tmp_path / "exact.parquet", [{"f64": exact}], f64=f64)
+    assert next(iter(read_records(parquet, seed=0))).columns["f64"] == exact == 0.10000000149011612
 
 
 def test_rows_are_drawn_at_random_before_the_length_filter(tmp_path):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
 from itertools import chain
+from operator import itemgetter
 
 import numpy as np
 from jinja2 import TemplateError
@@ -74,7 +75,7 @@ class PromptData:
             except UnusableRow as reason:
                 excluded.append((record.where, str(reason)))
                 continue
-            lengths.append(len(row.ids) if row.hinted_ids is None else max(len(row.ids), len(row.hinted_ids)))
+            lengths.append(len(row.ids if row.hinted_ids is None else row.hinted_ids))  # a hint makes a prompt longer
             if lengths[-1] <= limit:
                 kept.append(row)
         if lengths and not kept:
@@ -154,11 +155,9 @@ def most_images(parts: list[PromptData]) -> int:
 def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, vision: Vision | None = None) -> Row:
     """The row of a record. Raises UnusableRow for a value, ValueError for a missing column."""
     where, columns, folder = record
-    is_chat = prompt_format.prompt_format == "chat"
     column = prompt_format.prompt_column
     messages = _messages(_look_up(record, column, "--prompt_column"), f"column {column!r}", prompt_format)
-    if is_chat:
-        _check_special_tokens(messages, prompt_format, tokenizer)
+    _check_special_tokens(messages, prompt_format, tokenizer)
     answer, encoded = "", ()
     column = prompt_format.answer_column
     if column:
@@ -200,8 +199,7 @@ def ids_with_hint(messages: Messages, hint: str, prompt_format: PromptFormat, to
     """The tokens of a row's messages with a hint at the end of the last one. Raises UnusableRow."""
     *before, last = messages
     messages = [*before, last | {"content": last["content"] + hint}]
-    if prompt_format.prompt_format == "chat":
-        _check_special_tokens(messages, prompt_format, tokenizer)
+    _check_special_tokens(messages, prompt_format, tokenizer)
     return encode(render(messages, prompt_format, tokenizer), prompt_format, tokenizer)
 
 
@@ -281,7 +279,7 @@ def _spelled_messages(value: object, name: str) -> object:
 
 def _check_special_tokens(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
     """Raises for a text that holds what only the chat template may write: it would begin a turn, or end one."""
-    for token in template_tokens(tokenizer):
+    for token in template_tokens(tokenizer) if prompt_format.prompt_format == "chat" else ():
         if not any(token in message["content"] for message in messages):
             continue
         held = f"holds {token!r}, which the chat template writes itself"
@@ -327,9 +325,7 @@ def render(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenizer
     """The text of the messages, which the model continues if it is its turn. Raises UnusableRow."""
     if prompt_format.prompt_format == "chat":
         variables = template_variables(prompt_format, tokenizer)
-        variables["tools"] = tool_schemas(prompt_format.tools)
-        if prompt_format.today:
-            variables["strftime_now"] = datetime.fromisoformat(prompt_format.today).strftime
+        variables |= {"tools": tool_schemas(prompt_format.tools), "strftime_now": DATE.strftime}
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=continues, **variables)
         except (TemplateError, TypeError) as error:
@@ -351,6 +347,7 @@ def tool_schemas(tools: str | None) -> list[dict[str, object]] | None:
 
 
 WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false", "none": "null"}  # YAML's and Python's -> JSON's
+DATE = datetime(2026, 1, 1)  # for a template that writes it: with the clock's a run would have new prompts each day
 SET_HERE = ("messages", "tools", "add_generation_prompt", "tokenize", "strftime_now")
 
 
@@ -373,37 +370,27 @@ def template_variables(prompt_format: PromptFormat, tokenizer: Tokenizer) -> dic
                 f"--template_args {given}: give NAME=VALUE, "
                 "with a variable that the chat template of --model has and that is not set here."
             )
-        value = template_value(text)
-        # A template that asks whether the variable "is true" would take no number for it.
-        if value in (0, 1) and re.search(rf"\b{re.escape(name)}\s+is\s+(not\s+)?(true|false)\b", template):
-            value = bool(value)
-        variables[name] = value
+        variables[name] = template_value(text)
     return variables
 
 
 def describe_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> list[str]:
     """Lines for the log: the variables that the chat template gets beside the messages, with their types."""
     variables = template_variables(prompt_format, tokenizer)
-    lines = [f"template: {name} = {value!r} ({type(value).__name__})" for name, value in variables.items()]
-    if prompt_format.today and prompt_format.prompt_format == "chat" and "strftime_now" in str(tokenizer.chat_template):
-        lines.append(f"template: its date is that of the first start, {prompt_format.today}")
-    return lines
+    return [f"template: {name} = {value!r} ({type(value).__name__})" for name, value in variables.items()]
 
 
 def check_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
-    """Raises ValueError for a missing chat template, and for flags that need one."""
-    is_chat, tools = prompt_format.prompt_format == "chat", prompt_format.tools
-    if is_chat and tokenizer.chat_template is None:
+    """Raises ValueError for a chat template that is missing, or that ignores --template_args or --tools."""
+    if prompt_format.prompt_format == "raw":
+        return
+    if tokenizer.chat_template is None:
         raise ValueError(
             "--prompt_format chat: the tokenizer of --model has no chat template; "
             "a base model may want --prompt_format raw, which gives it the text as it is."
         )
     template_variables(prompt_format, tokenizer)
-    for name in ("system_prompt", "image_column", "template_args", "tools"):
-        value = getattr(prompt_format, name)
-        if value not in (None, ()) and not is_chat:
-            raise ValueError(f"--{name} {value!r} needs --prompt_format chat and a tokenizer with a chat template.")
-    if tools:
+    if tools := prompt_format.tools:
         question = [{"role": "user", "content": "?"}]
         without = replace(prompt_format, tools=None)
         if render(question, prompt_format, tokenizer) == render(question, without, tokenizer):
@@ -412,11 +399,10 @@ def check_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
 
 def check_vocabulary(tokenizer: Tokenizer, other: Tokenizer, path: str) -> None:
     """Raises ValueError unless both have the same token at every id. `path`: the value of --reference."""
-    tokens = {i: token for token, i in tokenizer.get_vocab().items()}
-    other_tokens = {i: token for token, i in other.get_vocab().items()}
-    for i in sorted(tokens | other_tokens):
-        if tokens.get(i) != other_tokens.get(i):
-            raise ValueError(
-                f"--reference {path}: token {i} is {other_tokens.get(i)!r} there and {tokens.get(i)!r} in --model; "
-                "use a model with the same vocabulary."
-            )
+    different = tokenizer.get_vocab().items() ^ other.get_vocab().items()
+    if different:
+        token, i = min(different, key=itemgetter(1))
+        raise ValueError(
+            f"--reference {path}: it or --model has {token!r} as token {i}, the other has not; "
+            "use a model with the same vocabulary."
+        )

@@ -37,9 +37,9 @@ from flags import FLAGS as TRAINING_FLAGS
 from flags import GROUPS, INF, EngineSettings, Sampling, Settings, flag
 from fsdp_utils import gather_from_ranks, init_world, is_main_process
 from grading import Grade
-from inputs.checks import check_common_flags, check_ranges, default_dtype, ks_of_pass
+from inputs.checks import check_ranges, check_turns, default_dtype, ks_of_pass
 from inputs.command_line import exit_with_error, parser_of
-from load_inputs import SET_FLAGS, first_day, load_model_files, samplings_of, start_grader
+from load_inputs import SET_FLAGS, load_model_files, samplings_of, start_grader
 from model.special_tokens import describe_tags
 from reward import Grader
 from runtime.files import best_effort, must_write, write
@@ -244,7 +244,7 @@ def main() -> None:
     try:
         args = parse_arguments()
         check_ranges(args, FLAGS)
-        check_common_flags(args)
+        check_turns(args)
         if args.reward == "none" and not args.environment:
             raise ValueError("--reward none grades nothing; give the reward of the sets.")
         check_launch(args.tensor_parallel_size, "bfloat16", args.gpu_memory_utilization)
@@ -253,9 +253,8 @@ def main() -> None:
             counts = f"{len(args.published)} numbers for {len(args.data)} sets"
             raise ValueError(f"--published has {counts}; give one for each, '-' for none.")
         folder = new_folder(args.out_dir, args.model)
-        today = first_day(args.like, Path(args.model).resolve().parent)
-        _, tokenizer, vision, load = load_model_files(args, max(args.max_completion_tokens), today)
-        sets, (grader, turns) = load(args.data, 0), start_grader(args, tokenizer, args.tensor_parallel_size, today)
+        _, tokenizer, vision, load = load_model_files(args, max(args.max_completion_tokens))
+        sets, (grader, turns) = load(args.data, 0), start_grader(args, tokenizer, args.tensor_parallel_size)
         grader.check_groups("--samples", *(sampling.num_samples for sampling in samplings))
         world = init_world(args.tensor_parallel_size, timeout_minutes=600)
         sets = [grader.check_keys(data, world) for data in sets]

@@ -1,7 +1,7 @@
 """Every flag, once: its default, what it means, its range, and whether it may change when a run continues.
 
 A flag has the name of its attribute, so one search finds the flag, its use, the scripts and the documentation. Other
-files get small frozen objects made from flags (`PromptFormat`, `Memory`, ... and `Plan`); only `main` sees all flags.
+files get small frozen objects made from flags (`PromptFormat`, `Memory`, ...); only `main` sees all flags.
 The choices of the algorithm are functions in `grpo.py`: their parameters after `*` are the flags that have an effect.
 No torch here, so that a mistake is reported at once.
 """
@@ -34,7 +34,7 @@ class Flag(NamedTuple):
     choices: tuple[str, ...] | None = None
     is_required: bool = False
     free_on_resume: bool = False  # may change when a run continues, because it does not change what a step computes
-    only_with: str | None = None  # the flag without which this one has no effect
+    only_with: str = ""  # the flags of which it needs one, or else has no effect
 
     def of(self, args: argparse.Namespace) -> object:
         """Its value in `args`."""
@@ -108,9 +108,9 @@ GROUPS["turns"] = [  # docs/turns.md
     flag("--environment", None, "my_environment.py:Class: what replies to a completion, so that an episode has turns"),
     flag("--tools", None, "my_tools.py:function,my_tools.py:other: tools that the model may call; what they return is "
          "the reply"),
-    flag("--max_turns", 4, "turns of the policy in an episode", (1, 1000)),
+    flag("--max_turns", 4, "turns of the policy in an episode", (1, 1000), only_with="--environment --tools"),
     flag("--max_turn_tokens", None, "a turn is cut after this many tokens; default: the limit of the completion, which "
-         "counts all turns and replies", (1, INF), type=int),
+         "counts all turns and replies", (1, INF), only_with="--environment --tools", type=int),
 ]
 GROUPS["batch, counted in prompts"] = [
     flag("--prompts_per_step", 32, "P: prompts sampled each step, over all ranks; a multiple of the engines", (1, INF)),
@@ -268,8 +268,10 @@ GROUPS["precision and memory"] = [
          (TINY, 1e6), free_on_resume=True),
 ]
 GROUPS["evaluation and checkpoints, counted in steps"] = [
-    flag("--eval_every", 0, "evaluate every so many steps and after the last; 0: never", (0, INF), free_on_resume=True),
-    flag("--eval_before_training", False, "evaluate the starting policy, too, as step 0", free_on_resume=True),
+    flag("--eval_every", 0, "evaluate every so many steps and after the last; 0: never", (0, INF),
+         free_on_resume=True, only_with="--eval_data"),
+    flag("--eval_before_training", False, "evaluate the starting policy, too, as step 0", free_on_resume=True,
+         only_with="--eval_data"),
     flag("--eval_samples", [1], "k: completions per held-out problem; one number for all sets, or one each", (1, INF)),
     flag("--eval_temperature", [1.0], "temperature of held-out sampling; 0 is greedy; for all sets, or each", (0, 2)),
     flag("--eval_top_p", [1.0], "nucleus sampling in evaluation; for all sets, or each", (TINY, 1)),
@@ -296,8 +298,8 @@ GROUPS["faults"] = [  # docs/faults.md
          "eval/SET/avg@K; OUT_DIR/best points to it", free_on_resume=True),
     flag("--grace_seconds", 120.0, "after SIGTERM, SIGUSR1 or Ctrl-C: seconds in which the run saves and ends",
          (1, 1e6), free_on_resume=True),
-    flag("--stall_seconds", None, "say which rank the others wait for after so long without progress; default: 600, "
-         "or 0.8 of --timeout_minutes where that is less", (1, 1e6), free_on_resume=True, type=float),
+    flag("--stall_seconds", 600.0, "say which rank the others wait for after so long without progress, at the latest "
+         "after 0.8 of --timeout_minutes", (1, 1e6), free_on_resume=True),
     flag("--max_rollout_gap", 0.05, "largest policy/rollout_gap_mean, and largest relative difference of the "
          "temperatures of sampler and trainer, times the share of the gap that it explains; beyond it the run ends; 0: "
          "no bound", (0, INF), free_on_resume=True),
@@ -367,7 +369,6 @@ class PromptFormat(Settings):  # how a row becomes a prompt
     tools: str | None
     max_prompt_tokens: int
     max_pixels: int | None
-    today: str = ""  # date for the chat template, as 2026-01-31; "": that of the clock
 
 
 class Grading(Settings):  # how completions are graded
@@ -418,16 +419,6 @@ class AdamW(Settings):  # the optimizer, whatever its kind
     max_grad_norm: float
 
 
-class Stalls(Settings):  # when ranks that make no progress are reported
-    stall_seconds: float | None
-    timeout_minutes: float
-
-    @property
-    def seconds(self) -> float:
-        """Below the time-out of the collectives, which would end the run without a report."""
-        return self.stall_seconds or min(600.0, 0.8 * 60 * self.timeout_minutes)
-
-
 class EngineSettings(Settings):  # the engine; `max_model_len` is in tokens, prompt and completion together
     max_model_len: int
     dtype: str = "bfloat16"  # as on a GPU
@@ -469,130 +460,14 @@ class Saving(Settings):  # when checkpoints are written, and which are kept
     keep_best: str | None
 
 
-class Plan(Settings, kw_only=True):
-    """The arithmetic of batches and steps. One step = one rollout; one update = one optimizer step."""
-
-    prompts_per_step: int
-    group_size: int
-    num_iterations: int
-    completions_per_step: int
-    updates_per_pass: int
-    updates_per_step: int  # in all passes
-    steps_per_epoch: float  # a whole number but with --keep_last
-    total_steps: int
-    total_updates: int
-    warmup_updates: int
-    learning_rate: float
-    lr_schedule: str
-    max_grad_norm: float
-    seed: int
-    max_rollout_gap: float
-    old_logprobs: str
-    lora_dropout: float
-    reference_every: int
-    reference_mixup: float
-    reset_optimizer: bool
-    steps_ahead: int
-    partial_rollouts: bool
-    replay: str | None
-
-    def describe(self) -> str:
-        """The numbers of the plan, for the first lines of the log."""
-        return (
-            f"{counted(self.prompts_per_step, 'prompt')} x {self.group_size} = "
-            f"{counted(self.completions_per_step, 'completion')} a step, "
-            f"{counted(self.updates_per_step, 'update')} a step, {counted(self.steps_per_epoch, 'step')} an epoch, "
-            f"{counted(self.total_steps, 'step')} in all"
-        )
-
-    def update(self, step: int, i: int) -> UpdateStep:
-        """Where update i of step 1, 2, ... stands in the run, and its learning rate."""
-        index = (step - 1) * self.updates_per_step + i
-        is_older = self.steps_ahead or self.partial_rollouts or self.replay  # other weights sampled: a gap is no fault
-        # Without a pass of the trainer before the first update, later ones only see how far the policy has moved.
-        is_unknown = self.old_logprobs == "rollout" and (i > 0 or self.lora_dropout > 0)
-        is_last = i + 1 == self.updates_per_step
-        is_moving = is_last and self.reference_every > 0 and step % self.reference_every == 0
-        return UpdateStep(
-            index=index,
-            rate=self.rate(index),
-            is_first=i == 0,
-            max_grad_norm=self.max_grad_norm,
-            seed=self.seed,
-            step=step,
-            number=i + 1,
-            max_rollout_gap=0.0 if is_older or is_unknown else self.max_rollout_gap,
-            total_steps=self.total_steps,
-            reference_mixup=self.reference_mixup if is_moving else 0.0,
-            resets_optimizer=is_moving and self.reset_optimizer,
-        )
-
-    def rate(self, update: int) -> float:
-        """The learning rate of update 0, 1, ...: linear warm-up to the peak, then constant, or cosine or linear to 0.
-
-        The last update is the last one above 0: none is wasted on a rate of 0.
-        """
-        if update < self.warmup_updates:
-            return self.learning_rate * (update + 1) / self.warmup_updates
-        progress = (update - self.warmup_updates) / max(self.total_updates - self.warmup_updates, 1)
-        if self.lr_schedule == "cosine":
-            return self.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
-        return self.learning_rate * (1.0 - progress) if self.lr_schedule == "linear" else self.learning_rate
-
-
-class UpdateStep(NamedTuple):
-    """One optimizer step of the run."""
-
-    index: int  # 0, 1, ... over the whole run
-    rate: float
-    is_first: bool  # in its rollout: no weight has changed since sampling
-    max_grad_norm: float
-    seed: int
-    step: int = 1
-    number: int = 1  # in its step
-    max_rollout_gap: float = 0.0  # beyond it the run ends before the update; 0: no bound
-    total_steps: int = 1
-    reference_mixup: float = 0.0  # how far the reference moves to the policy after it; 0: it stays
-    resets_optimizer: bool = False  # after it
-
-
-def counted(number: float, noun: str) -> str:
-    """For example: 1 step, 2.5 steps, 3 micro-batches."""
-    plural = "es" if noun.endswith("batch") else "s"
-    return f"{round(number, 2):.15g} {noun}{plural * (number != 1)}"
+def stall_limit(args: argparse.Namespace) -> float:
+    """Seconds: below the time-out of the collectives, which would end the run without a report."""
+    return min(args.stall_seconds, 0.8 * 60 * args.timeout_minutes)
 
 
 def most_lag(args: argparse.Namespace) -> int:
     """How many steps the weights that sample may be behind the trained ones."""
     return MOST_LAG if args.partial_rollouts else args.steps_ahead
-
-
-def make_plan(args: argparse.Namespace, num_rows: int) -> Plan:
-    """The plan for `num_rows` usable training rows. Raises ValueError if they do not fill one step."""
-    if num_rows < args.prompts_per_step and not args.keep_last:
-        raise ValueError(
-            f"--train_data has {num_rows} usable rows, fewer than --prompts_per_step {args.prompts_per_step}; "
-            f"use at most {num_rows}. With --keep_last a step may reach into the next epoch."
-        )
-    completions_per_step = args.prompts_per_step * args.group_size
-    steps_per_epoch = num_rows / args.prompts_per_step if args.keep_last else num_rows // args.prompts_per_step
-    total_steps = args.total_steps
-    if args.epochs is not None:
-        total_steps = math.ceil(args.epochs * steps_per_epoch)
-    if args.total_episodes is not None:
-        total_steps = args.total_episodes // completions_per_step
-    updates_per_pass = args.prompts_per_step // args.prompts_per_update
-    total_updates = total_steps * updates_per_pass * args.num_iterations
-    return Plan.from_flags(
-        args,
-        completions_per_step=completions_per_step,
-        updates_per_pass=updates_per_pass,
-        updates_per_step=updates_per_pass * args.num_iterations,
-        steps_per_epoch=steps_per_epoch,
-        total_steps=total_steps,
-        total_updates=total_updates,
-        warmup_updates=math.ceil(args.warmup_ratio * total_updates),
-    )
 
 
 def free_on_resume(args: argparse.Namespace) -> set[str]:

@@ -9,7 +9,6 @@ import uuid
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from itertools import chain
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -21,7 +20,7 @@ from transformers.utils import cached_file
 
 from data import PromptData, check_vocabulary, describe_template
 from engine.options import stop_ids
-from flags import FLAGS, Grading, Lora, PromptFormat, Sampling, Stalls, TurnLimits, make_plan
+from flags import FLAGS, Grading, Lora, PromptFormat, Sampling, TurnLimits, stall_limit
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
 from grading.own import files_of
 from hints import Hints
@@ -36,10 +35,10 @@ from model.weights import load_config, load_generation_config, model_of_shapes, 
 from reward import Grader, workers_per_engine
 from runtime.machine import check_cpp_compiler, check_launch, choose_interface, local_world_size
 from runtime.stall import StallWatch
+from schedule import make_plan
 from turns import Turns
 
 SET_FLAGS = ("samples", "temperature", "max_completion_tokens", "top_p")  # one value for all sets or one for each
-TODAY = "today"  # in inputs.json: what the chat template takes for it, if it asks
 SHOWN_AFTER = 10.0  # seconds: network file systems do not show a new file at once
 
 
@@ -69,8 +68,7 @@ def load_inputs(args: Namespace) -> Inputs:
     eval_options = args.eval_samples, args.eval_temperature, args.eval_max_completion_tokens, args.eval_top_p
     samplings = samplings_of(args.eval_data, "eval_", eval_options)
     longest = max(args.max_completion_tokens, *args.eval_max_completion_tokens)
-    today = first_day(args.out_dir, args.replay)
-    config, tokenizer, vision, load = load_model_files(args, longest, today)
+    config, tokenizer, vision, load = load_model_files(args, longest)
     check_experts(args.model, config, args.router_replay)
     if args.lora_rank:
         check_lora(model_of_shapes(args.model, config), Lora.from_flags(args))
@@ -80,12 +78,10 @@ def load_inputs(args: Namespace) -> Inputs:
     companions = [vision.processor if vision else tokenizer, generation]
     hint_column, hints = args.hint_column, None
     if hint_column and hint_column.startswith("@"):
-        prompt_format = PromptFormat.from_flags(args, system_prompt=None, today=today)  # it is in the rows' messages
+        prompt_format = PromptFormat.from_flags(args, system_prompt=None)  # it is in the rows' messages
         hint_column, hints = None, Hints(tuple(hint_column.split(",")), prompt_format, tokenizer)
     train_data = load(args.train_data, args.seed, hint_column, args.shuffle == "on")
-    plan = make_plan(args, len(PromptData.mix(train_data).rows))  # raises, too
-    if (args.stop_after or 0) > plan.total_steps:
-        raise ValueError(f"--stop_after {args.stop_after}: the last step is {plan.total_steps}; leave it out.")
+    make_plan(args, len(PromptData.mix(train_data).rows))  # raises for data that fills no step
     # The seed 0 draws #ROWS: held-out sets are the same problems whatever the seed of the run.
     eval_sets = load(args.eval_data, 0)
     digests = {}
@@ -96,11 +92,9 @@ def load_inputs(args: Namespace) -> Inputs:
             settings = Path(cached_file(path, "config.json")).read_bytes(), str(generation.eos_token_id).encode()
             digests[f"config of {flag}"] = digest(settings)
         check_replayed(args, digests["--model"])
-    if "strftime_now" in str(tokenizer.chat_template):
-        digests[TODAY] = today
     if (text := read_system_prompt(args.system_prompt)) != args.system_prompt:  # that of a file
         digests["--system_prompt"] = digest([text.encode()])
-    grader, turns = start_grader(args, tokenizer, num_ranks, today)
+    grader, turns = start_grader(args, tokenizer, num_ranks)
     grader.check_groups("--group_size", args.group_size)
     grader.check_groups("--eval_samples", *(sampling.num_samples for sampling in samplings))
     sources = zip([*args.train_data, *args.eval_data], [*train_data, *eval_sets], strict=True)
@@ -128,12 +122,6 @@ def samples_of(file: Path) -> Iterator[bytes]:
             yield opened.read(2**16)
 
 
-def first_day(*folders: str | Path | None) -> str:
-    """What the run in one of these folders has taken for today since its first start; else today: 2026-01-31."""
-    kept = [digests_of(folder).get(TODAY) for folder in folders if folder]
-    return next(filter(None, kept), date.today().isoformat())
-
-
 def check_replayed(args: Namespace, weights: str) -> None:
     """Raises ValueError if the run that --replay names began with other weights than --model."""
     if args.replay and digests_of(args.replay).get("--model", weights) != weights:
@@ -147,7 +135,7 @@ def contents_of(data: PromptData) -> Iterator[bytes]:
 
 
 def load_model_files(
-    args: Namespace, max_completion_tokens: int, today: str
+    args: Namespace, max_completion_tokens: int
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, Vision | None, Callable[..., list[PromptData]]]:
     """Config, tokenizer, what reads images, and what loads sources with them, drawn by a seed."""
     config = load_config(args.model)
@@ -157,7 +145,7 @@ def load_model_files(
     model_of_shapes(args.model, config)
     answers = None if args.reward == "none" else args.answer_column
     system_prompt = read_system_prompt(args.system_prompt)
-    prompt_format = PromptFormat.from_flags(args, system_prompt=system_prompt, answer_column=answers, today=today)
+    prompt_format = PromptFormat.from_flags(args, system_prompt=system_prompt, answer_column=answers)
     tokenizer, vision = load_processor(args.model, config, prompt_format)
     num_rows, added = config.get_text_config().vocab_size, tokenizer.get_added_vocab()
 
@@ -221,14 +209,12 @@ def samplings_of(sources: list[str], prefix: str, flags: Sequence[list[int] | li
     return samplings
 
 
-def start_grader(
-    args: Namespace, tokenizer: PreTrainedTokenizerBase, num_ranks: int, today: str
-) -> tuple[Grader, Turns | None]:
+def start_grader(args: Namespace, tokenizer: PreTrainedTokenizerBase, num_ranks: int) -> tuple[Grader, Turns | None]:
     """The grader of an engine, and who plays episodes; the first rank has their workers."""
     grading, turns = Grading.from_flags(args), None
     num_workers = workers_per_engine(grading, num_ranks) if is_engine_leader_process(num_ranks) else 0
     if args.environment or args.tools:
-        prompt_format = PromptFormat.from_flags(args, system_prompt=None, today=today)
+        prompt_format = PromptFormat.from_flags(args, system_prompt=None)
         turns = Turns(TurnLimits.from_flags(args), grading, prompt_format, tokenizer, num_workers)
     kind = f"--reward {args.reward}: the class of --environment"
     if turns and turns.environments and turns.environments.has_reward:
@@ -268,8 +254,7 @@ def check_world(args: Namespace, world: World) -> None:
     """What only ranks together can know; then they watch each other. ValueError or RuntimeError, on every rank."""
     check_shared(Path(args.out_dir))
     check_same_start(vars(args))
-    limit = Stalls.from_flags(args).seconds
-    StallWatch(Path(args.out_dir) / "ranks", world.trainer_rank, world.num_trainers, limit).start()
+    StallWatch(Path(args.out_dir) / "ranks", world.trainer_rank, world.num_trainers, stall_limit(args)).start()
     check_device(world.device, args.share_prompts)
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from data import PromptData, most_images
 from engine.options import Demand
-from flags import FLAGS, AdamW, EngineSettings, Lora, Memory, Sampling, make_plan
+from flags import FLAGS, AdamW, EngineSettings, Lora, Memory, Sampling
 from fsdp_utils import init_world
 from inputs.checks import check_flags, ranks_per_engine
 from inputs.choices import algorithm_of
@@ -23,6 +23,7 @@ from load_inputs import load_inputs
 from metrics import merge_updates
 from policy import build_policy
 from rollout import Engine
+from schedule import make_plan
 from update import UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy
 
 # Flags that would change the numbers, but not here. The rest of what is left out only watches a run, or saves it.

@@ -75,7 +75,6 @@ class Engine:
         self.state = "awake"
         # Number of an unfinished request -> its row, and the tokens that it goes on after.
         self.requests: dict[int, tuple[Row, list[int]]] = {}
-        self.last_progress = ()
         self.num_looks = 0
         # The time that each engine took for its share of the last `sample`.
         self.seconds_E = np.zeros(world.num_engines)
@@ -196,7 +195,7 @@ class Engine:
 
     def step(self) -> list[tuple[int, Completion]]:
         """One step of the engine. Returns (number, what was sampled) of each request that it has finished."""
-        self.beat_on_progress()
+        beat(f"samples: {len(self.requests)} requests unfinished")
         finished = []
         for output in self.llm.llm_engine.step():
             if not output.finished:
@@ -242,19 +241,6 @@ class Engine:
     def from_leader(self, value: Value) -> Value:
         """The value that the first rank of the engine has; all of its ranks call this together."""
         return value if self.world.tp_size == 1 else get_tp_group().broadcast_object(value, src=0)
-
-    def beat_on_progress(self) -> None:
-        """Beats if the oldest unfinished request has new tokens, or if another number of them is unfinished.
-
-        A step alone is no progress: it may make no token.
-        """
-        states = self.llm.llm_engine.output_processor.request_states
-        oldest = next(iter(states.values()))
-        number, num_tokens = int(oldest.external_req_id), oldest.detokenizer.num_output_tokens()
-        if (number, num_tokens, len(states)) != self.last_progress:
-            row, _ = self.requests[number]
-            beat(f"samples: {len(states)} requests unfinished, the oldest ({row.where}) has {num_tokens} tokens")
-        self.last_progress = number, num_tokens, len(states)
 
     # Weights and memory -----------------------------------------------------------------------------------------------
 

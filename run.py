@@ -72,9 +72,6 @@ def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], in
     names = sorted(path.name for path in out_dir.iterdir() if not path.name.startswith("."))
     if names and not old_config:
         (out_dir / ".lock").unlink(missing_ok=True)
-        if "trainer" in names:
-            parent = out_dir.absolute().parent
-            raise ValueError(f"{given} is a checkpoint; to continue its run, name its folder: {parent}.")
         shown = ", ".join(names[:5])
         raise ValueError(f"{given} holds {shown} but no config.json of a run; choose another folder.")
     if "metrics.jsonl" in names or checkpoints(out_dir):
@@ -118,14 +115,12 @@ def _check_same_run(
 
 
 def _by_digest(name: str, value: object, inputs: dict[str, str]) -> object:
-    """The value of a flag, with digests in the place of paths; a reward without the weight 1."""
+    """The value of a flag, with digests in the place of paths."""
     if isinstance(value, list):
         return [inputs.get(str(path), path) for path in value]
     value = inputs.get(f"--{name}", value)
     if not isinstance(value, str):
         return value
-    if name == "reward":
-        value = re.sub(r"\s|:\s*\+?1(\.0*)?(?=\s*(,|$))", "", value)
     # A file of one's own, before the name of a function.
     return re.sub(r"[^:,]+\.py(?=:)", lambda file: inputs.get(str(Path(file[0].strip())), file[0]), value)
 
@@ -328,19 +323,15 @@ class Run:
 
     def reward_failures(self, step: int, rollout: Rollout) -> None:
         """Appends what could not be graded to reward_failures.jsonl and names the first three on the console."""
-        num_failed = 0
-        for row, grade, text in zip(rollout.rows, rollout.grades, rollout.texts, strict=True):
-            if grade.is_failed:
-                num_failed += 1
-                record = {"step": step, "row": row.where, "reward_status": grade.status, "answer": row.answer}
-                self._append("reward_failures.jsonl", record | {"completion": text})
-                if num_failed <= 3:
-                    self.say(f"step {step}: reward {grade.status}, of {row.where}: {text[-100:]!r}")
-        if num_failed > 3:
-            self.say(
-                f"step {step}: {num_failed} of {len(rollout.grades)} completions could not be graded; "
-                "all are in reward_failures.jsonl"
-            )
+        failed = [b for b, grade in enumerate(rollout.grades) if grade.is_failed]
+        for b in failed:
+            row, status, text = rollout.rows[b], rollout.grades[b].status, rollout.texts[b]
+            record = {"step": step, "row": row.where, "reward_status": status, "answer": row.answer, "completion": text}
+            self._append("reward_failures.jsonl", record)
+            if b in failed[:3]:
+                self.say(f"step {step}: reward {status}, of {row.where}: {text[-100:]!r}")
+        if len(failed) > 3:
+            self.say(f"step {step}: {len(failed)} completions were not graded; all are in reward_failures.jsonl")
 
     @contextmanager
     def loading(self, saved_step: int) -> Iterator[None]:

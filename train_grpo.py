@@ -26,19 +26,7 @@ from data import PromptData, most_images
 from engine.drift import DriftGuard
 from engine.options import Demand, largest_share
 from evaluate import Evaluator
-from flags import (
-    AdamW,
-    EngineSettings,
-    Lora,
-    Memory,
-    Plan,
-    Recording,
-    Sampling,
-    Saving,
-    Servers,
-    free_on_resume,
-    make_plan,
-)
+from flags import AdamW, EngineSettings, Lora, Memory, Recording, Sampling, Saving, Servers, free_on_resume
 from fsdp_utils import World, close_world, init_world, is_main_process, set_allocator
 from grading.own import load_reference
 from grpo import Algorithm
@@ -52,6 +40,7 @@ from runtime.start import NOT_FINISHED, RunError, Stopped, arm, leave, signal_na
 from samplers.partial import PartialSampler, num_unfinished_prompts
 from samplers.replay import NoEngine, ReplaySampler, weights_of
 from sampling import Draws, Sampler
+from schedule import Plan, make_plan
 from update import Bounds, UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy, work_of_step
 
 if TYPE_CHECKING:

@@ -87,18 +87,17 @@ class Template:
         """Raises ValueError, with the reason, if the template cannot be continued."""
         self.prompt_format, self.tokenizer = prompt_format, tokenizer
         self.pieces = cache(self._pieces)  # a pattern of roles is rendered once
-        self.role = "tool" if prompt_format.tools else "user"
         try:
-            self.pieces((self.role,))
+            self.pieces(("tool" if prompt_format.tools else "user",))
         except UnusableRow as error:
             raise ValueError(f"--environment, --tools: {error}; give --template_args, or another template.") from None
         escaped = self.plain(" ".join(tokenizer.all_special_tokens))
         if not set(escaped).isdisjoint(tokenizer.all_special_ids):
             raise ValueError("a reply could hold special tokens: the tokenizer of --model cannot write them as text.")
 
-    def _after(self, *messages: tuple[str, str], answer: str = "Mark-A", continues: bool = True) -> str:
+    def _after(self, *messages: tuple[str, str], continues: bool = True) -> str:
         """What is written after the first Mark-A: the rest of the answer, then messages, each (role, content)."""
-        pairs = (("user", "Mark-Q"), ("assistant", answer), *messages)
+        pairs = (("user", "Mark-Q"), ("assistant", "Mark-A"), *messages)
         conversation = [{"role": role, "content": content} for role, content in pairs]
         return render(conversation, self.prompt_format, self.tokenizer, continues).partition("Mark-A")[2]
 
@@ -112,11 +111,6 @@ class Template:
         if not rest.startswith(end) or not is_in_order or not pieces[0] or not pieces[-1]:
             raise UnusableRow(f"the chat template cannot continue an answer with a message of the role {roles[0]!r}")
         return pieces
-
-    @property
-    def drops_thoughts(self) -> bool:
-        """Whether it would leave the thoughts of earlier turns out; here they stay."""
-        return not self._after((self.role, "Mark-0"), answer="<think>\nMark-A\n</think>\n\nMark-B")
 
     def plain(self, text: str) -> list[int]:
         """The tokens of a content; what looks like a special token is text."""
@@ -158,10 +152,7 @@ class Turns:
 
     def describe(self) -> str:
         """A line for the log."""
-        line = f"turns: at most {self.limits.max_turns}, with {self.limits.environment or self.limits.tools}"
-        if self.template.drops_thoughts:
-            line += "; the chat template drops earlier thoughts, here they stay"
-        return line
+        return f"turns: at most {self.limits.max_turns}, with {self.limits.environment or self.limits.tools}"
 
     def close(self) -> None:
         if self.environments is not None:

@@ -31,7 +31,7 @@ from batch import (
     to_positions,
 )
 from engine.drift import check_gap
-from flags import Memory, Plan, Settings, UpdateStep
+from flags import Memory, Settings
 from fsdp_utils import (
     World,
     begin_micro_batch,
@@ -49,6 +49,7 @@ from model.optimizer import forget
 from policy import Policy, add_images, add_packing
 from runtime.stall import beat
 from runtime.start import RunError
+from schedule import Plan, UpdateStep
 
 
 def pack_updates(

@@ -21,11 +21,12 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from batch import Rollout, Row, Update
-from flags import AdamW, Lora, Memory, make_plan
+from flags import AdamW, Lora, Memory
 from fsdp_utils import World
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
 from policy import build_policy
+from schedule import make_plan
 from update import UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy
 from warm_start import build_tokenizer
 

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from batch import Metrics
-from flags import UpdateStep
 from fsdp_utils import World, gather_from_ranks, sum_over_trainers
 from runtime.stall import BOARD
 from runtime.start import RunError
+from schedule import UpdateStep
 
 Sums = dict[str, Tensor]  # common name -> [BUCKETS] int64
 ApplyModel = Callable[[Callable[[nn.Module], Sums]], list[Sums]]  # asks the model of this rank's engine

@@ -1,4 +1,4 @@
-"""What vLLM needs before it is imported: its environment, filters for its log, one patch.
+"""What vLLM needs before it is imported: its environment, one patch.
 
 `prepare_vllm()` does it in a rank, for an engine in this process; a variable that the user has set
 stays there. `servers/start.py` gives servers `ENVIRONMENT` and `SERVER_ENVIRONMENT`. All of it was
@@ -22,54 +22,23 @@ ENVIRONMENT = {  # for every process with vLLM
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # `sizes.check_config` has checked the length; vLLM misreads yarn's
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # CPU: binding would put all ranks, or servers, on the same cores
 }
-RANK_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # in this process: its weights and its seed are ours
+RANK_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process: its weights and its seed are ours
+    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings, by the dozen, are of what is meant here; WARNING shows them
+}
 SERVER_ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes that change weights
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked worker would not import servers/start.py, and so outlive it
 }
 
-NOISE = [  # warnings that are not shown because they tell nothing: vLLM's logger, and how the warning begins
-    ("vllm.engine.arg_utils", "The global random seed is set"),  # each call of Engine.sample sets its own
-    ("vllm.config.vllm", "Enforce eager set"),  # by a flag, or on CPU
-    ("vllm.config.vllm", "Inductor compilation was disabled"),  # the same
-    # At each sync, of modules without weights and of a tied head. What is really missing,
-    # reload.inplace tells.
-    ("vllm.model_executor.model_loader.reload.layerwise", "%s: Failed to load weights"),
-    ("vllm.model_executor.model_loader.reload.layerwise", "Allocating %.1f MB"),  # padded tables
-    (
-        "vllm.model_executor.models.utils",
-        "Attempted to load weight",
-    ),  # files of another dtype than --dtype, which is meant
-    ("vllm.config.model", "%s %s"),  # beyond its own limit: VLLM_ALLOW_LONG_MAX_MODEL_LEN
-    ("vllm.utils.flashinfer", "FlashInfer"),  # that its kernels are missing: none of them runs
-    ("vllm.utils.torch_utils", "OMP_NUM_THREADS="),  # by the launcher, or runtime.machine.use_all_cores
-]
-NOISE_ON_CPU = [
-    ("vllm.config.vllm", "Model Runner V2 requires Triton"),  # there is none for CPUs; with CUDA it belongs to torch
-    ("vllm.platforms.cpu", ""),  # the same, and what models without attention need
-    ("vllm.model_executor.layers.utils", "Failed to create oneDNN linear"),  # no bfloat16: torch does it slowly
-    ("vllm.v1.worker.cpu_worker", ""),  # advice on libraries and on binding threads, which `launch.sh` decides
-]
-
 
 def prepare_vllm() -> None:
     """Sets up this process for an engine of its own. Call it before vLLM is imported."""
-    # The first rank's warnings are enough: what vLLM falls back to is the same on all.
-    level = "WARNING" if os.environ.get("RANK", "0") == "0" else "ERROR"
-    for name, value in {**ENVIRONMENT, **RANK_ENVIRONMENT, "VLLM_LOGGING_LEVEL": level}.items():
+    for name, value in (ENVIRONMENT | RANK_ENVIRONMENT).items():
         os.environ.setdefault(name, value)
-    silence()
-    name_shared_memory()
-
-
-def silence() -> None:
-    """Hides the warnings of `NOISE`, and others that no user can do anything about."""
-    import torch
-
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # on CPU there is none, as it should be
-    for name, beginning in NOISE if torch.cuda.is_available() else NOISE + NOISE_ON_CPU:
-        logging.getLogger(name).addFilter(lambda record, noise=beginning: not record.msg.startswith(noise))
+    name_shared_memory()
 
 
 def leave_tower_out() -> None:

@@ -27,6 +27,37 @@ FIXED_BY_ROLLOUTS = (
     "environment", "tools", "max_turns", "max_turn_tokens",
 )  # fmt: skip
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Flags of the first column do not go together with those of the second: one with a value if it has that value, one
+# without if it has not its default.
+CONTRADICTIONS = (
+    ("--top_p --top_k", "--engine --partial_rollouts --replay",
+     "which tokens the sampler kept is found by the trainer, with the weights that sampled, in its own step"),
+    ("--top_p --top_k", "--old_logprobs", "the pass for old log-probs finds what the sampler kept"),
+    ("--top_p --top_k", "--kl_over", "a part of the vocabulary alone is compared"),
+    ("--kl_over", "--kl_estimator --kl_clamp", "the KL over the vocabulary is exact"),
+    ("--kl_over", "--kl_in", "a reward takes the KL of sampled tokens"),
+    ("--drop_solved --dynamic_sampling", "--epochs --keep_last", "the steps of an epoch are no fixed number"),
+    ("--router_replay", "--engine --partial_rollouts --replay",
+     "routes are known of what an engine in the ranks samples, from beginning to end, in the step that trains on it"),
+    ("--hint_column", "--image_column", "hints are for prompts of text"),
+    ("--environment", "--tools", "an environment calls its tools itself"),
+    ("--system_prompt --image_column --template_args --environment --tools", "--prompt_format",
+     "the former needs a chat template"),
+    ("--environment --tools", "--partial_rollouts --image_column", "a completion has one turn alone"),
+    ("--partial_rollouts", "--image_column", "completions go on without images"),
+    ("--partial_rollouts", "--engine", "servers do the same by --in_flight"),
+    ("--partial_rollouts", "--replay", "nothing is sampled"),
+    ("--engine", "--image_column", "images are not sent to servers"),
+    ("--server_urls", "--generation_gpus", "the servers of the former run already"),
+    ("--lora_rank", "--param_dtype", "adapters are kept in float32, the rest in --dtype"),
+    ("--lora_rank", "--reference_every", "the reference is the policy with its adapter off, which never moves"),
+    ("--optimizer", "--param_dtype --offload=optimizer --reset_optimizer", "the latter is for adamw alone"),
+    ("--param_dtype=bfloat16", "--dtype=float32", "the latter computes more finely than the former stores"),
+    ("--head_dtype=bfloat16", "--dtype=float32", "the former would round what the latter computes"),
+    ("--advantage=maxrl", "--kl_in", "rewards must not be negative"),
+    ("--advantage=zero", "--kl_in", "nothing is trained on but the KL in the loss"),
+    ("--group_size=1", "--dynamic_sampling", "a group of one never has a signal"),
+)  # fmt: skip
 
 
 def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
@@ -40,12 +71,11 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
                 raise ValueError(f"{name} has no effect without --dry_run; leave it out.")
         num_ranks = launched_world_size()
     check_batches(args, num_ranks)
-    check_common_flags(args)
+    check_turns(args)
     flag = all_given(args)
-    checks = check_loss, check_cut, check_groups, check_reward, check_hints, check_memory, check_servers, check_routes
-    for check in (*checks, check_replay, check_evaluation):
+    checks = check_loss, check_groups, check_reward, check_hints, check_memory, check_servers, check_replay
+    for check in (*checks, check_evaluation):
         check(args, flag)
-    check_waits(args, flag, num_ranks)
     check_tracker(args.track)
 
 
@@ -54,13 +84,6 @@ def default_dtype(needs_bfloat16: bool = False) -> str:
     has_gpus = shutil.which("nvidia-smi") and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
     num_gpus = int(os.environ.get("NUM_GPUS") or bool(has_gpus))
     return "bfloat16" if num_gpus or needs_bfloat16 else "float32"
-
-
-def check_common_flags(args: argparse.Namespace) -> None:
-    """Raises ValueError for contradictions among the flags that evaluate.py has too."""
-    if args.head_dtype == "bfloat16" and args.dtype == "float32":
-        raise ValueError("--head_dtype bfloat16 would round what --dtype float32 computes; leave it out.")
-    check_turns(args, all_given(args))
 
 
 # Contradictions, by topic: each check raises ValueError for the first one. `flag.NAME` is the flag
@@ -77,44 +100,21 @@ def check_loss(args: argparse.Namespace, flag: SimpleNamespace) -> None:
             f"{flag.old_logprobs} with {flag.rollout_correction}: the ratio is already that of trainer and sampler; "
             "use --rollout_correction none."
         )
-    if args.advantage == "maxrl" and (args.kl_in == "reward" or re.search(r"\blength\b|:-", args.reward)):
-        raise ValueError(
-            "--advantage maxrl needs rewards that are not negative; leave out `length`, negative weights and --kl_in."
-        )
-    if args.kl_over == "vocabulary" and args.kl_in == "reward":
-        raise ValueError("--kl_in reward takes the KL of sampled tokens; with --kl_over vocabulary leave it at loss.")
-    for name in ("--kl_estimator", "--kl_clamp"):
-        if args.kl_over == "vocabulary" and FLAGS[name].is_changed(args):
-            written = given(FLAGS[name], args)
-            raise ValueError(f"{written} has no effect with --kl_over vocabulary, which is exact; leave it out.")
-    if args.advantage == "zero" and (not args.kl_coef or args.kl_in == "reward"):
-        raise ValueError("--advantage zero trains on nothing but the KL in the loss: give --kl_coef, and --kl_in loss.")
+    if args.advantage == "maxrl" and re.search(r"\blength\b|:-", args.reward):
+        raise ValueError("--advantage maxrl needs rewards that are not negative; leave `length` and such weights out.")
+    if args.advantage == "zero" and not args.kl_coef:
+        raise ValueError("--advantage zero trains on nothing but the KL in the loss: give --kl_coef.")
     if args.kl_over == "sampled" and args.advantage == "zero" and args.kl_estimator in ("k1", "none"):
         raise ValueError(
             f"{flag.kl_estimator} as a loss has a gradient of mean zero, so --advantage zero learns nothing; use k2."
         )
-
-
-def check_cut(args: argparse.Namespace, flag: SimpleNamespace) -> None:
-    cuts = {flag.top_p: args.top_p < 1, flag.top_k: args.top_k}
-    unknown = "which tokens the sampler kept is found by the trainer, with the weights that sampled, in its own step"
-    refusals = {
-        flag.dtype: (
-            args.dtype != "float32",
-            "each side rounds bfloat16 in its own way, and keeps other tokens (not on GPUs, then)",
-        ),
-        flag.engine: (args.engine == "server", unknown),
-        flag.partial_rollouts: (args.partial_rollouts, unknown),
-        flag.replay: (args.replay, unknown),
-        flag.old_logprobs: (args.old_logprobs == "rollout", "the pass for old log-probs finds what the sampler kept"),
-        flag.kl_over: (args.kl_over == "vocabulary", "a part of the vocabulary alone is compared"),
-    }
     if args.top_k == 1:
         raise ValueError(f"{flag.top_k}: all completions of a group would be the same; use at least 2, or 0 for all.")
-    for cut, other in product(cuts, refusals):
-        is_given, reason = refusals[other]
-        if cuts[cut] and is_given:
-            raise ValueError(f"{cut} with {other}: {reason}; leave one of them out.")
+    if (args.top_k or args.top_p < 1) and args.dtype != "float32":
+        raise ValueError(
+            f"{flag.top_k if args.top_k else flag.top_p} with {flag.dtype}: each side rounds bfloat16 in its own way, "
+            "and keeps other tokens (not on GPUs, then); leave one of them out."
+        )
 
 
 def check_groups(args: argparse.Namespace, flag: SimpleNamespace) -> None:
@@ -123,24 +123,12 @@ def check_groups(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         raise ValueError(
             f"--group_size 1 has nothing to compare with for {flag.advantage}; use 2 or more, or --advantage zero."
         )
-    if args.group_size == 1 and args.dynamic_sampling != "off":
-        raise ValueError(
-            f"--group_size 1 with {flag.dynamic_sampling}: a group of one never has a signal; leave that out."
-        )
-    if args.hint_column and args.image_column:
-        raise ValueError(
-            f"{flag.hint_column} with {flag.image_column}: hints are for prompts of text; leave one of them out."
-        )
     if args.kl_in == "reward" and args.advantage == "reinforce++" and args.policy_loss == "gspo":
         raise ValueError(
             "--policy_loss gspo needs one advantage a sequence, not reinforce++ with --kl_in reward; use gspo_token."
         )
-    in_a_row = flag.drop_solved if args.drop_solved else flag.dynamic_sampling
-    if args.drop_solved or args.dynamic_sampling != "off":
-        if args.epochs is not None:
-            raise ValueError(f"{flag.epochs} with {in_a_row} is no fixed number of steps; give --total_steps.")
-        if args.keep_last:
-            raise ValueError(f"--keep_last has no effect with {in_a_row}, which has no last steps; leave it out.")
+    if args.advantage == "mt_grpo" and not args.environment:
+        raise ValueError("--advantage mt_grpo needs an --environment that rewards each turn; give one, or use grpo.")
     is_on_policy = args.prompts_per_update == args.prompts_per_step and args.num_iterations == 1
     if args.max_kl and is_on_policy and not args.lora_dropout:
         raise ValueError(f"{flag.max_kl} has no effect with one update a step, whose KL is 0; leave it out.")
@@ -180,7 +168,7 @@ def check_hints(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     if not (args.hint_column or "").startswith("@"):
         return
     names = args.hint_column.split(",")
-    if not set(names) <= {"@group", "@feedback"} or len(set(names)) < len(names):
+    if not set(names) <= {"@group", "@feedback"}:
         raise ValueError(f"{flag.hint_column}: use a column, or @group, @feedback or both, with a comma between them.")
     if args.kl_in == "reward":
         raise ValueError(f"{flag.hint_column} is for --kl_in loss, where completions without a hint have no KL.")
@@ -198,87 +186,28 @@ def check_hints(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         raise ValueError(f"{flag.hint_column} with {flag.replay}: rollouts keep no feedback; leave one of them out.")
 
 
-def check_turns(args: argparse.Namespace, flag: SimpleNamespace) -> None:
-    has_turns = bool(args.environment or args.tools)
-    for name in ("--max_turns", "--max_turn_tokens"):
-        if not has_turns and FLAGS[name].is_changed(args):
-            written = given(FLAGS[name], args)
-            raise ValueError(f"{written} has no effect without --environment or --tools; leave it out.")
-    if args.environment and args.tools:
-        raise ValueError(
-            f"{flag.environment} with {flag.tools}: an environment calls its tools itself; leave one of them out."
-        )
-    if has_turns:
-        for reference in (args.environment or args.tools).split(","):
-            if not re.fullmatch(r".+\.py:\w+", reference):
-                raise ValueError(f"{reference!r} in --environment or --tools: needed is FILE.py:NAME.")
-    if has_turns and args.prompt_format != "chat":
-        raise ValueError(f"{flag.prompt_format}: turns are written by a chat template; use --prompt_format chat.")
-    for name in ("partial_rollouts", "image_column"):
-        if has_turns and getattr(args, name, None):
-            raise ValueError(f"{getattr(flag, name)} has one turn alone; leave it out with --environment and --tools.")
-    if getattr(args, "advantage", "") == "mt_grpo" and not args.environment:
-        raise ValueError("--advantage mt_grpo needs an --environment that rewards each turn; give one, or use grpo.")
+def check_turns(args: argparse.Namespace) -> None:
+    for reference in (args.environment or args.tools or "").split(","):
+        if reference and not re.fullmatch(r".+\.py:\w+", reference):
+            raise ValueError(f"{reference!r} in --environment or --tools: needed is FILE.py:NAME.")
 
 
 def check_memory(args: argparse.Namespace, flag: SimpleNamespace) -> None:
-    if args.param_dtype == "bfloat16" and args.dtype == "float32":
-        raise ValueError(
-            "--dtype float32 computes more finely than --param_dtype bfloat16 stores; leave one of them out."
-        )
-    for_adamw = {
-        flag.param_dtype: args.param_dtype == "bfloat16",
-        flag.offload: args.offload == "optimizer",
-        flag.reset_optimizer: args.reset_optimizer,
-    }
-    for written, is_chosen in for_adamw.items():
-        if is_chosen and args.optimizer != "adamw":
-            raise ValueError(f"{written} is for adamw alone, not for {flag.optimizer}; leave one of them out.")
-    no_effect = f"has no effect with {flag.lora_rank}; leave it out"
-    if args.lora_rank and args.param_dtype != "float32":
-        raise ValueError(f"{flag.param_dtype} {no_effect}: adapters are kept in float32, the rest in --dtype.")
-    if args.lora_rank and args.reference_every:
-        raise ValueError(
-            f"{flag.reference_every} {no_effect}: the reference is the policy with its adapter off, which never moves."
-        )
     if args.reference_every and args.reference not in (None, args.model):
         raise ValueError(
             f"{flag.reference_every} moves a reference that began as --model; leave it out, or {flag.reference}."
         )
     if args.lora_rank and args.offload_reference and args.reference in (None, args.model):
-        raise ValueError(f"--offload_reference {no_effect}: the reference is the policy with its adapter off.")
-
-
-def check_waits(args: argparse.Namespace, flag: SimpleNamespace, num_ranks: int) -> None:
-    if num_ranks == 1:
-        return
-    minutes = 2 * args.reward_timeout / 60  # what is late is tried a second time
-    if minutes >= args.timeout_minutes:
         raise ValueError(
-            f"{flag.reward_timeout}: a completion, which is tried twice, may be graded for {minutes:.3g} minutes, "
-            f"but the other ranks wait {flag.timeout_minutes}; make that longer."
-        )
-    most = args.timeout_minutes * 60
-    if args.stall_seconds and args.stall_seconds >= most:
-        raise ValueError(
-            f"{flag.stall_seconds}: {flag.timeout_minutes} would end the run first; use less than {most:g}."
+            f"--offload_reference has no effect with {flag.lora_rank}; leave it out: the reference is the policy with "
+            "its adapter off."
         )
 
 
 def check_servers(args: argparse.Namespace, flag: SimpleNamespace) -> None:
-    if args.partial_rollouts and args.engine != "colocated":
-        raise ValueError("--partial_rollouts is for --engine colocated; servers do the same by --in_flight.")
-    if args.partial_rollouts and args.image_column:
-        raise ValueError(
-            f"{flag.image_column} with --partial_rollouts: completions go on without images; leave one of them out."
-        )
     if args.engine == "colocated":
         return
-    if args.image_column:
-        raise ValueError(f"{flag.image_column}: images are not sent to servers; use --engine colocated.")
     gpus, urls, size = args.generation_gpus, args.server_urls, args.tensor_parallel_size
-    if urls and gpus:
-        raise ValueError("--server_urls names servers that run; leave --generation_gpus out.")
     for url in map(urlsplit, urls):
         if url.scheme not in ("http", "https") or not url.hostname or url.path.strip("/"):
             raise ValueError(f"{flag.server_urls}: needed is http://HOST:PORT for each.")
@@ -286,30 +215,15 @@ def check_servers(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         raise ValueError(
             "--server_urls: set VLLM_API_KEY to the key of the servers, which scripts/serve.py prints or was given."
         )
-    if len({*urls, *gpus}) < len(urls) + len(gpus):
-        raise ValueError(f"{flag.server_urls if urls else flag.generation_gpus}: one is there twice; name each once.")
     if len(gpus) % size:
         raise ValueError(
             f"{flag.generation_gpus}: {len(gpus)} GPUs are no whole number of servers of {size}; give a multiple."
         )
 
 
-def check_routes(args: argparse.Namespace, flag: SimpleNamespace) -> None:
-    without = {flag.engine: args.engine == "server", flag.partial_rollouts: args.partial_rollouts}
-    without[flag.replay] = args.replay
-    for written, is_given in without.items():
-        if args.router_replay and is_given:
-            raise ValueError(
-                f"--router_replay with {written}: routes are known of what an engine in the ranks samples, from "
-                "beginning to end, in the step that trains on it; leave one of them out."
-            )
-
-
 def check_replay(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     if not args.replay:
         return
-    if args.partial_rollouts:
-        raise ValueError("--partial_rollouts has no effect with --replay, which samples nothing; leave it out.")
     if os.path.realpath(args.replay) == os.path.realpath(args.out_dir):
         raise ValueError(f"{flag.replay} is --out_dir, too; name another folder for what is trained now.")
     file = Path(args.replay) / "config.json"
@@ -330,9 +244,6 @@ def check_replay(args: argparse.Namespace, flag: SimpleNamespace) -> None:
 
 
 def check_evaluation(args: argparse.Namespace, flag: SimpleNamespace) -> None:
-    for name in ("eval_every", "eval_before_training"):
-        if getattr(args, name) and not args.eval_data:
-            raise ValueError(f"{getattr(flag, name)} needs --eval_data; name a file, or leave --{name} out.")
     if args.eval_data and not (args.eval_every or args.eval_before_training or args.replay):
         raise ValueError(
             f"{flag.eval_data} is never evaluated; give --eval_every or --eval_before_training, or leave it out."
@@ -372,19 +283,37 @@ def ks_of_pass(num_samples: int) -> list[int]:
 
 
 def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> None:
-    """Raises ValueError for a value out of its range, and for a flag that has no effect without another one."""
+    """Raises ValueError for a value out of its range, for a flag without effect, and for `CONTRADICTIONS`."""
     for flag in chain.from_iterable(groups.values()):
         value = flag.of(args)
         for number in value if isinstance(value, list) else [value]:
             if flag.within and number is not None:
                 check_range(flag, number)
-        partner = FLAGS.get(flag.only_with)
-        if partner and flag.is_changed(args) and not partner.is_changed(args):
-            needed = f"{partner.name} {partner.choices[-1]}" if partner.choices else partner.name
-            needed += " above 0" if partner.default == 0 else ""
+        partners = [FLAGS[name] for name in flag.only_with.split()]
+        if partners and flag.is_changed(args) and not any(partner.is_changed(args) for partner in partners):
+            needed = " or ".join(map(as_needed, partners))
             raise ValueError(
                 f"{given(flag, args)} has no effect here, only with {needed}: {leave(flag)}, or change the other."
             )
+    for firsts, seconds, reason in CONTRADICTIONS:
+        for pair in product(firsts.split(), seconds.split()):
+            if all(is_given(each, args) for each in pair):
+                both = " with ".join(given(FLAGS[each.partition("=")[0]], args) for each in pair)
+                raise ValueError(f"{both}: {reason}; leave one of them out.")
+
+
+def is_given(written: str, args: argparse.Namespace) -> bool:
+    """Whether FLAG=VALUE has this value, or FLAG not its default. A program may lack the flag."""
+    name, _, value = written.partition("=")
+    if not hasattr(args, name.removeprefix("--")):
+        return False
+    return str(FLAGS[name].of(args)) == value if value else FLAGS[name].is_changed(args)
+
+
+def as_needed(flag: Flag) -> str:
+    """The flag with a value that another flag needs, for example: --engine server, --lora_rank above 0."""
+    needed = f"{flag.name} {flag.choices[-1]}" if flag.choices else flag.name
+    return f"{needed} above 0" if flag.default == 0 else needed
 
 
 def check_range(flag: Flag, number: float) -> None:

@@ -50,11 +50,6 @@ def parser_of(groups: dict[str, list[Flag]], description: str, usage: str | None
     print_any_text()
     parser = Parser(usage=usage, description=description, formatter_class=HelpFormatter, allow_abbrev=False)
     parser._negative_number_matcher = re.compile(r"-[\d.]+(e[-+]?\d+)?$|-inf$|-nan$", re.IGNORECASE)  # also -1e-5
-    add_flags(parser, groups)
-    return parser
-
-
-def add_flags(parser: argparse.ArgumentParser, groups: dict[str, list[Flag]]) -> None:
     for title, flags in groups.items():
         group = parser.add_argument_group(title)
         for flag in flags:
@@ -68,18 +63,15 @@ def add_flags(parser: argparse.ArgumentParser, groups: dict[str, list[Flag]]) ->
                 flag.name, type=flag.type, default=flag.default, choices=flag.choices, nargs=nargs,
                 required=flag.is_required, help=flag.help,
             )  # fmt: skip
+    return parser
 
 
 class Parser(argparse.ArgumentParser):
     def parse_args(self, *given: list[str] | None) -> argparse.Namespace:
-        """The flags. A text that is empty, no UTF-8, or with a ~ that the shell has left, ends the process."""
+        """The flags. A text that is empty, or with a ~ that the shell has left, ends the process."""
         args = super().parse_args(*given)
         for name, value in vars(args).items():
             for text in value if isinstance(value, list) else [value]:
-                if re.search("[\ud800-\udfff]", str(text)):  # as Python reads such bytes; Parquet takes no such name
-                    self.error(
-                        f"--{name} {text!r}: it has bytes that are no UTF-8; give the file or text another name."
-                    )
                 if name in FREE_TEXTS or not re.search(r"^\s*$|^~$|(^|,)~([a-z_][\w.-]*)?/", str(text)):
                     continue
                 if "~" in text:

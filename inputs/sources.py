@@ -82,7 +82,7 @@ def name_of_source(source: str) -> str:
     """`math500` for x/math500.jsonl, `gsm8k_test` for openai/gsm8k/main@test#100: the <set> in eval/<set>/..."""
     what, split, _ = parse_source(source)
     path = Path(what)
-    is_file = path.suffix.lower() in FILE_ENDINGS
+    is_file = path.suffix.lower() in TABLES
     if what.count("/") == 2 and HUB_ID.fullmatch(what) and not is_file and not path.exists():
         path = path.parent  # the configuration says nothing without the name
     name = path.stem if is_file else path.name
@@ -95,15 +95,15 @@ def check_source(source: str, what: str) -> None:
     kinds = f"a file ({', '.join(READERS)}, .parquet), a folder of them, or a data set on the hub (owner/name)"
     if not path.exists():
         is_below_folder = "/" in what and path.parent.is_dir()
-        if not HUB_ID.fullmatch(what) or ending in FILE_ENDINGS or is_below_folder:
+        if not HUB_ID.fullmatch(what) or ending in TABLES or is_below_folder:
             raise FileNotFoundError(
                 f"data {source!r}: {what} does not exist (looked in {Path.cwd()}); "
                 f"needed is WHAT[@SPLIT][#ROWS], ROWS 1 or more, where WHAT is {kinds}."
             )
-    elif not path.is_dir() and ending not in (".xlsx", ".npz"):  # zip archives that stay packed
+    elif path.is_file() and ending not in READERS and ending != ".parquet":
+        raise ValueError(f"data {source!r}: a file of this kind is not read; convert or unpack it; needed is {kinds}.")
+    elif not path.is_dir():
         check_content(path)
-    if path.is_file() and ending not in READERS and ending != ".parquet":
-        raise ValueError(f"data {source!r}: a file of this kind is not read; needed is {kinds}.")
 
 
 def _load_splits(source: str, what: str, split: str | None) -> dict[str, Dataset | list[str]]:
@@ -128,7 +128,7 @@ def _load_splits(source: str, what: str, split: str | None) -> dict[str, Dataset
             loaded = datasets.load_from_disk(full)
             split = "train"
         elif path.is_dir():
-            if not any(endings(file) & TABLES for file in path.rglob("*")):
+            if not any(file.suffix.lower() in TABLES for file in path.rglob("*")):
                 raise ValueError(f"the folder does not contain any data files ({', '.join(sorted(TABLES))})")
             data_files = datasets.load_dataset_builder(full).config.data_files
             files = [Path(file) for file in chain.from_iterable(data_files.values())]
@@ -136,8 +136,7 @@ def _load_splits(source: str, what: str, split: str | None) -> dict[str, Dataset
             if all(file.suffix.lower() in READERS for file in files):
                 return {str(key): names for key, names in data_files.items()}
             for file in files:  # also `train.jsonl.gz`: `datasets` would unpack it, and guess its types
-                if endings(file) & {*READERS, ".parquet"}:
-                    check_content(file)
+                check_content(file)
             loaded = datasets.load_dataset(full, split=split)
         elif path.is_file():
             loaded = datasets.load_dataset("parquet", data_files=glob.escape(full), split=split)
@@ -152,11 +151,6 @@ def _load_splits(source: str, what: str, split: str | None) -> dict[str, Dataset
     return loaded if isinstance(loaded, dict) else {split: loaded}
 
 
-def endings(file: Path) -> set[str]:
-    """All endings of the name: {".jsonl", ".gz"}."""
-    return {suffix.lower() for suffix in file.suffixes}
-
-
 def check_folder(path: Path, read: list[Path]) -> None:
     """Raises ValueError if the folder holds more data than the files that `datasets` would read.
 
@@ -166,10 +160,12 @@ def check_folder(path: Path, read: list[Path]) -> None:
     readme = path / "README.md"
     if readme.is_file() and "data_files:" in readme.read_text("utf-8", "replace"):
         return
+    from datasets.data_files import FILES_TO_IGNORE
+
     known = {file.resolve() for file in read}
     left_out = []
     for file in sorted(path.rglob("*")):
-        is_data = file.suffix.lower() in (*READERS, ".parquet", ".arrow") and file.name not in ABOUT_DATA
+        is_data = file.suffix.lower() in TABLES and file.name not in FILES_TO_IGNORE
         if is_data and file.resolve() not in known:
             left_out.append(str(file.relative_to(path)))
     if left_out:
@@ -196,23 +192,15 @@ def read_json_file(path: Path) -> list[Record]:
         try:
             return json.loads(text.decode())
         except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, too deeply nested
-            hint, encoding = "cut off?", ""
-            if b"\0" in text:
-                encoding = "UTF-16"
-            elif isinstance(error, UnicodeDecodeError):
-                encoding = "GB18030"
-            if encoding:
-                hint = f"{encoding}? iconv -f {encoding} -t UTF-8 {path} > NEW_FILE"
-            raise ValueError(f"{where}: not valid JSON ({error}); {hint} The file must be {form}, in UTF-8.") from None
+            raise ValueError(f"{where}: not valid JSON ({error}); the file must be {form}, in UTF-8.") from None
 
     check_content(path)
     content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # UTF-8's byte order mark, which Windows writes
-    name = str(path).encode(errors="backslashreplace").decode()  # in a folder one may have bytes that are no UTF-8
-    lines = [(f"{name}, line {i}", line) for i, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
+    lines = [(f"{path}, line {i}", line) for i, line in enumerate(content.split(b"\n"), start=1) if line.strip()]
     if is_json and lines and not re.fullmatch(rb"\s*\{.*\}\s*", lines[0][1]):
         value = parse(str(path), content)
         rows = value if isinstance(value, list) else [value]
-        values = [(f"{name}, row {i}", row) for i, row in enumerate(rows)]
+        values = [(f"{path}, row {i}", row) for i, row in enumerate(rows)]
     else:
         values = [(where, parse(where, line)) for where, line in lines]
     for where, value in values:
@@ -221,21 +209,13 @@ def read_json_file(path: Path) -> list[Record]:
     return [Record(where, value, path.parent) for where, value in values]
 
 
-ABOUT_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")  # files of `datasets`
 READERS: dict[str, Callable[[Path], list[Record]]] = {".jsonl": read_json_file, ".json": read_json_file}
-TABLES = {*READERS, ".parquet", ".arrow", ".csv", ".tsv", ".txt"}  # what is read in a folder
-OTHERS = ".md .yaml .yml .py .pkl .npy .npz .xlsx .gz .zip .zst .xz .bz2 .tar"
-FILE_ENDINGS = TABLES | {*OTHERS.split()}  # what ends like this is no data set on the hub
+TABLES = {*READERS, ".parquet", ".arrow", ".csv", ".tsv"}  # what is read in a folder, and no data set on the hub
 HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*(?:/[\w.-]+)?)(?:/([\w.-]+))?")  # data set, configuration
 CONTENTS = {  # first bytes -> what a file is that has them, whatever its name says, and what to do
-    b"\x1f\x8b": "compressed; unpack it: gzip -dc < {path} > NEW_FILE",
-    b"\x28\xb5\x2f\xfd": "compressed; unpack it: zstd -dc < {path} > NEW_FILE",
-    b"\xfd7zXZ\0": "compressed; unpack it: xz -dc < {path} > NEW_FILE",
-    b"BZh": "compressed; unpack it: bzip2 -dc < {path} > NEW_FILE",
-    b"PK\3\4": "a zip archive; unpack it: unzip {path}",
-    b"PAR1": "a Parquet file; give it a name that ends in .parquet",
-    b"version https://git-lfs": "a pointer of Git LFS in place of the file; fetch that: git lfs pull",
-    b"<": "a page of HTML or XML, perhaps of an error; download the file itself (on the hub: /resolve/, not /blob/)",
+    (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\0", b"BZh", b"PK\3\4"): "compressed; unpack it",
+    (b"version https://git-lfs",): "a pointer of Git LFS in place of the file; fetch that: git lfs pull",
+    (b"<",): "a page of HTML or XML, perhaps of an error; download the file itself (on the hub: /resolve/, not /blob/)",
 }
 
 
@@ -248,10 +228,9 @@ def check_content(path: Path) -> None:
             start = file.read(256).removeprefix(b"\xef\xbb\xbf").lstrip()  # before JSON may be white space
     except OSError as error:
         raise ValueError(f"data file {path} cannot be read: {error.strerror}.") from None
-    for mark, what in CONTENTS.items():
-        is_parquet = mark == b"PAR1" and path.suffix.lower() == ".parquet"
-        if start.startswith(mark) and not is_parquet:
-            raise ValueError(f"{path} is {what.format(path=path)}.")
+    for marks, what in CONTENTS.items():
+        if start.startswith(marks):
+            raise ValueError(f"{path} is {what}.")
 
 
 def exact_floats(value: object, kind: DataType | Schema) -> object:

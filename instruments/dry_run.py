@@ -15,7 +15,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
-from flags import EngineSettings, Lora, Memory, PromptFormat, Saving, make_plan
+from flags import EngineSettings, Lora, Memory, PromptFormat, Saving
 from fsdp_utils import is_main_process
 from inputs.checks import check_flags, launched_world_size
 from inputs.choices import algorithm_of
@@ -28,6 +28,7 @@ from model.vision import check_images
 from model.weights import load_config, model_of_shapes
 from runtime.cards import gpu_figures
 from runtime.machine import local_world_size
+from schedule import make_plan
 
 TABLE = Path(__file__).parent / "models.json"
 NETWORK_SPEED = 50e9  # bytes per second between nodes, one way, for each GPU: a card of 400 Gbit/s each

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from flags import counted
 from instruments import plan_memory as memory
 from instruments import plan_time as time
 from instruments.plan_advice import advised
 from instruments.plan_memory import Parts, total
 from instruments.plan_setup import GIB, Setup
+from schedule import counted
 
 TEXT = """\
 dry run: {model} on {machines}; nothing is started

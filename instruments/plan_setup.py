@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 from transformers import PretrainedConfig
 
-from flags import EngineSettings, Lora, Memory, Plan, Settings
+from flags import EngineSettings, Lora, Memory, Settings
 from model.sizes import (
     HYBRIDS,
     MIXTURES,
@@ -24,6 +24,7 @@ from model.sizes import (
 )
 from model.vision import tower_of
 from model.weights import model_of_shapes
+from schedule import Plan
 
 GIB = 1024**3
 NORMS_IN_FP32 = ("gemma3_text", "olmo3", *HYBRIDS)  # these normalize in fp32 to the end

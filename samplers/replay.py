@@ -22,16 +22,9 @@ class NoEngine:
     seconds_E = np.zeros(1)
 
     def begin(self, *_: object) -> None:
-        pass
+        """Does nothing, as the other verbs of an engine."""
 
-    def sync(self, _: object) -> None:
-        pass
-
-    def sleep(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    sync = sleep = close = begin
 
 
 @dataclass
@@ -66,22 +59,18 @@ def read_rounds(out_dir: Path, step: int, rows: dict[str, Row]) -> list[Rollout]
         if where not in rows or not np.array_equal(rows[where].ids, ids):
             raise RunError(f"{file}: {where} is another prompt in --train_data, or not in it; give that run's data.")
     versions = list(table["versions"].to_numpy())
-    completions = list(table["token_ids"].to_numpy())
-    is_sampled = list(table["is_sampled"].to_numpy())
-    if is_sampled[0] is None:  # an older file, without an environment
-        is_sampled = [np.ones(len(ids), dtype=bool) for ids in completions]
     grades = [
         Grade(record["reward"], record["reward_status"], json.loads(record["reward_parts"]), record["read_as"])
         for record in table.select(["reward", "reward_status", "reward_parts", "read_as"]).to_pylist()
     ]
     step_rollout = Rollout(
         rows=[rows[where] for where in places],
-        completions=completions,
+        completions=list(table["token_ids"].to_numpy()),
         rollout_logprobs=list(table["rollout_logprobs"].to_numpy()),
         texts=table["completion"].to_pylist(),
         is_truncated_B=table["is_truncated"].to_numpy(),
         versions=None if versions[0] is None else versions,
-        is_sampled=is_sampled,
+        is_sampled=list(table["is_sampled"].to_numpy()),
         is_trained_B=np.ones(len(places), dtype=bool),
         grades=grades,
     )

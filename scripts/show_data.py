@@ -21,7 +21,7 @@ from data import PromptData, describe_template
 from flags import FLAGS as TRAINING_FLAGS
 from flags import GROUPS, INF, Grading, PromptFormat, TurnLimits, flag
 from grading.episode import Turn, columns_for
-from inputs.checks import all_given, check_ranges, check_turns
+from inputs.checks import check_ranges, check_turns
 from inputs.command_line import parser_of
 from inputs.sources import read_system_prompt
 from model.vision import load_processor
@@ -66,7 +66,7 @@ def main() -> None:
         config = None  # a folder with a tokenizer alone is enough to look at texts
     try:
         check_ranges(args, FLAGS)
-        check_turns(args, all_given(args))
+        check_turns(args)
         prompt_format = PromptFormat.from_flags(args, system_prompt=read_system_prompt(args.system_prompt))
         tokenizer, vision = load_processor(args.model, config, prompt_format)
         parts = [PromptData.load(source, prompt_format, tokenizer, args.seed, vision) for source in args.data]

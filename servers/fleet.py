@@ -8,7 +8,6 @@ transfer of weights: the reason is `Fleet.error`.
 from __future__ import annotations
 
 import asyncio
-import os
 import resource
 import socket
 import threading
@@ -125,10 +124,7 @@ class Server:
 def reason_of(error: Exception) -> str:
     """Why a server is lost, in words; aiohttp's name its own settings."""
     if isinstance(error, aiohttp.ClientConnectorError):
-        number = error.os_error.errno or 0
-        if number > 0:
-            return f"it cannot be reached ({os.strerror(number)})"
-        return f"it cannot be reached ({error.os_error.strerror or 'nobody listens there'})"
+        return "it cannot be reached: it has ended, its name is wrong, or a firewall is between"
     return str(error) or f"no answer ({type(error).__name__})"
 
 

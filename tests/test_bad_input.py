@@ -6,10 +6,7 @@ import os
 import shutil
 import sys
 import time
-from datetime import date, datetime
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
@@ -21,7 +18,7 @@ from helpers.runs import ROOT, run_command, run_ranks, torchrun, training_flags
 from inputs.checks import check_flags
 from inputs.choices import algorithm_of
 from inputs.command_line import parse_flags
-from load_inputs import Inputs, first_day, load_inputs
+from load_inputs import Inputs, load_inputs
 from run import open_run_folder
 
 IMAGE_ROW = b'{"problem": "<image>1+1", "answer": "2"}\n'
@@ -51,7 +48,6 @@ def with_new_token(policy: Path, folder: Path, template: str = "") -> Path:
     ({"max_prompt_tokens": 4}, ["all 64 prompts", "--max_prompt_tokens 4", "5 tokens"]),
     ({"max_completion_tokens": 121, "micro_batch_tokens": 999}, ["8", "121", "beyond the context", "128", "by 1"]),
     ({"prompts_per_step": 128, "prompts_per_update": 128}, ["64 usable rows", "--prompts_per_step 128"]),
-    ({"stop_after": 5}, ["--stop_after 5", "the last step is 4"]),
     ({"eval_temperature": 0, "eval_samples": 4}, ["--eval_samples 4", "--eval_temperature 0", "--eval_samples 1"]),
     ({"image_column": "image"}, ["--image_column 'image'", "of the type 'qwen2'", "qwen2_5_vl"]),
     ({"max_pixels": 4000}, ["--max_pixels 4000 has no effect here, only with --image_column"]),
@@ -96,7 +92,7 @@ def helper(): pass
     (["--environment", "env.py:FortyTwo"], "in training with reward 0: WrongReturn: FortyTwo.reply returned 42, not a"),
     (["--environment", "env.py:Ends"], "in training with reward 0: SystemExit: 3 (env.py, line 9)"),
     (["--tools", "env.py:Missing"], "env.py has no function or class 'Missing'; it has Raises"),
-    (["--max_turns", "3"], "--max_turns 3 has no effect without --environment or --tools; leave it out."),
+    (["--max_turns", "3"], "--max_turns 3 has no effect here, only with --environment or --tools: leave it at 4, or"),
 ])  # fmt: skip
 def test_an_environment_on_the_terminal_fails_as_in_training(given, words, tmp_path, monkeypatch):
     """An environment on the terminal fails in the words of training."""
@@ -158,58 +154,20 @@ def test_an_empty_value_or_an_unexpanded_home_is_refused(given, capsys):
     assert f"error: {name} {value!r}: {why}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "given", ["--train_data=d\udce9/x", "--out_dir=\udcff", "--reward=\udcff.py:f", "--prompt_suffix=\udcff"]
-)
-def test_a_text_that_is_no_utf8_is_refused(given, capsys):
-    """As Python reads the bytes of a name in another encoding."""
-    with pytest.raises(SystemExit):
-        parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", given])
-    name, _, value = given.partition("=")
-    assert f"error: {name} {value!r}: it has bytes that are no UTF-8" in capsys.readouterr().err
-
-
 def test_texts_that_are_no_paths_may_be_empty_or_have_a_tilde():
     given = ["--prompt_suffix=", "--system_prompt=", "--stop_tokens=~", "--train_data=a~b/c.jsonl", "--replay=~1"]
     args = parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", *given])
     assert (args.prompt_suffix, args.system_prompt, args.stop_tokens) == ("", "", ["~"])
 
 
-CLOCK = "{{ strftime_now('%d') }}"
-
-
-def inputs_of(policy: Path, folder: Path, today: date, monkeypatch, **changes: object) -> Inputs:
-    """What a start reads on this day, and keeps in its folder, in which a step was trained."""
-    now = SimpleNamespace(now=lambda: datetime(today.year, today.month, today.day, 23, 59))
-    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", now)
-    monkeypatch.setattr("load_inputs.date", SimpleNamespace(today=lambda: today))
+def start(policy: Path, folder: Path, **changes: object) -> Inputs:
+    """What a start reads, and keeps in its folder, in which a step was trained."""
     args = parse_flags(training_flags(policy, folder, max_prompt_tokens=16, **changes))
     inputs = load_inputs(args)
     inputs.grader.close()
     open_run_folder(folder, vars(args), free_on_resume(args), inputs.digests).close()
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     return inputs
-
-
-def test_a_template_with_the_date_keeps_that_of_the_first_start(policy, tmp_path, monkeypatch, capsys):
-    model, first, next_day = tmp_path / "model", date(2026, 1, 31), date(2026, 2, 1)
-    shutil.copytree(policy, model)
-    plain = (model / "chat_template.jinja").read_text()
-    (model / "chat_template.jinja").write_text(CLOCK + plain)
-    for today in (first, next_day):
-        text = inputs_of(model, tmp_path / "run", today, monkeypatch).train_data[0].rows[0].text
-        assert text.startswith("31<user>")
-        assert "template: its date is that of the first start, 2026-01-31" in capsys.readouterr().out
-    replayed = inputs_of(model, tmp_path / "replayed", next_day, monkeypatch, replay=tmp_path / "run")
-    assert replayed.train_data[0].rows[0].text.startswith("31<user>")
-    new = inputs_of(model, tmp_path / "new", next_day, monkeypatch, shuffle="off")
-    assert new.train_data[0].rows[0].text.startswith("01<user>")
-    assert [data[0].is_shuffled for data in (replayed.train_data, new.train_data)] == [True, False]
-    assert first_day(None, Path(tmp_path / "run" / "step_4").resolve().parent) == "2026-01-31", "as evaluate.py asks"
-    assert first_day(None, tmp_path) == "2026-02-01"
-    (model / "chat_template.jinja").write_text(CLOCK + "!" + plain)
-    with pytest.raises(ValueError, match="train.jsonl, .*: not the same as when this run began"):
-        inputs_of(model, tmp_path / "run", next_day, monkeypatch)
 
 
 def test_a_run_continues_under_other_paths_but_no_other_config(policy, tmp_path, monkeypatch):
@@ -221,18 +179,23 @@ def test_a_run_continues_under_other_paths_but_no_other_config(policy, tmp_path,
     (tmp_path / "link").symlink_to(policy)
     shutil.copytree(policy, tmp_path / "copy")
     monkeypatch.chdir(tmp_path)
-    start = partial(inputs_of, folder=tmp_path / "run", today=date(2026, 1, 31), monkeypatch=monkeypatch)
-    start(policy, reward="exact,my_reward.py:score", reward_timeout=4)
-    start(Path("link"), reward="exact:1,there/my_reward.py:score", reward_timeout=5)
-    start(Path("copy"), train_data=policy / "train.jsonl", reward=f"exact:1.0,{tmp_path}/my_reward.py:score")
-    for file in ("there/helping.py", "copy/config.json"):
+    run = tmp_path / "run"
+    assert start(policy, run, reward="exact,my_reward.py:score", reward_timeout=4).train_data[0].is_shuffled
+    assert not start(policy, tmp_path / "new", shuffle="off").train_data[0].is_shuffled
+    start(Path("link"), run, reward="exact,there/my_reward.py:score", reward_timeout=5)
+    start(Path("copy"), run, train_data=policy / "train.jsonl", reward=f"exact,{tmp_path}/my_reward.py:score")
+    for file, old, new, said in (
+        ("there/helping.py", "0.5", "0.6", "helping.py: not the same"),
+        ("copy/config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05', "config of --model: not the same"),
+        ("copy/chat_template.jinja", "<assistant>", "!<assistant>", "--train_data .* there, .* now"),
+    ):
         before = Path(file).read_text()
-        Path(file).write_text(before.replace("0.5", "0.6").replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+        Path(file).write_text(before.replace(old, new))
         assert Path(file).read_text() != before
-        with pytest.raises(ValueError, match="(helping.py|config of --model): not the same"):
-            start(Path("copy"), reward="exact,there/my_reward.py:score")
+        with pytest.raises(ValueError, match=said):
+            start(Path("copy"), run, reward="exact,there/my_reward.py:score")
         Path(file).write_text(before)
-    start(Path("copy"), reward="exact,there/my_reward.py:score")
+    start(Path("copy"), run, reward="exact,there/my_reward.py:score")
 
 
 def test_a_mistake_is_told_once_and_last_without_a_traceback(policy, tmp_path):

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from batch import Update, pack
-from flags import Memory, UpdateStep
+from flags import Memory
 from helpers.made_up import ALONE, flags, load_policy, make_rollout
 from inputs.choices import algorithm_of
 from policy import Policy
 from runtime.start import RunError
+from schedule import UpdateStep
 from update import BEYOND_KL, NOT_FINITE, Bounds, UpdateGuard, find_fault, update_policy, with_advantages
 
 GOOD = {

@@ -6,14 +6,12 @@ a sleeping engine loses nothing that it does not get again.
 import ast
 import inspect
 import json
-import logging
 import os
 import pkgutil
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -146,12 +144,11 @@ def test_each_rank_of_an_engine_keeps_routes(is_changed, rollout, monkeypatch):
     connector.close()
 
 
-def test_only_the_first_rank_shows_the_warnings_of_vllm(resolved):
-    """The first rank alone shows the warnings of vLLM, and engines sum over their ranks with kernels that come
-    compiled. FlashInfer's all-reduce would look for nvcc at its first call, and end the engine where there is
-    none.
+def test_vllm_tells_errors_alone_and_adds_without_flashinfer(resolved):
+    """Engines sum over their ranks with kernels that come compiled. FlashInfer's all-reduce would look for nvcc at its
+    first call, and end the engine where there is none.
     """
-    assert {kind: found["log level"] for kind, found in resolved.items()} == {"H100": "WARNING", "A100": "ERROR"}
+    assert {kind: found["log level"] for kind, found in resolved.items()} == {"H100": "ERROR", "A100": "ERROR"}
     assert not any(found["adds with FlashInfer"] for found in resolved.values())
 
 
@@ -360,7 +357,7 @@ OBJECTS = {
     "vllm.v1.core.block_pool:BlockPool": "cached_block_hash_to_block",
     "vllm.v1.engine.output_processor:OutputProcessor": "request_states",
     "vllm.v1.engine.output_processor:RequestState": "external_req_id logprobs_processor detokenizer",
-    "vllm.v1.engine.detokenizer:IncrementalDetokenizer": "output_token_ids() num_output_tokens()",
+    "vllm.v1.engine.detokenizer:IncrementalDetokenizer": "output_token_ids()",
     "vllm.logprobs:FlatLogprobs": "logprobs",
     "vllm.distributed.weight_transfer.nccl_engine:NCCLWeightTransferEngine": "model_update_group parallel_config "
     "device model receive_weights(update_info) init_transfer_engine(init_info) finish_weight_update() shutdown() "
@@ -483,21 +480,10 @@ def test_families_hand_their_windows_to_the_attention():
 
 @pytest.mark.usefixtures("rollout")
 def test_what_we_name_in_vllm_is_there():
-    """Warnings that are not shown, and the option that scripts/check_gpu.sh tries."""
-    for module, beginning in vllm_setup.NOISE + vllm_setup.NOISE_ON_CPU:
-        source = Path(find_spec(module).origin).read_text()
-        assert beginning in re.sub(r'"\s+f?"', "", source), f"{module}: {beginning}"  # a text of several literals
+    """The option that scripts/check_gpu.sh tries."""
     version = next(line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("vllm=="))
     assert f"vLLM {version.split()[0].removeprefix('vllm==')}," in vllm_setup.__doc__, "look at each line of it again"
     assert pkgutil.resolve_name("vllm.engine.arg_utils:EngineArgs").sleep_mode_offload_cudagraph is False
-
-
-def test_what_vllm_says_of_a_table_that_it_pads_is_not_shown(rollout):
-    """On GPUs alone, at the first sync of a Llama 3.1 with eight tokens more. What it costs is planned."""
-    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-    messages = ["Allocating %.1f MB of device memory to buffers to load %s layers. ", "something else"]
-    records = [logger.makeRecord(logger.name, logging.WARNING, "", 0, message, (), None) for message in messages]
-    assert [bool(logger.filter(record)) for record in records] == [False, True]
 
 
 # Copies ---------------------------------------------------------------------------------------------------------------
@@ -547,7 +533,7 @@ def test_an_engine_of_llama_loses_nothing_in_its_sleep(tmp_path):
     make_model(SETUPS["tulu8b_rlvr_7plus1"], tmp_path / "model")
     arguments = "engines:hidden", 1, 2, tmp_path / "found.pt", tmp_path / "model"
     done = torchrun(1, "tests/helpers/distributed.py", *arguments)
-    assert "WARNING" not in done.stdout, "vLLM's warnings are shown: silence those that tell nothing (NOISE)"
+    assert "WARNING" not in done.stdout, "vLLM's warnings are shown"
     found = torch.load(tmp_path / "found.pt")
     assert found["hidden"] == []
     assert len(found["planted"]) == 1 and found["planted"][0].endswith(".planted"), "the scan finds what there is"

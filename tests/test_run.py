@@ -125,9 +125,9 @@ def moved(change: dict[str, str]) -> dict[str, str]:
 SAME = [  # flags and inputs under which the run of `THEN` and `HELD` continues
     ({"model": "/elsewhere/m/"}, HELD),
     ({"train_data": ["x/a.jsonl", "/y/c.jsonl#5"]}, moved({"a.jsonl": "x/a.jsonl", "b.jsonl#5": "/y/c.jsonl#5"})),
-    ({"reward": "exact:1.0, x/my.py:f:.5", "policy_loss": "x/my.py:loss"},
+    ({"reward": "exact,x/my.py:f:.5", "policy_loss": "x/my.py:loss"},
      moved({"my.py": "x/my.py", "helper.py": "x/helper.py"})),
-    ({"reward": "exact: 1,./my.py:f:.5"}, HELD),
+    ({"reward": "exact,./my.py:f:.5"}, HELD),
     ({"system_prompt": "q.txt"}, HELD),
 ]  # fmt: skip
 OTHER = [  # and is refused, with the words of the sentence
@@ -327,7 +327,7 @@ def test_failed_gradings_are_kept_and_the_first_three_named(tmp_path, capsys):
     make_run(tmp_path).reward_failures(3, graded([Grade(0.0, status) for status in statuses]))
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "step 3: reward timeout, of train.jsonl, line 7: 'a'" and "error: no" in said[1]
-    assert len(said) == 4 and said[-1].startswith("step 3: 4 of 6 completions could not be graded; all are in")
+    assert len(said) == 4 and said[-1].startswith("step 3: 4 completions were not graded; all are in")
     found = lines(tmp_path / "reward_failures.jsonl")
     expected = {"step": 3, "row": "train.jsonl, line 7", "reward_status": "timeout", "answer": "4", "completion": "a"}
     assert found[0] == expected and [each["completion"] for each in found] == ["a", "b", "e", "f"]

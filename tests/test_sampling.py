@@ -12,11 +12,12 @@ import pytest
 
 from batch import OnFinished, Rollout, Row
 from data import PromptData
-from flags import Memory, Sampling, make_plan
+from flags import Memory, Sampling
 from grading import Grade
 from helpers.made_up import ALONE, flags, make_grade, make_rollout, make_row
 from inputs.choices import algorithm_of
 from sampling import Draws, Sampler, choose_groups, has_signal_P, prompts_to_sample
+from schedule import make_plan
 from update import add_advantages, pack_updates
 
 RIGHT, WRONG, MIXED = [1, 1], [0, 0], [0, 1]

@@ -113,13 +113,6 @@ def test_a_template_that_cannot_be_continued_is_refused(template, said):
         Template(PromptFormat(), tokenizer)
 
 
-def test_a_template_that_drops_earlier_thoughts_is_told():
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = QWEN.replace("{{ m.content }}[end]", "{{ m.content.split('</think>')[-1] }}[end]")
-    assert Template(PromptFormat(), tokenizer).drops_thoughts
-    assert not Template(PromptFormat(), TOKENIZER).drops_thoughts
-
-
 # Episodes, without a model --------------------------------------------------------------------------------------------
 
 

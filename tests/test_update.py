@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import grpo
 import update
 from batch import Rollout, Update, pack, to_positions
-from flags import Memory, make_plan
+from flags import Memory
 from helpers.made_up import (
     ALONE,
     RAGGED,
@@ -34,6 +34,7 @@ from inputs.choices import algorithm_of
 from load_inputs import check_columns
 from policy import Policy
 from runtime.start import RunError
+from schedule import make_plan
 from update import (
     UpdateGuard,
     add_advantages,

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nan, nn
 
 from engine.drift import DriftGuard, add_sums, check_gap, differing, no_sums
-from flags import UpdateStep
 from fsdp_utils import World, own_rows
 from grpo import temperature_terms
 from helpers.distributed import on_ranks
@@ -17,6 +16,7 @@ from helpers.made_up import ALONE, make_model, one_bit
 from helpers.runs import PROGRAMS, run_ranks, training_flags
 from metrics import temperature_of
 from runtime.start import RunError
+from schedule import UpdateStep
 
 UNLIKE, BEFORE = "the engine's weights are not the policy's: ", "; nothing was sampled with them"
 FAULTS = {  # fault -> what its sentence says

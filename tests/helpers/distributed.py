@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
 from batch import Batch, Rollout, Row, Update
-from flags import Saving, make_plan
+from flags import Saving
 from fsdp_utils import (
     World,
     close_world,
@@ -69,6 +69,7 @@ from inputs.command_line import parse_flags
 from model.optimizer import ChunkedAdamW
 from policy import Policy, empty_policy, shard_and_fill
 from runtime.files import DiskError
+from schedule import make_plan
 from update import add_logprobs, add_reference, logprobs_under, with_advantages
 
 Metrics = dict[str, float]

@@ -27,7 +27,7 @@ from transformers import (
 
 from batch import IMAGE, Batch, Rollout, Row, Sampled, Update, pack
 from data import PromptData
-from flags import AdamW, Lora, Memory, PromptFormat, UpdateStep, make_plan
+from flags import AdamW, Lora, Memory, PromptFormat
 from fsdp_utils import World, gather_from_ranks
 from grading import Grade
 from inputs.choices import algorithm_of
@@ -37,6 +37,7 @@ from model.lora import add_adapter
 from model.vision import load_processor
 from model.weights import fill
 from policy import Policy, add_images, build_policy, empty_policy
+from schedule import UpdateStep, make_plan
 from smoke_inputs import SETUPS
 from smoke_inputs import make_model as make_smoke_model
 from update import UpdateGuard, add_gradients, logprobs_under, pack_updates, update_policy, with_advantages

@@ -1,9 +1,7 @@
 """Sources: files, folders and hub data sets are read as they are, or refused by name and line."""
 
-import bz2
 import gzip
 import json
-import lzma
 import os
 import re
 import time
@@ -32,26 +30,26 @@ def refused(source: object, words: str) -> str:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 BYTES, BOM = GOOD.encode(), b"\xef\xbb\xbf"
-LINES, ARRAY = "The file must be one JSON object per line", "an array of objects, one object, or one object per line"
+LINES, ARRAY = "the file must be one JSON object per line", "an array of objects, one object, or one object per line"
 REFUSED = [  # the end of the name, the content, and what the sentence says after the name
-    (".jsonl", GOOD + '{"problem": "1+1", "ans', "line 2: not valid JSON.*cut off"),
+    (".jsonl", GOOD + '{"problem": "1+1", "ans', "line 2: not valid JSON.*in UTF-8"),
     (".jsonl", BYTES + b'{"problem": "\xff", "answer": "2"}\n', "line 2: not valid JSON.*utf-8.*in UTF-8"),
-    (".jsonl", GOOD + "\n" + '{"problem": "a\0b", "answer": "2"}\n', r"line 3: not valid JSON.*UTF-16\?"),
-    (".jsonl", GOOD.encode("utf-16"), "line 1: .*UTF-16.*iconv"),
+    (".jsonl", GOOD + "\n" + '{"problem": "a\0b", "answer": "2"}\n', "line 3: not valid JSON"),
+    (".jsonl", GOOD.encode("utf-16"), "line 1: not valid JSON.*in UTF-8"),
     (".jsonl", GOOD + '\n["1+1", "2"]\n', "line 3: expected a JSON object, found list"),
     (".jsonl", GOOD + "[" * 100_000 + "\n", "line 2: not valid JSON"),
     (".jsonl", GOOD + '{"problem": "1+1"}\n', "line 2: .*'answer' .--answer_column.*this row has 'problem'[.]"),
     (".jsonl", "[\n" + GOOD + "]", f"line 1: not valid JSON.*{LINES}"),
     (".jsonl", "", "holds no rows"),
     (".json", '{\n"data": [\n' + GOOD + "]}", "row 0: no column 'problem' .*this row has 'data'"),
-    (".json", '{\n"problem": "1+1",\n"answer": "2"', f": not valid JSON.*cut off.*{ARRAY}"),
+    (".json", '{\n"problem": "1+1",\n"answer": "2"', f": not valid JSON.*{ARRAY}"),
     (".json", GOOD + '{\n"problem": "1+1"}', f"line 2: not valid JSON.*{ARRAY}"),
     (".jsonl", '{\n"problem": "1+1",\n"answer": "2"}', f"line 1: not valid JSON.*{LINES}"),
-    (".jsonl", '{"problem": "é"}'.encode("latin-1"), r"line 1: not valid JSON.*GB18030\? iconv.*in UTF-8"),
+    (".jsonl", '{"problem": "é"}'.encode("latin-1"), "line 1: not valid JSON.*in UTF-8"),
     (".json", "[" + GOOD + ",", "not valid JSON"),
     (".json", "[" + GOOD + ", 3]", "row 1: expected a JSON object, found int"),
-    (".csv", "problem,answer\n", r"not read; needed is a file .\.jsonl, \.json, \.parquet"),
-    (".xlsx", b"PK\x03\x04", "a file of this kind is not read"),  # a zip archive, but nobody would unpack it
+    (".csv", "problem,answer\n", r"not read; .*needed is a file .\.jsonl, \.json, \.parquet"),
+    (".jsonl.gz", gzip.compress(BYTES, mtime=0), "a file of this kind is not read; convert or unpack it"),
     *((".parquet", content, "cannot be loaded") for content in (b"", b"PAR1 no parquet", BYTES)),
 ]  # fmt: skip
 
@@ -59,12 +57,6 @@ REFUSED = [  # the end of the name, the content, and what the sentence says afte
 @pytest.mark.parametrize(("end", "content", "said"), REFUSED)
 def test_a_file_that_cannot_be_used_is_refused_by_line(end, content, said, tmp_path):
     assert len(refused(write(tmp_path, content, f"rows{end}"), f"rows{end}\\b.*{said}")) < 800
-
-
-def test_a_file_whose_name_is_no_utf8_is_named_by_its_bytes(tmp_path):
-    """In a folder; what a run keeps of its rows is text in UTF-8."""
-    (file := tmp_path / "a\udcff.jsonl").write_text(GOOD)
-    assert read_json_file(file)[0].where == f"{tmp_path}/a\\udcff.jsonl, line 1"
 
 
 @pytest.mark.parametrize(("end", "content", "rows"), [  # each row: place and prompt
@@ -111,14 +103,10 @@ def test_what_only_one_process_could_read_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "content", "words"), [
-    ("rows.jsonl", gzip.compress(BYTES, mtime=0), "is compressed; unpack it: gzip -dc"),
-    ("rows.json", b"\x28\xb5\x2f\xfd\x04\x00", "is compressed; unpack it: zstd -dc"),
-    ("rows.parquet", lzma.compress(BYTES), "is compressed; unpack it: xz -dc"),
-    ("rows.jsonl.gz", bz2.compress(BYTES), "is compressed; unpack it: bzip2 -dc"),
-    ("rows.jsonl.gz", b"PK\x03\x04\x14\x00", "is a zip archive"),
+    ("rows.jsonl", gzip.compress(BYTES, mtime=0), "is compressed; unpack it"),
+    ("rows.parquet", b"\x28\xb5\x2f\xfd\x04\x00", "is compressed; unpack it"),
     ("rows.parquet", b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS.*lfs pull"),
     ("rows.jsonl", BOM + b"\n <!DOCTYPE html>\n<html>", "is a page of HTML or XML"),
-    ("rows.jsonl", b"PAR1", r"is a Parquet file; give it a name that ends in \.parquet"),
 ])  # fmt: skip
 def test_a_file_that_belies_its_name_is_refused_by_its_content(name, content, words, tmp_path):
     """A file that is not what its name says is refused with what its content is."""

@@ -59,8 +59,8 @@ def test_sharded_communication_happens_once_an_update(results):
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    ({"param_dtype": "bfloat16", "dtype": "float32"}, "computes more finely than --param_dtype bfloat16"),
-    ({"head_dtype": "bfloat16", "dtype": "float32"}, "--head_dtype bfloat16 would round what --dtype float32"),
+    ({"param_dtype": "bfloat16", "dtype": "float32"}, "with --dtype float32: the latter computes more finely"),
+    ({"head_dtype": "bfloat16", "dtype": "float32"}, "--head_dtype bfloat16 with --dtype float32: the former"),
     ({"offload_reference": True, "kl_coef": 0}, "--offload_reference has no effect here, only with --kl_coef"),
 ])  # fmt: skip
 def test_combinations_that_make_no_sense_are_refused(changes, words):

@@ -10,12 +10,13 @@ import pytest
 
 from batch import Completion
 from data import PromptData
-from flags import MOST_LAG, Sampling, make_plan
+from flags import MOST_LAG, Sampling
 from helpers.distributed import on_ranks
 from helpers.made_up import ALONE, Ear, flags, make_row
 from helpers.runs import metrics_of, torchrun, training_flags
 from samplers.partial import PartialSampler, num_unfinished_prompts, shares_of
 from sampling import Draws
+from schedule import make_plan
 from warm_start import build_tokenizer
 
 GROUP = 2

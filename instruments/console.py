@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -119,16 +120,8 @@ def console_line(step: int, last_step: int, metrics: Metrics, phases: dict[str, 
         if name.endswith("/frac_failed") and value:
             parts.append(f"{name} {value:.3f}, see eval/step_{step}")
     if seconds_left:
-        parts.append(f"{duration(seconds_left)} left")
+        parts.append(f"{timedelta(seconds=round(seconds_left))} left")
     return " | ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """For example: 8 s, 3 min, 2 h 5 min."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _clock() -> str:

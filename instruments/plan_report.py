@@ -34,7 +34,7 @@ all that are kept {disk_gib:.1f}
 TIME = """\
 time        {step_seconds:.0f} s per step: {times}
             with {mean_prompt_tokens:g} + {mean_completion_tokens:g} tokens at {flops_share:.0%} of peak FLOPs
-            {remarks}{total_hours:,.1f} hours, {total_gpu_hours:,} GPU hours"""
+            {total_hours:,.1f} hours, {total_gpu_hours:,} GPU hours"""
 NO_TIME = "time        none is estimated, because the run does not fit"
 FITS = """\
 fits: {gpu_peak_phase} needs {gpu_needed_gib:.1f} of {gpu_capacity_gib:.1f} GiB, {spare:.0%} to spare \
@@ -99,7 +99,6 @@ def report_of(setup: Setup) -> dict[str, object]:
         },
         "host_gib": {name: in_gib(parts | {"needed": total(parts)}) for name, parts in on_host.items()},
         "seconds": {},
-        "remarks": [],
         "mean_prompt_tokens": run.mean_prompt_tokens,
         "mean_completion_tokens": run.mean_completion_tokens,
         "flops_share": setup.flops / h.flops,
@@ -114,17 +113,7 @@ def report_of(setup: Setup) -> dict[str, object]:
         report["total_hours"] = round(hours, 1)
         report["total_gpu_hours"] = round(hours * (h.gpus + h.generation_gpus))
         report["seconds"] = {name: round(value, 1) for name, value in time.phase_seconds(setup).items()}
-        report["remarks"] = remarks(setup) if setup.has_servers else []
     return report | advised(setup)
-
-
-def remarks(setup: Setup) -> list[str]:
-    """A line on the time that ranks and servers wait for each other."""
-    sampling, training = time.beside(setup)
-    order, together = "one after the other", 0.0
-    if steps := setup.plan.steps_ahead:
-        order, together = f"sampling {counted(steps, 'step')} ahead", min(sampling, training)
-    return [f"{order}: ranks wait {sampling - together:.1f} s, servers {training - together:.1f} s"]
 
 
 def text_of(report: dict) -> str:
@@ -144,7 +133,6 @@ def text_of(report: dict) -> str:
         "gpu_table": table_of(report["gpu_gib"]),
         "host_table": table_of(report["host_gib"]),
         "times": ", ".join(f"{name} {seconds:.1f}" for name, seconds in report["seconds"].items()),
-        "remarks": "".join(f"{remark}\n            " for remark in report["remarks"]),
         "verdict": verdict_of(report),
     }
     words["time"] = TIME.format_map(words) if report["fits"] else NO_TIME

@@ -156,14 +156,12 @@ def running_sequences(setup: Setup) -> float:
 
 def step_seconds(setup: Setup) -> float:
     """The phases one after the other; with --steps_ahead the servers sample a coming step while the ranks train."""
-    seconds = sum(phase_seconds(setup).values())
-    return seconds - min(beside(setup)) if setup.plan.steps_ahead else seconds
-
-
-def beside(setup: Setup) -> tuple[float, float]:
-    """Seconds of a step in which servers sample, and in which ranks train."""
     seconds = phase_seconds(setup)
-    return seconds["rollout"], sum(seconds.values()) - seconds["rollout"] - seconds["sync"]
+    total = sum(seconds.values())
+    if setup.plan.steps_ahead:
+        training = total - seconds["rollout"] - seconds["sync"]
+        total -= min(seconds["rollout"], training)
+    return total
 
 
 def pass_seconds(setup: Setup, products: float = 1, layers: float = 1, head: float = 1) -> float:

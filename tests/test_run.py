@@ -25,7 +25,7 @@ from fsdp_utils import World
 from helpers.made_up import flags, make_rollout
 from helpers.runs import lines
 from inputs.agreement import digest
-from instruments.console import console_line, duration
+from instruments.console import console_line
 from instruments.curves import seconds_of_phases
 from instruments.history import read_metrics
 from instruments.memory_watch import MemoryWatch
@@ -348,9 +348,8 @@ def test_the_console_line_shows_what_was_measured():
     metrics |= {"time/sync_s": 0.01, "time/rollout_tail_s": 1.0, "perf/update_mfu": 0.4}
     assert console_line(3, 10, metrics, seconds_of_phases(metrics), 14.2) == (
         "step  3/10 | reward 0.500 | MFU 40% | SKIPPED UPDATES 2 (2 beyond --max_kl) | 2.0s (sample 1.3)"
-        " | eval/heldout/avg@4 0.750 | 14 s left"
+        " | eval/heldout/avg@4 0.750 | 0:00:14 left"
     )
-    assert [duration(x) for x in (59, 100, 7501)] == ["59 s", "2 min", "2 h 5 min"]
 
 
 # The clock ----------------------------------------------------------------------------------------------------------

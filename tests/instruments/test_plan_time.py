@@ -148,9 +148,6 @@ def test_a_step_ahead_takes_the_time_of_the_slower_side():
     seconds = phase_seconds(setup)
     train = sum(seconds.values()) - seconds["rollout"] - seconds["sync"]
     assert step_seconds(setup) == pytest.approx(max(seconds["rollout"], train) + seconds["sync"])
-    waits = [max(more - less, 0) for more, less in itertools.permutations((seconds["rollout"], train))]
-    said = "sampling 1 step ahead: ranks wait {:.1f} s, servers {:.1f} s".format(*waits)
-    assert report_of(setup)["remarks"] == [said]
     on_policy = replace(setup, plan=replace(setup.plan, steps_ahead=0))
     assert step_seconds(on_policy) == pytest.approx(sum(seconds.values()))
 
@@ -164,7 +161,6 @@ def test_in_flight_two_steps_ahead_nobody_waits_for_the_longest():
     assert one == one_in_flight == two > 1.2 * two_in_flight
     text = text_of(report_of(plan("servers", SERVERS + "--steps_ahead 4 --in_flight")))
     assert "on 2 + 6 x H100-80GB" in text and "6 servers of 1 GPU," in text
-    assert "sampling 4 steps ahead: ranks wait " in text
 
 
 # Copies of the policy (--shard_ranks): what GPUs and nodes hold, which way the collectives go ------------------------

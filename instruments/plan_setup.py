@@ -241,11 +241,6 @@ class Setup:
         return self.lora.lora_targets or tuple(self.model.projections)
 
     @property
-    def trained_per_layer(self) -> float:
-        """Trained parameters of a decoder layer."""
-        return self.adapter_per_layer if self.has_lora else self.model.layer_parameters
-
-    @property
     def adapters(self) -> int:
         """Parameters of all adapters; 0 without LoRA."""
         m = self.model

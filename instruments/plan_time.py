@@ -81,13 +81,11 @@ def traffic(setup: Setup) -> dict[str, float]:
         from_host += plan.updates_per_step * 2 * setup.state_bytes / n
     if setup.has_reference_model and memory.offload_reference:
         from_host += in_reference * setup.reference_bytes / n
-    copies = 2 * plan.updates_per_step * setup.trainable * REDUCE / n * (1 - 1 / setup.num_copies)
     return {
         "all-gather, log-probs": setup.old_logprob_passes * in_pass * weights * remote,
         "all-gather, reference": in_reference * reference * remote,
         "all-gather, update": in_updates * weights * remote,
         "reduce-scatter": reductions * setup.trainable * REDUCE * remote,
-        "all-reduce of copies": copies,
         "sync": weights * remote,
         # From the main rank's GPU, one server after the other.
         "to servers": weights * setup.num_engines * setup.has_servers,
@@ -95,14 +93,13 @@ def traffic(setup: Setup) -> dict[str, float]:
     }
 
 
-def link_speed(setup: Setup, members: int, stride: int = 1) -> float:
-    """Bytes per second of a collective on one GPU, over `members` ranks that are `stride` apart.
+def link_speed(setup: Setup, members: int) -> float:
+    """Bytes per second of a collective on one GPU, over so many neighbouring ranks.
 
     Across nodes the cards of all members in a node carry what the node does not have.
     """
     h = setup.hardware
-    in_node = max(1, h.ranks_per_node // stride)
-    nodes = members // math.gcd(members, in_node)  # the largest number, if groups differ
+    nodes = members // math.gcd(members, h.ranks_per_node)  # the largest number, if groups differ
     if nodes == 1:
         return LINK_SHARE * h.link_speed
     lacks = (members - 1) / members / ((nodes - 1) / nodes)  # what a GPU lacks, over what its node lacks
@@ -190,7 +187,6 @@ def phase_seconds(setup: Setup) -> dict[str, float]:
     backward = (1 if setup.has_lora else 2) + recomputed
     update = pass_seconds(setup, products=1 + backward, layers=3 + recomputed, head=2)
     exchange = (moved["all-gather, update"] + moved["reduce-scatter"]) / link
-    exchange += moved["all-reduce of copies"] / link_speed(setup, setup.num_copies, stride=n)
     optimizer = plan.updates_per_step * (2 * setup.state_bytes + 3 * setup.gradient_bytes) / n
     if setup.memory.offload == "all":  # there the optimizer works in host RAM, about ten times slower
         optimizer *= 10

@@ -157,9 +157,6 @@ def compare(a: Side, b: Side) -> str:
     changed = ", ".join(changes) or "the same flags"
     lines = [*described("A", a), *described("B", b), f"From A to B: {changed}.", *cost(a, b), method(a, b)]
     unlike = {kind: not_alike(kind, [a[0], b[0]], differences) for kind in MEASURED_BY}
-    careful = dict.fromkeys(unlike["reward"] + unlike["eval"])
-    if careful:
-        lines.append(f"Careful: the rewards of A and B are not measured alike: {', '.join(careful)}.")
     for parts, title in TITLES.items():
         rows = [["", "A", "B", "B - A, and what holds"]]
         for name, common in steps.items():

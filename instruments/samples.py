@@ -116,6 +116,5 @@ def pack_step(table: pa.Table, tokens: pa.Table | None) -> str:
     # Most log-probs are small: the root spreads them.
     shares = np.clip(np.asarray(logprobs), LOWEST_LOGPROB, 0) / LOWEST_LOGPROB
     codes = np.nan_to_num((np.sqrt(shares) * (UNKNOWN - 1)).round(), nan=UNKNOWN)
-    if len(is_sampled):  # an older file has none where there was no environment
-        codes[~np.asarray(is_sampled)] = UNKNOWN
+    codes[~np.asarray(is_sampled)] = UNKNOWN
     return embed({"rows": rows}, bytes=text, sizes=sizes.astype("<u2"), logprob=codes.astype(np.uint8))

@@ -135,6 +135,6 @@ def bytes_of_tokens(tokenizer: PreTrainedTokenizerBase) -> list[bytes] | None:
     """
     if not hasattr(tokenizer, "backend_tokenizer"):
         return None
-    from xgrammar import TokenizerInfo  # which knows byte-level BPE and SentencePiece's byte fallback
+    from xgrammar import TokenizerInfo  # comes with vLLM; knows byte-level BPE and SentencePiece's byte fallback
 
     return TokenizerInfo.from_huggingface(tokenizer).decoded_vocab

@@ -237,7 +237,7 @@ def teacher_parts(setup: Setup) -> Parts:
 
 def has_sums_apart(setup: Setup) -> bool:
     """Whether FSDP keeps apart, in fp32 and on the GPU, what copies of the policy add up in the last micro-batch."""
-    return setup.num_copies > 1 and not setup.memory.communicate_once
+    return setup.num_shards < setup.hardware.gpus and not setup.memory.communicate_once
 
 
 def gradients_in_passes(setup: Setup) -> float:

@@ -220,10 +220,6 @@ class Setup:
         return self.memory.shard_ranks or self.hardware.gpus
 
     @property
-    def num_copies(self) -> int:
-        return self.hardware.gpus // self.num_shards
-
-    @property
     def num_engines(self) -> int:
         """Engines in the ranks, or generation servers."""
         return (self.hardware.generation_gpus or self.hardware.gpus) // self.run.tensor_parallel_size

@@ -171,10 +171,10 @@ def copies(more: str = "", network: float = 50e9) -> Setup:
     return replace(setup, hardware=replace(setup.hardware, network_speed=network))
 
 
-@pytest.mark.parametrize(("shard_ranks", "count"), [(8, 2), (2, 8)])
-def test_a_gpu_holds_its_share_of_one_copy_which_is_written_once(shard_ranks, count):
+@pytest.mark.parametrize("shard_ranks", [8, 2])
+def test_a_gpu_holds_its_share_of_one_copy_which_is_written_once(shard_ranks):
     found = copies(f"--shard_ranks {shard_ranks}")
-    assert (found.hardware.gpus, found.num_copies) == (16, count)
+    assert found.hardware.gpus == 16
     parts = gpu_phases(found)["optimizer"]
     expected = {"parameters": 4, "gradients": 4, "optimizer": 8, "reference": 2}  # bytes of a parameter
     assert {name: parts[name] * shard_ranks / PARAMETERS for name in expected} == expected

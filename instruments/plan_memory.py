@@ -356,10 +356,7 @@ def optimizer_peak(setup: Setup) -> Parts:
     offload = setup.memory.offload
     if offload == "all" or (offload == "none" and setup.trained_bytes == 4):
         return {"one chunk": 0}
-    tensor = max(m.table, m.largest)
-    if setup.has_lora:
-        tensor = setup.lora.lora_rank * max(max(m.projections[name]) for name in setup.lora_targets)
-    chunk = min(OPTIMIZER_CHUNK, tensor / setup.num_shards)
+    chunk = min(OPTIMIZER_CHUNK, max(m.table, m.largest) / setup.num_shards)
     return {"one chunk": CHUNK_BYTES[setup.trained_bytes] * chunk}
 
 

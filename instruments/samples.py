@@ -92,8 +92,6 @@ def read(file: Path, columns: set[str]) -> pa.Table | None:
 def take_groups(table: pa.Table, count: int) -> pa.Table:
     """The completions of `count` groups, evenly spaced."""
     groups = pc.unique(table["group"])
-    if len(groups) <= count:
-        return table
     kept = groups.take([i * len(groups) // count for i in range(count)])
     return table.filter(pc.is_in(table["group"], kept))
 

@@ -21,15 +21,7 @@ import torch
 from fsdp_utils import World, gather_from_ranks
 from inputs.command_line import exit_with_error
 from instruments.dry_run import setup_of
-from instruments.plan_memory import (
-    checkpoint_bytes,
-    disk_bytes,
-    gpu_phases,
-    host_phases,
-    misfits,
-    needed,
-    total,
-)  # fmt: skip
+from instruments.plan_memory import checkpoint_bytes, disk_bytes, gpu_phases, host_phases, misfits, needed, total
 from instruments.plan_setup import GIB, Setup
 from model.weights import load_config
 from runtime.machine import host_bytes, local_world_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flags import counted
 from instruments import plan_memory as memory
 from instruments import plan_time as time
+from instruments.history import in_columns
 from instruments.plan_advice import advised
 from instruments.plan_memory import Parts, total
 from instruments.plan_setup import GIB, Setup
@@ -141,15 +142,11 @@ def text_of(report: dict) -> str:
 def table_of(columns: dict[str, Parts]) -> str:
     """A table with one row per key of the inner dicts, in the order in which they come up; "live" and "needed" last."""
     names = dict.fromkeys(name for parts in columns.values() for name in parts)
-    names = sorted(names, key=lambda name: name in ("live", "needed"))
-    width = max(map(len, names)) + 4
-    lines = [" " * width + "".join(f"{column:>12}" for column in columns)]
-    for name in names:
-        line = f"  {name:<{width - 2}}"
-        for parts in columns.values():
-            line += f"{parts[name]:12.1f}" if name in parts else " " * 12
-        lines.append(line.rstrip())
-    return "\n".join(lines)
+    rows = [["", *(f"{column:>10}" for column in columns)]]
+    for name in sorted(names, key=lambda name: name in ("live", "needed")):
+        cells = [f"{parts[name]:10.1f}" if name in parts else "" for parts in columns.values()]
+        rows.append([f"  {name}  ", *cells])
+    return "\n".join(in_columns(rows))
 
 
 def verdict_of(report: dict) -> str:

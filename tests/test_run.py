@@ -308,10 +308,10 @@ def test_a_log_that_cannot_be_written_ends_the_run(tmp_path, capsys):
     warnings = [f"warning: {tmp_path}/{name} could not" for name in ("samples.jsonl", "status.json")]
     assert sorted(line.partition(" be ")[0] for line in said) == warnings
     (tmp_path / "metrics.jsonl").rmdir()
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": "high"}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean: 0.5}\n')
     run.plot()
     said = capsys.readouterr().out
-    assert "curves.png could not be written: " in said and "reward/mean is no number" in said
+    assert "curves.png could not be written: " in said and "line 1, is damaged" in said
 
 
 def test_a_log_that_the_main_process_cannot_write_ends_all_ranks(tmp_path, monkeypatch):

@@ -128,7 +128,9 @@ def rollout_seconds(setup: Setup) -> float:
     lone = m.active_parameters * setup.compute_bytes / tp / memory  # a token reads its experts alone
     prefill = forward_flops(m, prompt, 1) * sequences / plan.group_size / flops
     if plan.partial_rollouts:  # the step waits for groups, not for the longest of all; what goes on is read again
-        alone = min(alone, completion * (longest_of_group(plan.group_size) - 1))
+        # Mean length of the longest of G over that of all, if each token is as likely to be the last.
+        longest = sum(1 / i for i in range(1, plan.group_size + 1))
+        alone = min(alone, completion * (longest - 1))
         again = sequences * MORE_UNFINISHED / 2 * (1 - completion / run.max_completion_tokens)
         prefill += forward_flops(m, prompt + completion, 1) * again / flops
     decode = max(steps * weights, tokens * forward_flops(m, 1, 1) / flops) + alone * lone
@@ -137,11 +139,6 @@ def rollout_seconds(setup: Setup) -> float:
     links = exchanged / link_speed(setup, tp)
     step = TOKEN_STEP[setup.engine.enforce_eager] + 2 * m.layers * ALL_REDUCE * (tp > 1)
     return prefill + decode + cache + links + (steps + alone) * step
-
-
-def longest_of_group(group_size: int) -> float:
-    """Mean length of the longest of G completions over the mean of all, if each token is as likely to be the last."""
-    return sum(1 / i for i in range(1, group_size + 1))
 
 
 def running_sequences(setup: Setup) -> float:

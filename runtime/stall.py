@@ -98,9 +98,7 @@ def report(ranks: list[Rank], seconds: float) -> str:
         lines.append(f"each of the ranks {names} {activity}" if len(numbers) > 1 else f"rank {names} {activity}")
     cause = f"{lines[0]}; the others wait" if len(lines) > 1 else lines[0]
     if all(rank.waits for rank in ranks):
-        places = sorted({f"{rank.phase} of step {rank.step}" for rank in ranks})
-        why = "look at the network between them" if len(places) == 1 else f"they are in {' and '.join(places)}"
-        cause = f"all ranks wait for each other: {why}"
+        cause = "all ranks wait for each other: look at the network between them, and whether they do the same"
     return "\n  ".join([f"STALL: no progress for {seconds:.0f} s: {cause}", *lines])
 
 

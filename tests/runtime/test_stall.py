@@ -55,9 +55,9 @@ def test_the_table_names_the_first_rank_that_came_to_a_halt():
     first = "rank 1 starts on node, in start of step 0, at True.py"
     assert f"10 s: {first}; the others wait\n  {first}\n  each of the ranks 0, 2 starts on" in report(ranks, 10)
     waiting = [Rank(rank, step=3, phase="update", doing=f"{WAITS} (gather)") for rank in range(2)]
-    assert "all ranks wait for each other: look at the network between them\n" in report(waiting, 10)
     found = report([waiting[0], replace(waiting[1], phase="sync")], 10)
-    assert "all ranks wait for each other: they are in sync of step 3 and update of step 3\n" in found
+    assert "all ranks wait for each other: look at the network" in found
+    assert "in sync of step 3" in found and "in update of step 3" in found
 
 
 @pytest.fixture

@@ -110,9 +110,18 @@ REFUSED = (
     (("is_heterogeneous",), (False,), "layers of different sizes"),
     (("use_bidirectional_attention",), (False,), "attention to tokens that follow"),
 )
-# Mixtures of experts, and models with linear attention in most layers, that are implemented.
-MIXTURES = ("qwen3_moe", "qwen2_moe", "olmoe")
-HYBRIDS = ("qwen3_5_text",)
+# Mixtures of experts, and models with linear attention in most layers, that are implemented; and the values of their
+# configs that transformers and vLLM compute alike.
+# Windows, for example, vLLM does not know here, and transformers does not hand Qwen2-MoE's to the attention.
+WITH_EXPERTS = {"use_sliding_window": False, "attention_bias": False, "hidden_act": "silu"}
+MIXTURES = {
+    "qwen3_moe": WITH_EXPERTS | {"shared_expert_intermediate_size": 0},
+    "qwen2_moe": WITH_EXPERTS | {"qkv_bias": True},
+    "olmoe": WITH_EXPERTS | {
+        "clip_qkv": None, "norm_topk_prob": False, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+HYBRIDS = {"qwen3_5_text": {"attention_bias": False, "hidden_act": "silu", "output_gate_type": "swish"}}
 # Types of which the text part alone is trained and run: type -> the architecture of that part. The tower is left out.
 TEXT_ALONE = {"qwen3_5": "Qwen3_5ForCausalLM"}
 # Types of models that were tried here. Apertus: vLLM keeps parameters of its activation in bf16.
@@ -135,8 +144,11 @@ def check_architecture(path: str, config: PretrainedConfig) -> None:
             if name != own_scale and value not in (None, *allowed):
                 reasons.append(words.format(name=name, value=value))
                 break
-    if text.model_type in MIXTURES and getattr(text, "use_sliding_window", False):
-        reasons.append("windows beside experts, which trainer and engine do not compute alike")
+    beside = "experts" if text.model_type in MIXTURES else "linear_attention"
+    for name, value in (MIXTURES | HYBRIDS).get(text.model_type, {}).items():
+        if getattr(text, name, value) != value:
+            found = f"{name} = {getattr(text, name)} beside {beside}"
+            reasons.append(f"{found}, where {value} alone is computed alike")
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
     known = LAYERS | ({"linear_attention"} if text.model_type in HYBRIDS else set())
     reasons += [f"layers of the kind {kind}" for kind in sorted(set(kinds) - known)]

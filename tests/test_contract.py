@@ -36,7 +36,7 @@ from helpers.programs import GPUS
 from helpers.runs import PROGRAMS, ROOT, torchrun
 from inputs.command_line import parse_flags
 from instruments.dry_run import config_of
-from model.sizes import NOT_ALIKE
+from model.sizes import MIXTURES, NOT_ALIKE
 from smoke_inputs import SETUPS, make_model
 from test_setups import launched
 
@@ -475,6 +475,7 @@ def test_families_hand_their_windows_to_the_attention():
         if "create_sliding_window_causal_mask" in source and not re.search("sliding_window=(self|getattr)", source):
             silent.add(file.parent.name)
     assert silent - {"paligemma", "phimoe", "qwen2_moe"} <= NOT_ALIKE
+    assert MIXTURES["qwen2_moe"]["use_sliding_window"] is False
 
 
 # Names ----------------------------------------------------------------------------------------------------------------

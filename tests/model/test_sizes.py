@@ -60,7 +60,15 @@ NOT_COMPUTED = {  # words of the sentence -> config
     "has windows in some layers alone": Qwen2Config(use_sliding_window=True, max_window_layers=16),
     "has windows in some layers alone, ": MistralConfig(layer_types=["sliding_attention", "full_attention"] * 16),
     "has 128 experts; needed is .*: use Qwen3-0.6B": AutoConfig.for_model("gpt_oss"),
-    "has windows beside experts": AutoConfig.for_model("qwen2_moe", use_sliding_window=True),
+    "has use_sliding_window = True beside experts, where False alone is computed alike; needed ": (
+        AutoConfig.for_model("qwen2_moe", use_sliding_window=True)
+    ),
+    "has clip_qkv = 8.0 beside experts, where None alone is computed alike": AutoConfig.for_model(
+        "olmoe", clip_qkv=8.0
+    ),
+    "has output_gate_type = sigmoid beside linear_attention, where swish ": AutoConfig.for_model(
+        "qwen3_5_text", output_gate_type="sigmoid"
+    ),
     "has 256 experts and layers of the kind linear_attention; ": (AutoConfig.for_model("qwen3_5_moe_text")),
     "has dropout = 0.1": OPTConfig(),
     "has latent attention": PretrainedConfig(kv_lora_rank=64, num_attention_heads=4),

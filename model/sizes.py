@@ -31,7 +31,10 @@ def check_path(path: str) -> None:
     if config.exists() and '"out_dir":' in config.read_text("utf-8", errors="replace"):  # by a run
         policies = f"its policies are {folder / 'final'} and {folder / 'step_N'}"
         raise FileNotFoundError(f"--model {path!r} is the folder of a run, not of a model; {policies}.")
-    if not folder.exists() and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path):  # of a hub id
+    is_hub_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path)
+    # Beside other folders it is a folder that is misspelt, although a hub id may look like it.
+    is_hub_id = is_hub_id and not (folder.parent.name and folder.parent.is_dir())
+    if not folder.exists() and not is_hub_id:
         raise FileNotFoundError(
             f"--model {path!r}: no such folder ({folder.absolute()}), and not of the form of a hub id (owner/name)."
         )

@@ -1,6 +1,6 @@
 """Where a stall is noticed (`StallWatch.report_stall`): what each rank is doing, and for which of them the others wait.
 
-A thread of every rank writes OUT_DIR/ranks/rank_N.json once a second. When no rank has made
+A thread of every rank writes OUT_DIR/ranks/rank_N.json once a second and when a phase begins. When no rank has made
 progress for --stall_seconds, the lowest one that runs prints a table, once. That never ends a run: --timeout_minutes
 does, and the first line of the table is then the reason. Files, not torch's store: any rank may be the one that stops.
 """
@@ -18,13 +18,13 @@ import traceback
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import psutil
 
 WAITS = "waits for the other ranks"  # so begins what a rank is doing that others keep from going on
-INTERVAL = 1.0  # seconds between two writings
+INTERVAL, SHORTEST = 1.0, 0.1  # seconds between two writings: at most, and at least
 STALE_SECONDS = 5.0  # a file that is older is of a process that does not run
 LEAST_MOVED = 2**20  # bytes of files, between two looks, that are progress, as of a checkpoint: this thread's are less
 ROOT = Path(__file__).parent.parent
@@ -38,6 +38,7 @@ class Board:
     phase: str = "start"
     doing: str = "starts"
     count: int = 0  # grows with all progress
+    has_changed: threading.Event = field(default_factory=threading.Event)  # the phase
 
 
 BOARD = Board()
@@ -64,6 +65,7 @@ def in_phase(name: str, step: int) -> Iterator[None]:
 def _enter(phase: str, step: int) -> None:
     BOARD.phase, BOARD.step = phase, step
     beat("computes")
+    BOARD.has_changed.set()
 
 
 @dataclass(frozen=True)
@@ -134,9 +136,11 @@ class StallWatch(threading.Thread):
     def run(self) -> None:
         now = time.monotonic()
         while True:
-            time.sleep(INTERVAL)
+            BOARD.has_changed.wait(INTERVAL)
+            BOARD.has_changed.clear()
             before, now = now, time.monotonic()
             self.tick(now - before)
+            time.sleep(SHORTEST)
 
     def tick(self, elapsed: float) -> None:
         """Writes, and looks at the others if it is time to. `elapsed`: seconds since the last time."""

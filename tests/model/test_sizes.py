@@ -34,7 +34,7 @@ def check(config: PretrainedConfig, tensor_parallel_size: int = 1) -> None:
     ("mine/", ["step_9", "final"], "not of a model; its policies are mine/final and mine/step_N."),
     ("mine/step_9/trainer", ["step_9"], "is no folder with a model: it has no config.json."),
     ("mine/step_9/adapter", ["step_9"], "it has no config.json; an adapter alone is no model."),
-    ("./mine/step_8", ["step_9", "final"], "no such folder (FOLDER/mine/step_8)"),
+    ("mine/step_8", ["step_9", "final"], "no such folder (FOLDER/mine/step_8)"),
     ("./absent", [], "no such folder (FOLDER/absent), and not of the form of a hub id (owner/name)."),
     ("mine/step_9", ["step_9"], None),
     ("Qwen/Qwen2.5-7B", [], None),

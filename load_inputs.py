@@ -153,7 +153,7 @@ def load_model_files(
     config = load_config(args.model)
     check_config(args.model, config, (args.max_prompt_tokens, max_completion_tokens), args.tensor_parallel_size)
     if not torch.cuda.is_available():
-        check_cpu_kernels(args.model, config, args.dtype)
+        check_cpu_kernels(args.model, config, args.dtype, args.tensor_parallel_size)
     model_of_shapes(args.model, config)
     answers = None if args.reward == "none" else args.answer_column
     system_prompt = read_system_prompt(args.system_prompt)

@@ -8,7 +8,7 @@ from collections import ChainMap
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from instruments.plan_memory import gpu_phases, host_phases, misfits, needed, total
+from instruments.plan_memory import gpu_phases, host_phases, misfits, needed, short_cache, total
 from instruments.plan_setup import GIB, Setup
 from instruments.plan_time import step_seconds
 
@@ -101,9 +101,14 @@ def fastest(setup: Setup, start: Setup) -> Setup:
 
 
 def advised(setup: Setup) -> dict[str, object]:
-    """The setups that fit after the fewest changes, and the fastest (None: it is one of these); none if it fits."""
-    few = fewest(setup) if misfits(setup) else []
-    starts = [changed for changed in few if changed.hardware == few[0].hardware]
+    """The setups that fit after the fewest changes, and the fastest (None: it is one of these, or the present one)."""
+    few = []
+    starts = []
+    if misfits(setup):
+        few = fewest(setup)
+        starts = [changed for changed in few if changed.hardware == few[0].hardware]
+    elif short_cache(setup):
+        starts = [setup]
     best = quickest([*starts, *(fastest(setup, start) for start in starts)])
     return {
         "changes_that_would_fit": [described(setup, changed) for changed in few],
@@ -127,4 +132,5 @@ def described(setup: Setup, changed: Setup) -> dict[str, object]:
         "gpu_needed_gib": round(max(map(needed, gpu_phases(changed).values())) / GIB, 1),
         "host_peak_gib": round(max(map(total, host_phases(changed).values())) / GIB),
         "step_seconds": round(step_seconds(changed)),
+        "warnings": short_cache(changed),
     }

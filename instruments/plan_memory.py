@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from instruments.plan_setup import GIB, Setup
-from model.sizes import HEAD_CHUNK_LOGITS, OPTIMIZER_CHUNK
+from model.sizes import HEAD_CHUNK_LOGITS, MOST_ON_GPU, OPTIMIZER_CHUNK
 
 REDUCE = 4  # gradients are reduced in fp32
 FRAGMENTATION = 1.05  # what torch's allocator holds, over the live tensors
@@ -24,6 +24,7 @@ ENGINE_WORKING = {True: 2.5 * GIB, False: 4.0 * GIB}
 ENGINE_ASLEEP = {True: 0.5 * GIB, False: 2.0 * GIB}
 # Bytes of a parameter -> bytes of an element that the optimizer works on: fp32 copies or moments.
 CHUNK_BYTES = {2: 28, 4: 8}
+SHORT_CACHE = 1 / 8  # share of the sequences: with less the engine reads its weights for a few tokens at a time
 # Host RAM of one rank without weights: libraries, CUDA's host side, pinned buffers, the rollout. One
 # rank on an H100 took 11.2 to 12.4 GiB; several share what they map of libraries.
 PROCESS_HOST = 12 * GIB
@@ -139,6 +140,15 @@ def sequences_at_once(setup: Setup) -> float:
     """Sequences of the full model length that fit into one engine's cache. Below 1 vLLM does not start."""
     sequence = sequence_bytes(setup, setup.engine.max_model_len)
     return engine_parts(setup)["KV cache"] / sequence
+
+
+def short_cache(setup: Setup) -> list[str]:
+    """A warning if the cache holds less than `SHORT_CACHE` of what an engine would run at a time."""
+    wanted = min(setup.completions_per_engine, MOST_ON_GPU)
+    held = sequences_at_once(setup)
+    if 1 <= held < SHORT_CACHE * wanted:
+        return [f"the cache holds {held:.1f} of an engine's {wanted:g} sequences"]
+    return []
 
 
 def misfits(setup: Setup, free: float | None = None) -> list[str]:

@@ -105,6 +105,7 @@ def report_of(setup: Setup) -> dict[str, object]:
         "flops_share": setup.flops / h.flops,
         "fits": not misfits,
         "misfits": misfits,
+        "warnings": memory.short_cache(setup),
     }
     if not misfits:  # a run that cannot exist takes no time
         seconds = time.step_seconds(setup)
@@ -159,11 +160,13 @@ def verdict_of(report: dict) -> str:
         lines += map(change_line, report["changes_that_would_fit"])
         if not report["changes_that_would_fit"]:
             lines.append("  none of up to four changes")
+    lines += [f"warning: {warning}" for warning in report["warnings"]]
     if fastest := report["fastest_that_fits"]:
         lines += ["the fastest that fits the same machines:", change_line(fastest)]
     return "\n".join(lines)
 
 
 def change_line(setup: dict) -> str:
-    """A changed setup: its flags, and what it needs."""
-    return CHANGE.format(**setup, flags=" ".join(setup["changes"]))
+    """A changed setup: its flags, what it needs, and its warnings."""
+    line = CHANGE.format(**setup, flags=" ".join(setup["changes"]))
+    return "; ".join([line, *setup["warnings"]])

@@ -221,8 +221,8 @@ def check_parallel(config: PretrainedConfig, size: int) -> None:
         )
 
 
-def check_cpu_kernels(path: str, config: PretrainedConfig, dtype: str) -> None:
-    """Raises ValueError for linear attention that vLLM's kernels for CPUs do not know."""
+def check_cpu_kernels(path: str, config: PretrainedConfig, dtype: str, tensor_parallel_size: int) -> None:
+    """Raises ValueError for experts or linear attention that vLLM's kernels for CPUs do not know."""
     text = config.get_text_config()
     if text.model_type in HYBRIDS:
         widths = text.linear_key_head_dim, text.linear_value_head_dim
@@ -231,6 +231,12 @@ def check_cpu_kernels(path: str, config: PretrainedConfig, dtype: str) -> None:
                 f"--model {path}: on CPUs vLLM has linear attention in --dtype bfloat16, and for heads of 64 or 128 "
                 f"numbers, not in {dtype} for {widths[0]} and {widths[1]}; give that dtype, or use another model."
             )
+    sizes = [text.hidden_size, expert_width(text) / tensor_parallel_size] if text.model_type in MIXTURES else []
+    if any(size % 32 for size in sizes):
+        raise ValueError(
+            f"--model {path}: on CPUs vLLM needs a hidden size and, in each rank, a width of experts that are "
+            f"multiples of 32, not {sizes[0]} and {sizes[1]:g}; use GPUs, another model, or fewer ranks an engine."
+        )
 
 
 def check_experts(path: str, config: PretrainedConfig, router_replay: bool) -> None:

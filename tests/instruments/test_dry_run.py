@@ -281,8 +281,8 @@ def test_the_advice_is_minimal_and_fits_when_it_is_taken():
 
 
 def test_the_advice_has_the_fewest_changes_and_the_fastest_way():
-    """The advice gives the fewest changes and, beside them, the fastest ones. 10 billion parameters on 4 A100 of 40 GB:
-    the fewest changes leave a cache of a few sequences.
+    """The advice gives the fewest changes and, beside them, the fastest ones, and warns of a short cache. 10
+    billion parameters on 4 A100 of 40 GB: the fewest changes leave a cache of a few sequences.
     """
     sizes = {"vocab_size": 152_064, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 40}
     sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}
@@ -292,7 +292,8 @@ def test_the_advice_has_the_fewest_changes_and_the_fastest_way():
     advice = advised(setup_of(args, config))
     first, fast = advice["changes_that_would_fit"][0], advice["fastest_that_fits"]
     assert first["changes"] == ["--offload optimizer", "--gradient_checkpointing"]
-    assert "--tensor_parallel_size 4" in fast["changes"]
+    assert first["warnings"] == ["the cache holds 3.2 of an engine's 32 sequences"]
+    assert "--tensor_parallel_size 4" in fast["changes"] and fast["warnings"] == []
     assert fast["step_seconds"] < 0.5 * first["step_seconds"]
 
 

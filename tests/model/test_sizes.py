@@ -197,10 +197,15 @@ def test_experts_and_hybrid_models_are_refused_in_one_sentence(name):
 
 
 def test_experts_have_sizes_that_the_engine_takes():
-    """An engine divides each expert among its ranks."""
+    """An engine divides each expert among its ranks, on CPU into multiples of 32."""
     config = AutoConfig.for_model("qwen2_moe", moe_intermediate_size=1408, shared_expert_intermediate_size=5632)
     check(config, 16)  # 88 on a GPU
-    check_cpu_kernels("m", config, "float32")
+    check_cpu_kernels("m", config, "float32", 4)
+    with pytest.raises(ValueError, match="multiples of 32, not 2048 and 176; use GPUs"):
+        check_cpu_kernels("m", config, "float32", 8)
+    with pytest.raises(ValueError, match="multiples of 32, not 2000 and 1024; use GPUs"):
+        check_cpu_kernels("m", AutoConfig.for_model("olmoe", hidden_size=2000, intermediate_size=1024), "float32", 1)
+    check_cpu_kernels("m", Qwen2Config(hidden_size=2000), "float32", 1)
     with pytest.raises(ValueError, match="widths of 5632, 1408, 151936; use one of 1, 2, 4, 8, 16"):
         check(AutoConfig.for_model("qwen2_moe", num_attention_heads=32, num_key_value_heads=32), 3)
 
@@ -211,11 +216,11 @@ def test_linear_attention_has_heads_and_a_dtype_that_the_engine_takes():
     config.linear_num_key_heads = 6
     with pytest.raises(ValueError, match=r"widths of \d+, 6, \d+, 248320; use one of 1, 2"):
         check(config, 4)
-    check_cpu_kernels("m", config, "bfloat16")
+    check_cpu_kernels("m", config, "bfloat16", 1)
     for dtype, width in (("float32", 128), ("bfloat16", 32)):
         config.linear_key_head_dim = config.linear_value_head_dim = width
         with pytest.raises(ValueError, match=f"not in {dtype} for {width} and {width}; give that dtype, or use"):
-            check_cpu_kernels("m", config, dtype)
+            check_cpu_kernels("m", config, dtype, 1)
 
 
 def test_rotary_angles_that_change_with_the_batch_are_refused():

@@ -142,6 +142,24 @@ def sequences_at_once(setup: Setup) -> float:
     return engine_parts(setup)["KV cache"] / sequence
 
 
+def short_of_states(setup: Setup) -> list[str]:
+    """A sentence if a cache with states has fewer blocks than sequences may run: with CUDA graphs vLLM refuses that.
+
+    Read in its source (config/compilation.py). A block has a page for each layer of attention, as large as a state.
+    """
+    m = setup.model
+    if not m.state_bytes or setup.engine.enforce_eager:
+        return []
+    block = m.state_bytes * m.attention_layers / (2 * m.layers - m.attention_layers) / setup.run.tensor_parallel_size
+    wanted, held = min(setup.completions_per_engine, MOST_ON_GPU), engine_parts(setup)["KV cache"] // block
+    if held >= wanted:
+        return []
+    return [
+        f"GPU, rollout: the cache has {held:g} blocks of {block / 2**20:.0f} MiB for {wanted:g} sequences; "
+        "raise --gpu_memory_utilization, sample fewer at a time, or give --enforce_eager"
+    ]
+
+
 def short_cache(setup: Setup) -> list[str]:
     """A warning if the cache holds less than `SHORT_CACHE` of what an engine would run at a time."""
     wanted = min(setup.completions_per_engine, MOST_ON_GPU)
@@ -177,6 +195,8 @@ def misfits(setup: Setup, free: float | None = None) -> list[str]:
             f"of which the engine needs {engine / GIB:.1f} without its cache: "
             f"not enough for one sequence of {setup.engine.max_model_len} tokens"
         )
+    else:
+        sentences += short_of_states(setup)
     for name, parts in host_phases(setup).items():
         size = total(parts if free is None else without(parts, "processes"))
         if size > h.host_bytes:

@@ -181,6 +181,10 @@ def test_a_hybrid_has_keys_in_some_layers_and_states_in_the_others():
     assert adapted.trainable == 16 * (32 * mlp + 8 * attention + 24 * linear)
     assert setup(values, plan_gpus=8, lora_rank=16, lora_targets="q_proj").trainable == 8 * 16 * (4096 + 8192)
     assert full.trainable == model.parameters
+    small = {"plan_gpu": "RTX4090-24GB", "plan_gpus": 1, "gpu_memory_utilization": 0.75, "lora_rank": 16}
+    small |= {"model": "Qwen/Qwen3.5-4B", "offload": "all", "prompts_per_step": 64, "group_size": 8, "total_steps": 1}
+    assert "blocks of 17 MiB for 512 sequences; raise" in " ".join(misfits(setup(COMMON | values | small)))
+    assert not misfits(setup(COMMON | values | small, enforce_eager=True))
 
 
 @pytest.mark.parametrize(("name", "parameters", "reason"), [

@@ -177,7 +177,7 @@ def open_run(args: Namespace, algorithm: Algorithm) -> tuple[Inputs, PromptData,
         eval_sets = [inputs.grader.check_keys(data, world) for data in inputs.eval_sets]
         check_columns(args, algorithm.columns, train_data)
         plan = make_plan(args, len(train_data.rows))
-        watch = watch_memory(args, len(train_data.rows), world)
+        watch = watch_memory(args, len(train_data.rows), world, most_sequences(args, inputs, world))
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
     after_step = load_reference(args.after_step) if args.after_step else None

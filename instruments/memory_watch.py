@@ -21,8 +21,20 @@ import torch
 from fsdp_utils import World, gather_from_ranks
 from inputs.command_line import exit_with_error
 from instruments.dry_run import setup_of
-from instruments.plan_memory import checkpoint_bytes, disk_bytes, gpu_phases, host_phases, misfits, needed, total
+from instruments.plan_memory import (
+    ENGINE,
+    FRAGMENTATION,
+    checkpoint_bytes,
+    disk_bytes,
+    gpu_phases,
+    host_phases,
+    misfits,
+    needed,
+    total,
+    without,
+)  # fmt: skip
 from instruments.plan_setup import GIB, Setup
+from model.sizes import cpu_cache_bytes
 from model.weights import load_config
 from runtime.machine import host_bytes, local_world_size
 
@@ -39,6 +51,9 @@ PHASES = {
 }
 INNER_PHASES = {"pack": "update", "sleep": "sync"}  # phase without figures of its own -> the one that has its flags
 NEAR = 0.95  # the share of the limit that is warned of
+# CPU, fitted to runs of 135 M parameters: the engine's libraries, and what the allocator keeps of the weights that vLLM
+# has repacked, as a share of them.
+ENGINE_LIBRARIES, KEPT_WEIGHTS = GIB / 3, 0.5
 RANKS, ENGINE_SHARE = "start fewer ranks", "lower --gpu_memory_utilization"
 BATCH, PASSES = "lower --micro_batch_tokens", "lower --micro_batch_tokens, add --gradient_checkpointing"
 WAYS_OUT = {  # phase -> what to change: on a GPU; on a CPU, where there is nothing to offload
@@ -64,7 +79,7 @@ class MemoryWatch:
     """Peaks of the phases of this rank's step, and what they are compared with."""
 
     def __init__(self, world: World, predicted: dict[str, float]) -> None:
-        """`predicted`: phase -> bytes of a GPU, and "host" -> bytes of a node; {}: on a CPU, or not known."""
+        """`predicted`: phase -> bytes of a rank, and "host" -> bytes of a node; {}: not known for this model."""
         self.world = world
         self.is_cuda = world.device.type == "cuda"
         self.host_limit = host_bytes()
@@ -171,8 +186,8 @@ class MemoryWatch:
                     figure += f" ({self.predicted[name] / GIB:.2f})"
                 figures.append(figure)
         where = "GPU" if self.is_cuda else "rank"
-        known = "; in brackets what the dry run predicts" if self.predicted else ""
-        return f"memory, GiB per {where} at the peak, host per node{known}: {', '.join(figures)}"
+        known = "in brackets what the dry run predicts" if self.predicted else "the dry run has no figures for it"
+        return f"memory, GiB per {where} at the peak, host per node; {known}: {', '.join(figures)}"
 
 
 # How much is taken, and what is said when there is none left -------------------------------------------------------
@@ -224,7 +239,9 @@ def lacks_memory(error: BaseException) -> bool:
 # What the dry run says of this machine -------------------------------------------------------------------------------
 
 
-def watch_memory(args: argparse.Namespace, num_rows: int, world: World) -> MemoryWatch:
+def watch_memory(
+    args: argparse.Namespace, num_rows: int, world: World, most_sequences: int | None = None
+) -> MemoryWatch:
     """The watch of this run. Raises ValueError if a GPU, the host or the disk cannot hold it."""
     memory = MemoryWatch(world, {})
     here = argparse.Namespace(**vars(args) | {"plan_gpus": None, "plan_nodes": None, "plan_rows": num_rows})
@@ -232,12 +249,13 @@ def watch_memory(args: argparse.Namespace, num_rows: int, world: World) -> Memor
         setup = setup_of(here, load_config(args.model))
     except ValueError:  # the formulas do not cover the model
         return memory
-    check_disk(setup, Path(args.out_dir))
+    gpu_bytes = memory.limit if memory.is_cuda else memory.host_limit
+    hardware = replace(setup.hardware, gpu_bytes=gpu_bytes, host_bytes=memory.host_limit)
+    setup = replace(setup, hardware=hardware)
     if memory.is_cuda:
-        hardware = replace(setup.hardware, gpu_bytes=memory.limit, host_bytes=memory.host_limit)
-        setup = replace(setup, hardware=hardware)
         check_fit(setup, torch.cuda.mem_get_info()[0])
-        memory.predicted = predicted_bytes(setup)
+    check_disk(setup, Path(args.out_dir))
+    memory.predicted = predicted_bytes(setup, world, most_sequences)
     return memory
 
 
@@ -267,11 +285,25 @@ def check_disk(setup: Setup, out_dir: Path) -> None:
         )
 
 
-def predicted_bytes(setup: Setup) -> dict[str, float]:
-    """Phase of the loop -> bytes of a GPU, and "host" -> bytes of a node."""
-    sizes = {name: needed(parts) for name, parts in gpu_phases(setup).items()}
+def predicted_bytes(setup: Setup, world: World, most_sequences: int | None = None) -> dict[str, float]:
+    """Phase of the loop -> bytes of a rank, and "host" -> bytes of a node. On a CPU without the reserve."""
+    phases, on_host = gpu_phases(setup), host_phases(setup)
+    if world.device.type == "cuda":
+        sizes = {name: needed(parts) for name, parts in phases.items()}
+        host = max(map(total, on_host.values()))
+    else:  # what libraries take is there already; nothing is pinned; the engine never sleeps
+        tp, ranks = setup.run.tensor_parallel_size, setup.hardware.ranks_per_node
+        demand = setup.engine.max_model_len, setup.compute_bytes, tp, most_sequences
+        # Beside the embedding and the head, vLLM keeps a repacked copy of each.
+        weights = ((1 + KEPT_WEIGHTS) * setup.weight_bytes + 2 * setup.table_bytes) / tp
+        engine = weights + cpu_cache_bytes(load_config(setup.model.name), *demand) + ENGINE_LIBRARIES
+        engine = 0 if setup.has_servers else engine
+        there = total(without(on_host["run"], "processes", "rounding of pinned memory")) / ranks
+        there += peak_resident() + engine
+        sizes = {name: FRAGMENTATION * total(without(parts, *ENGINE)) + there for name, parts in phases.items()}
+        host = (max(sizes.values()) + resident_of_children()) * ranks
     predicted = {}
     for phase, known in PHASES.items():
         if values := [sizes[name] for name in known if name in sizes]:
             predicted[phase] = max(values)
-    return predicted | {"host": max(map(total, host_phases(setup).values()))}
+    return predicted | {"host": host}

@@ -140,9 +140,28 @@ def test_a_run_that_cannot_fit_is_refused_with_the_dry_run():
 
 def test_the_prediction_for_a_gpu_is_the_need_of_the_dry_run():
     """The prediction for a GPU is what the dry run says that the run needs."""
-    predicted, phases = predicted_bytes(setup()), gpu_phases(setup())
+    predicted, phases = predicted_bytes(setup(), replace(CPU, device=torch.device("cuda"))), gpu_phases(setup())
     assert predicted["sample"] == predicted["load"] == predicted["sync"] == needed(phases["rollout"])
     assert predicted["update"] == max(needed(phases["update"]), needed(phases["optimizer"]))
+
+
+def test_on_a_cpu_the_prediction_leaves_the_reserve_out(monkeypatch, tmp_path):
+    """On a CPU the prediction leaves the reserve out, and a rank holds what is offloaded."""
+    config = config_of("Qwen/Qwen2.5-1.5B")
+    config.save_pretrained(tmp_path)
+    flags = f"--model {tmp_path} --train_data x#100 --out_dir o --total_steps 1 --plan_gpus 2 --prompts_per_step 8"
+    plain, moved = (setup_of(parse_flags(f"{flags} {more}".split()), config) for more in ("", "--offload all"))
+    monkeypatch.setattr(watch, "peak_resident", lambda: GIB)
+    monkeypatch.setattr(watch, "resident_of_children", lambda: GIB // 8)
+    world = replace(CPU, num_trainers=2)
+    found, offloaded = predicted_bytes(plain, world), predicted_bytes(moved, world)
+    assert found["host"] == 2 * (GIB // 8 + max(size for name, size in found.items() if name != "host"))
+    kept, weights, tables = 12 * plain.model.parameters / 2, 2 * plain.model.parameters, 2 * 2 * plain.model.table
+    for sequences, cache in ((None, GIB), (8, 16 * 2048 * plain.model.kv_per_token * 2)):
+        size = predicted_bytes(plain, world, sequences)["sample"]
+        assert size == pytest.approx((1 + 1 / 3) * GIB + 1.05 * kept + 1.5 * weights + tables + cache)
+    gradients = 4 * plain.model.parameters / 2  # they are always there
+    assert found["sample"] - 1.05 * kept == pytest.approx(offloaded["sample"] - kept - gradients)
 
 
 def test_a_run_on_a_gpu_asks_for_the_memory_of_that_gpu(tmp_path, monkeypatch):
@@ -193,7 +212,7 @@ def test_a_model_that_cannot_be_planned_is_watched_all_the_same(monkeypatch):
     monkeypatch.setattr(watch, "load_config", lambda path: None)
     memory = watch.watch_memory(parse_flags(["--model", "m", "--train_data", "x", "--out_dir", "o"]), 100, CPU)
     (report,) = memory.remarks({"memory/update_gib": 1.0})
-    assert report.endswith("host per node: update 1.00")
+    assert report.endswith("the dry run has no figures for it: update 1.00")
 
 
 # Memory that runs out -------------------------------------------------------------------------------------------------

@@ -29,8 +29,10 @@ def check_path(path: str) -> None:
         adapter = "; an adapter alone is no model" if (folder / "adapter_config.json").exists() else ""
         raise FileNotFoundError(f"--model {path!r} is no folder with a model: it has no config.json{adapter}.")
     if config.exists() and '"out_dir":' in config.read_text("utf-8", errors="replace"):  # by a run
-        policies = f"its policies are {folder / 'final'} and {folder / 'step_N'}"
-        raise FileNotFoundError(f"--model {path!r} is the folder of a run, not of a model; {policies}.")
+        newest_first = sorted(folder.glob("step_*"), key=lambda step: -step.stat().st_mtime)
+        saved = [policy for policy in (folder / "final", *newest_first) if policy.exists()]
+        policy = f"its policy is {saved[0]}" if saved else "it has saved no policy yet"
+        raise FileNotFoundError(f"--model {path!r} is the folder of a run, not of a model; {policy}.")
     is_hub_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path)
     # Beside other folders it is a folder that is misspelt, although a hub id may look like it.
     is_hub_id = is_hub_id and not (folder.parent.name and folder.parent.is_dir())
@@ -134,15 +136,20 @@ NOT_ALIKE = {"apertus", "cohere2", "diffllama", "doge", "nemotron"}
 LAYERS = {"full_attention", "sliding_attention", "attention"}  # kinds of layers that are implemented
 # Types with one window for all layers, in transformers' code (the first four) or in vLLM's (Qwen).
 ONE_WINDOW = {"mistral", "ministral3", "phi3", "starcoder2", "qwen2", "qwen2_5_vl_text", "qwen3"}
+# Word of the type that is refused, or of a reason -> what computes most alike.
+NEAREST = {
+    "gemma": "Gemma 3", "gpt_oss": "OLMo 3", "experts": "Qwen3-30B-A3B", "linear_attention": "Qwen3.5-0.8B to 27B",
+}  # fmt: skip
 
 
 def check_architecture(path: str, config: PretrainedConfig) -> None:
     """Raises ValueError for a model that trainer and engine do not compute alike, with the reasons."""
     text = config.get_text_config()
     own_scale = "logits_scaling" if text.model_type == "granite" else None  # see `Policy`
+    parts = config, text, getattr(text, "ffn_config", None)  # DBRX has a config of its own for what has the experts
     reasons = []
     for names, allowed, words in REFUSED[text.model_type in MIXTURES :]:  # the first are the experts
-        for part, name in itertools.product((config, text), names):
+        for part, name in itertools.product(parts, names):
             value = getattr(part, name, None)
             if name != own_scale and value not in (None, *allowed):
                 reasons.append(words.format(name=name, value=value))
@@ -162,10 +169,12 @@ def check_architecture(path: str, config: PretrainedConfig) -> None:
     if text.model_type in NOT_ALIKE:
         reasons.append("parts that trainer and engine do not compute alike")
     if reasons:
+        found = f"({text.model_type}) has {' and '.join(reasons)}"
+        near = [name for word, name in NEAREST.items() if word in found]
         raise ValueError(
-            f"--model {path} ({text.model_type}) has {' and '.join(reasons)}; needed is a dense model, Qwen3-MoE, "
-            "Qwen2-MoE or OLMoE, with attention in all layers or as in Qwen3.5, plain logits, and weights in bf16 or "
-            "fp32: use Qwen3-0.6B to 32B, Qwen3-30B-A3B, Qwen3.5, Gemma 3 or Llama, for example."
+            f"--model {path} {found}; needed is a dense model, Qwen3-MoE, Qwen2-MoE or OLMoE, with attention in all "
+            "layers or as in Qwen3.5, plain logits, and weights in bf16 or fp32: use "
+            f"{', '.join([*near, 'Qwen3-0.6B to 32B'])}, Qwen2.5 or Llama, for example."
         )
 
 
@@ -204,20 +213,23 @@ def check_parallel(config: PretrainedConfig, size: int) -> None:
     """Raises ValueError if vLLM cannot divide the model among so many ranks."""
     text, tower = config.get_text_config(), getattr(config, "vision_config", None)
     heads, kv = text.num_attention_heads, kv_heads(text)
-    widths = [getattr(text, f"{part}intermediate_size", None) for part in ("", "moe_", "shared_expert_")]
-    widths += [getattr(text, f"linear_num_{part}_heads", None) for part in ("key", "value")]
-    widths += [getattr(tower, "num_heads", None), getattr(tower, "intermediate_size", None)]
-    widths.append(-(-text.vocab_size // 64) * 64)  # the head's rows: vLLM pads them
-    widths = list(dict.fromkeys(filter(None, widths)))
+    inner = [getattr(text, f"{part}intermediate_size", None) for part in ("", "moe_", "shared_expert_")]
+    inner = list(dict.fromkeys(filter(None, inner)))
+    rows = -(-text.vocab_size // 64) * 64  # the head's: vLLM pads them
+    divided = [heads, *inner, rows, getattr(tower, "num_heads", 0), getattr(tower, "intermediate_size", 0)]
+    linear = [getattr(text, f"linear_num_{part}_heads", 0) for part in ("key", "value")]
+    divided += linear
     sizes = []
     for ranks in range(1, heads + 1):
         divides_kv = max(kv, ranks) % min(kv, ranks) == 0  # a rank has some of their heads, or several ranks have one
-        if divides_kv and not any(count % ranks for count in (heads, *widths)):
+        if divides_kv and not any(count % ranks for count in divided):
             sizes.append(ranks)
     if size not in sizes:
+        linear_heads = f", {linear[0]} and {linear[1]} heads of linear attention" if any(linear) else ""
         raise ValueError(
-            f"--tensor_parallel_size {size} cannot divide {heads} attention heads, {kv} heads of keys and values, and "
-            f"widths of {', '.join(map(str, widths))}; use one of {', '.join(map(str, sizes))}."
+            f"--tensor_parallel_size {size} cannot divide {heads} attention heads, {kv} heads of keys and values, "
+            f"{' or '.join(map(str, inner))} units of an MLP{linear_heads} and {rows} logits; "
+            f"use one of {', '.join(map(str, sizes))}."
         )
 
 

@@ -129,7 +129,7 @@ def test_two_ranks_evaluate_the_problems_of_several_sets_once(policy, tmp_path):
     ("--like ./nowhere", "--like ./nowhere: config.json cannot be read"),
     ("--reward exact,pairs.py:score", "--samples 1: --reward 'exact,pairs.py:score' takes all completions of a prompt"),
     ("--reward pairs.py:score --samples 2 --max_prompt_tokens 4", "all 16 prompts are longer than"),
-    ("--model run", "--model 'run' is the folder of a run, not of a model; its policies are run/final"),
+    ("--model run", "--model 'run' is the folder of a run, not of a model; its policy is run/final"),
     (f"--out_dir {ROOT}", "is there already and not empty"),
 ])  # fmt: skip
 def test_the_command_tells_mistakes_in_one_line(given, words, policy, tmp_path, monkeypatch, capsys):

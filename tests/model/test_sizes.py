@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from contextlib import nullcontext
 
@@ -31,7 +32,9 @@ def check(config: PretrainedConfig, tensor_parallel_size: int = 1) -> None:
 
 
 @pytest.mark.parametrize(("given", "saved", "words"), [
-    ("mine/", ["step_9", "final"], "not of a model; its policies are mine/final and mine/step_N."),
+    ("mine", ["step_9", "final"], "--model 'mine' is the folder of a run, not of a model; its policy is mine/final."),
+    ("mine/", ["step_9", "step_10"], "its policy is mine/step_10."),
+    ("mine", [], "not of a model; it has saved no policy yet."),
     ("mine/step_9/trainer", ["step_9"], "is no folder with a model: it has no config.json."),
     ("mine/step_9/adapter", ["step_9"], "it has no config.json; an adapter alone is no model."),
     ("mine/step_8", ["step_9", "final"], "no such folder (FOLDER/mine/step_8)"),
@@ -48,6 +51,7 @@ def test_the_folder_of_a_run_is_refused_and_its_model_named(given, saved, words,
         (folder / "trainer").mkdir()
         (folder / "adapter").mkdir()
         (folder / "adapter" / "adapter_config.json").touch()
+        os.utime(folder, (len(name), len(name)))  # step_10 is newer than step_9
     with pytest.raises(FileNotFoundError) if words else nullcontext() as error:
         check_path(given)
     assert not words or words.replace("FOLDER", str(tmp_path)) in str(error.value)
@@ -55,25 +59,27 @@ def test_the_folder_of_a_run_is_refused_and_its_model_named(given, saved, words,
 
 NOT_COMPUTED = {  # words of the sentence -> config
     "2047 tokens; lower them by 1": Qwen2Config(max_position_embeddings=2047),
-    "has attn_logit_softcapping = 50.0; needed is .*: use Qwen3-0.6B": Gemma2Config(),
+    "has attn_logit_softcapping = 50.0; needed is .*: use Gemma 3, Qwen3": Gemma2Config(),
     "has attention to tokens that follow": AutoConfig.for_model("gemma3_text", use_bidirectional_attention=True),
     "has windows in some layers alone": Qwen2Config(use_sliding_window=True, max_window_layers=16),
     "has windows in some layers alone, ": MistralConfig(layer_types=["sliding_attention", "full_attention"] * 16),
-    "has 128 experts; needed is .*: use Qwen3-0.6B": AutoConfig.for_model("gpt_oss"),
-    "has use_sliding_window = True beside experts, where False alone is computed alike; needed ": (
+    "has 128 experts; needed is .*: use OLMo 3, Qwen3-30B-A3B, Qwen3-0.6B": AutoConfig.for_model("gpt_oss"),
+    "has use_sliding_window = True beside experts, where False alone is computed alike; needed .*: use Qwen3-30B-A3B": (
         AutoConfig.for_model("qwen2_moe", use_sliding_window=True)
     ),
     "has clip_qkv = 8.0 beside experts, where None alone is computed alike": AutoConfig.for_model(
         "olmoe", clip_qkv=8.0
     ),
-    "has output_gate_type = sigmoid beside linear_attention, where swish ": AutoConfig.for_model(
+    "has output_gate_type = sigmoid beside linear_attention, where swish .*: use Qwen3.5-0.8B": AutoConfig.for_model(
         "qwen3_5_text", output_gate_type="sigmoid"
     ),
-    "has 256 experts and layers of the kind linear_attention; ": (AutoConfig.for_model("qwen3_5_moe_text")),
+    "has 256 experts and layers of the kind linear_attention; .* use Qwen3-30B-A3B, Qwen3.5-0.8B to 27B, Qwen3-0.6B": (
+        AutoConfig.for_model("qwen3_5_moe_text")
+    ),
     "has dropout = 0.1": OPTConfig(),
     "has latent attention": PretrainedConfig(kv_lora_rank=64, num_attention_heads=4),
     "has logits_scaling = 8.0": AutoConfig.for_model("hyperclovax", logits_scaling=8.0),  # it multiplies by it
-    "has layers of different sizes; needed is ": AutoConfig.for_model("gemma4_text"),
+    "has layers of different sizes; needed is .*: use Gemma 3, Qwen3": AutoConfig.for_model("gemma4_text"),
     "has quantized weights; needed ": Qwen2_5_VLConfig(quantization_config={"quant_method": "fp8"}),
 }
 
@@ -179,6 +185,7 @@ def test_the_context_is_the_one_that_the_engine_has(config, longest):
 
 OTHERS = {  # architecture, one for each place in which a config tells it -> what the sentence says that it has
     "mixtral": "(mixtral) has 8 experts; needed is a dense model, Qwen3-MoE, Qwen2-MoE or OLMoE",
+    "dbrx": "4 experts",
     "qwen3_vl_moe": "(qwen3_vl_moe_text) has 60 experts",
     "llama4": "16 experts and layers of the kind chunked_attention",
     "olmo_hybrid": "(olmo_hybrid) has layers of the kind linear_attention; needed is a dense model",
@@ -206,7 +213,7 @@ def test_experts_have_sizes_that_the_engine_takes():
     with pytest.raises(ValueError, match="multiples of 32, not 2000 and 1024; use GPUs"):
         check_cpu_kernels("m", AutoConfig.for_model("olmoe", hidden_size=2000, intermediate_size=1024), "float32", 1)
     check_cpu_kernels("m", Qwen2Config(hidden_size=2000), "float32", 1)
-    with pytest.raises(ValueError, match="widths of 5632, 1408, 151936; use one of 1, 2, 4, 8, 16"):
+    with pytest.raises(ValueError, match="5632 or 1408 units of an MLP and 151936 logits; use one of 1, 2, 4, 8, 16"):
         check(AutoConfig.for_model("qwen2_moe", num_attention_heads=32, num_key_value_heads=32), 3)
 
 
@@ -214,7 +221,7 @@ def test_linear_attention_has_heads_and_a_dtype_that_the_engine_takes():
     config = AutoConfig.for_model("qwen3_5_text", num_attention_heads=24, num_key_value_heads=4)
     check(config, 8)
     config.linear_num_key_heads = 6
-    with pytest.raises(ValueError, match=r"widths of \d+, 6, \d+, 248320; use one of 1, 2"):
+    with pytest.raises(ValueError, match=r", 6 and \d+ heads of linear attention and 248320 logits; use one of 1, 2"):
         check(config, 4)
     check_cpu_kernels("m", config, "bfloat16", 1)
     for dtype, width in (("float32", 128), ("bfloat16", 32)):

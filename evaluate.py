@@ -39,6 +39,7 @@ from fsdp_utils import gather_from_ranks, init_world, is_main_process
 from grading import Grade
 from inputs.checks import check_ranges, check_turns, default_dtype, ks_of_pass
 from inputs.command_line import exit_with_error, parser_of
+from instruments.history import in_columns
 from load_inputs import SET_FLAGS, load_model_files, samplings_of, start_grader
 from model.special_tokens import describe_tags
 from reward import Grader
@@ -203,8 +204,7 @@ def table(results: list[Result], published: list[str]) -> str:
             rows[-1].append(cell if math.isnan(stderr) else f"{cell} ± {stderr * scale:.1f}")
     if published:
         rows = [[*row, cell] for row, cell in zip(rows, ["published", *published], strict=True)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(in_columns(rows))
 
 
 def results_json(given: dict[str, object], results: list[Result]) -> str:

@@ -173,25 +173,19 @@ def merge_updates(updates: list[Metrics]) -> Metrics:
 
 
 def throughput(work: Work, seconds_RE: list[np.ndarray], metrics: Metrics, world: World) -> Metrics:
-    """The `perf/` metrics of a step and `time/rollout_tail_s`, from its times and `perf/update_idle_frac` in `metrics`.
+    """The `perf/` metrics of a step and `time/rollout_tail_s`, from its times in `metrics`.
 
     `seconds_RE`: the time of each engine in each round of sampling. The tail is the time from the end of the first
-    engine to the end of the last one. `perf/idle_frac` is the share of the step in which a GPU waits, on average: in
-    sampling for the last engine, by the clock; in the update for the costliest micro-batch, by cost.
+    engine to the end of the last one.
     """
     sample_s, update_s, step_s = metrics["time/sample_s"], metrics["time/update_s"], metrics["time/step_s"]
-    waited = metrics["perf/update_idle_frac"] * update_s
     flops_per_s = work.update_flops / update_s / world.num_trainers  # on each GPU
     rates = {}
     if world.has_engines:
-        waited += sum(seconds_E.max() - seconds_E.mean() for seconds_E in seconds_RE)
         rates["time/rollout_tail_s"] = sum(seconds_E.max() - seconds_E.min() for seconds_E in seconds_RE)
         num_samplers = world.num_engines * world.tp_size
         rates["perf/sample_tokens_per_s_per_gpu"] = work.sampled_tokens / sample_s / num_samplers
-    else:  # the ranks have nothing to do until the servers' completions are there
-        waited += sample_s
     rates |= {
-        "perf/idle_frac": waited / step_s,
         "perf/tokens_per_s": work.completion_tokens / step_s,
         "perf/update_tokens_per_s_per_gpu": work.update_tokens / update_s / world.num_trainers,
         "perf/update_tflops_per_gpu": flops_per_s / 1e12,

@@ -10,8 +10,6 @@ NAME is a file in references/.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from pathlib import Path
 
 from instruments import reference
@@ -43,9 +41,6 @@ def main() -> None:
             print("\n\n".join(reference.report(args.reference, read_run(run_dir)) for run_dir in args.runs))
         else:
             write_pages(args.runs, args.output or args.runs[0] / "report.html")
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, OverflowError) as error:
         parser.exit(2, f"error: {error}\n")
 

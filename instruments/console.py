@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -106,12 +107,8 @@ def console_line(step: int, last_step: int, metrics: Metrics, phases: dict[str, 
     parts = [f"step {step:>{len(str(last_step))}}/{last_step}"]
     parts += [form.format(metrics[name]) for name, form in ON_CONSOLE.items() if name in metrics]
     if metrics.get("optim/skipped_updates"):
-        counts = []
-        if not_finite := metrics.get("optim/skipped_not_finite"):
-            counts.append(f"{not_finite:.0f} not finite")
-        if beyond := metrics.get("optim/skipped_max_kl"):
-            counts.append(f"{beyond:.0f} beyond --max_kl")
-        parts.append(f"SKIPPED UPDATES {metrics['optim/skipped_updates']:.0f} ({', '.join(counts)})")
+        not_finite, beyond = metrics["optim/skipped_not_finite"], metrics["optim/skipped_max_kl"]
+        parts.append(f"SKIPPED UPDATES: {not_finite:.0f} not finite, {beyond:.0f} beyond --max_kl")
     times = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items() if seconds >= 0.05)
     parts.append(f"{metrics['time/step_s']:.1f}s ({times})")
     parts += [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/") and "/avg@" in name]
@@ -119,16 +116,8 @@ def console_line(step: int, last_step: int, metrics: Metrics, phases: dict[str, 
         if name.endswith("/frac_failed") and value:
             parts.append(f"{name} {value:.3f}, see eval/step_{step}")
     if seconds_left:
-        parts.append(f"{duration(seconds_left)} left")
+        parts.append(f"{timedelta(seconds=round(seconds_left))} left")
     return " | ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """For example: 8 s, 3 min, 2 h 5 min."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def _clock() -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-import re
 import warnings
 from pathlib import Path
 
@@ -22,17 +21,14 @@ PANELS = {  # title -> the metrics that it shows; * stands for any text
     "sampler-trainer gap": "policy/rollout_gap_mean",
     "memory at the peak, GiB": "memory/*_gib",
 }
-# Fonts that have more than Latin letters.
-WIDE_FONTS = re.compile("Sans CJK|Han Sans|WenQuanYi|YaHei|SimHei|PingFang|Fallback|Unifont")
 
 
 def plot(run_dir: Path) -> None:
     """Draws `run_dir`/curves.png: the nine curves to look at first; dashed: what was published of this set-up."""
-    from matplotlib import font_manager, rcParams  # here, not above: half a second that most processes never need
+    from matplotlib import rcParams  # here, not above: half a second that most processes never need
     from matplotlib.figure import Figure
 
-    wide_fonts = sorted(filter(WIDE_FONTS.search, font_manager.get_font_names()))
-    rcParams.update({"text.parse_math": False, "font.family": ["DejaVu Sans", *wide_fonts[:1]]})  # names as they are
+    rcParams["text.parse_math"] = False  # names as they are
     run = History(run_dir, read_config(run_dir), read_metrics(run_dir))
     published = reference.published_curves(run)
     figure = Figure(figsize=(14, 10), layout="constrained")
@@ -60,7 +56,7 @@ def plot(run_dir: Path) -> None:
         last.legend(fontsize=8, loc="upper right", ncols=2)
     figure.suptitle(drawable(str(run_dir)))
     with atomic_write(run_dir / "curves.png") as unfinished, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")  # without such a font they are boxes
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # what the font lacks are boxes
         figure.savefig(unfinished, format="png", dpi=90)
 
 

@@ -210,9 +210,8 @@ def misfits(setup: Setup, free: float | None = None) -> list[str]:
 def update_peak(setup: Setup) -> Parts:
     """Bytes on one GPU at most in a backward pass, with the gradients of an earlier micro-batch.
 
-    The largest of six moments: the head, with what all layers keep; the start of the forward pass; the last layer; the
-    layer before it, while the last one is reduced; the reduction of embedding and head; where they are tied, the sum of
-    their gradients.
+    The largest of five moments: the head, with what all layers keep; the last layer; the layer before it, while the
+    last one is reduced; the reduction of embedding and head; where they are tied, the sum of their gradients.
     """
     m, tokens, compute = setup.model, setup.counted_tokens, setup.compute_bytes
     is_once = setup.memory.communicate_once
@@ -225,20 +224,17 @@ def update_peak(setup: Setup) -> Parts:
     else:
         kept_name, kept = "activations", saved_per_layer(setup)
     last_norm = (8 if setup.has_lora else 10) * tokens * m.hidden
-    embedded = tokens * (2 * m.hidden + 4 * m.head_dim)  # with rotary angles
     head_gradient = setup.head_gradient_bytes
+    trained_per_layer = setup.adapter_per_layer if setup.has_lora else m.layer_parameters
     in_layer = {"one layer": backward_of_layer(setup), "gathered": two}
     head = {kept_name: m.layers * kept + last_norm, "gathered": one, "logits": head_bytes(setup)}
     moments = [
         head | teacher_parts(setup),
-        {"one layer": embedded, "gathered": max(2 * (root + layer), one)},
         {kept_name: m.layers * kept} | in_layer | {"reduction": head_gradient},
+        {kept_name: (m.layers - 1) * kept} | in_layer | {"reduction": head_gradient + REDUCE * trained_per_layer},
     ]
     if setup.run.over_vocabulary:  # the pass of the reference, before that of the policy
         moments.append(logprobs_peak(setup.reference_setup))
-    if m.layers > 1:
-        reduction = {"reduction": head_gradient + REDUCE * setup.trained_per_layer}
-        moments.append({kept_name: (m.layers - 1) * kept} | in_layer | reduction)
     if not setup.has_lora:
         moments.append({"gathered": is_once * one, "reduction": root_reduction(setup)})
         if m.is_tied:  # two gradients, and their sum
@@ -271,7 +267,7 @@ def teacher_parts(setup: Setup) -> Parts:
 
 def has_sums_apart(setup: Setup) -> bool:
     """Whether FSDP keeps apart, in fp32 and on the GPU, what copies of the policy add up in the last micro-batch."""
-    return setup.num_copies > 1 and not setup.memory.communicate_once
+    return setup.num_shards < setup.hardware.gpus and not setup.memory.communicate_once
 
 
 def gradients_in_passes(setup: Setup) -> float:
@@ -390,10 +386,7 @@ def optimizer_peak(setup: Setup) -> Parts:
     offload = setup.memory.offload
     if offload == "all" or (offload == "none" and setup.trained_bytes == 4):
         return {"one chunk": 0}
-    tensor = max(m.table, m.largest)
-    if setup.has_lora:
-        tensor = setup.lora.lora_rank * max(max(m.projections[name]) for name in setup.lora_targets)
-    chunk = min(OPTIMIZER_CHUNK, tensor / setup.num_shards)
+    chunk = min(OPTIMIZER_CHUNK, max(m.table, m.largest) / setup.num_shards)
     return {"one chunk": CHUNK_BYTES[setup.trained_bytes] * chunk}
 
 

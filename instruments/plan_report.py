@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from instruments import plan_memory as memory
 from instruments import plan_time as time
+from instruments.history import in_columns
 from instruments.plan_advice import advised
 from instruments.plan_memory import Parts, total
 from instruments.plan_setup import GIB, Setup
@@ -34,7 +35,7 @@ all that are kept {disk_gib:.1f}
 TIME = """\
 time        {step_seconds:.0f} s per step: {times}
             with {mean_prompt_tokens:g} + {mean_completion_tokens:g} tokens at {flops_share:.0%} of peak FLOPs
-            {remarks}{total_hours:,.1f} hours, {total_gpu_hours:,} GPU hours"""
+            {total_hours:,.1f} hours, {total_gpu_hours:,} GPU hours"""
 NO_TIME = "time        none is estimated, because the run does not fit"
 FITS = """\
 fits: {gpu_peak_phase} needs {gpu_needed_gib:.1f} of {gpu_capacity_gib:.1f} GiB, {spare:.0%} to spare \
@@ -99,7 +100,6 @@ def report_of(setup: Setup) -> dict[str, object]:
         },
         "host_gib": {name: in_gib(parts | {"needed": total(parts)}) for name, parts in on_host.items()},
         "seconds": {},
-        "remarks": [],
         "mean_prompt_tokens": run.mean_prompt_tokens,
         "mean_completion_tokens": run.mean_completion_tokens,
         "flops_share": setup.flops / h.flops,
@@ -114,17 +114,7 @@ def report_of(setup: Setup) -> dict[str, object]:
         report["total_hours"] = round(hours, 1)
         report["total_gpu_hours"] = round(hours * (h.gpus + h.generation_gpus))
         report["seconds"] = {name: round(value, 1) for name, value in time.phase_seconds(setup).items()}
-        report["remarks"] = remarks(setup) if setup.has_servers else []
     return report | advised(setup)
-
-
-def remarks(setup: Setup) -> list[str]:
-    """A line on the time that ranks and servers wait for each other."""
-    sampling, training = time.beside(setup)
-    order, together = "one after the other", 0.0
-    if steps := setup.plan.steps_ahead:
-        order, together = f"sampling {counted(steps, 'step')} ahead", min(sampling, training)
-    return [f"{order}: ranks wait {sampling - together:.1f} s, servers {training - together:.1f} s"]
 
 
 def text_of(report: dict) -> str:
@@ -144,7 +134,6 @@ def text_of(report: dict) -> str:
         "gpu_table": table_of(report["gpu_gib"]),
         "host_table": table_of(report["host_gib"]),
         "times": ", ".join(f"{name} {seconds:.1f}" for name, seconds in report["seconds"].items()),
-        "remarks": "".join(f"{remark}\n            " for remark in report["remarks"]),
         "verdict": verdict_of(report),
     }
     words["time"] = TIME.format_map(words) if report["fits"] else NO_TIME
@@ -154,15 +143,11 @@ def text_of(report: dict) -> str:
 def table_of(columns: dict[str, Parts]) -> str:
     """A table with one row per key of the inner dicts, in the order in which they come up; "live" and "needed" last."""
     names = dict.fromkeys(name for parts in columns.values() for name in parts)
-    names = sorted(names, key=lambda name: name in ("live", "needed"))
-    width = max(map(len, names)) + 4
-    lines = [" " * width + "".join(f"{column:>12}" for column in columns)]
-    for name in names:
-        line = f"  {name:<{width - 2}}"
-        for parts in columns.values():
-            line += f"{parts[name]:12.1f}" if name in parts else " " * 12
-        lines.append(line.rstrip())
-    return "\n".join(lines)
+    rows = [["", *(f"{column:>10}" for column in columns)]]
+    for name in sorted(names, key=lambda name: name in ("live", "needed")):
+        cells = [f"{parts[name]:10.1f}" if name in parts else "" for parts in columns.values()]
+        rows.append([f"  {name}  ", *cells])
+    return "\n".join(in_columns(rows))
 
 
 def verdict_of(report: dict) -> str:

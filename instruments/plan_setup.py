@@ -221,10 +221,6 @@ class Setup:
         return self.memory.shard_ranks or self.hardware.gpus
 
     @property
-    def num_copies(self) -> int:
-        return self.hardware.gpus // self.num_shards
-
-    @property
     def num_engines(self) -> int:
         """Engines in the ranks, or generation servers."""
         return (self.hardware.generation_gpus or self.hardware.gpus) // self.run.tensor_parallel_size
@@ -240,11 +236,6 @@ class Setup:
     @property
     def lora_targets(self) -> tuple[str, ...]:
         return self.lora.lora_targets or tuple(self.model.projections)
-
-    @property
-    def trained_per_layer(self) -> float:
-        """Trained parameters of a decoder layer."""
-        return self.adapter_per_layer if self.has_lora else self.model.layer_parameters
 
     @property
     def adapters(self) -> int:

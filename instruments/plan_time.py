@@ -81,13 +81,11 @@ def traffic(setup: Setup) -> dict[str, float]:
         from_host += plan.updates_per_step * 2 * setup.state_bytes / n
     if setup.has_reference_model and memory.offload_reference:
         from_host += in_reference * setup.reference_bytes / n
-    copies = 2 * plan.updates_per_step * setup.trainable * REDUCE / n * (1 - 1 / setup.num_copies)
     return {
         "all-gather, log-probs": setup.old_logprob_passes * in_pass * weights * remote,
         "all-gather, reference": in_reference * reference * remote,
         "all-gather, update": in_updates * weights * remote,
         "reduce-scatter": reductions * setup.trainable * REDUCE * remote,
-        "all-reduce of copies": copies,
         "sync": weights * remote,
         # From the main rank's GPU, one server after the other.
         "to servers": weights * setup.num_engines * setup.has_servers,
@@ -95,14 +93,13 @@ def traffic(setup: Setup) -> dict[str, float]:
     }
 
 
-def link_speed(setup: Setup, members: int, stride: int = 1) -> float:
-    """Bytes per second of a collective on one GPU, over `members` ranks that are `stride` apart.
+def link_speed(setup: Setup, members: int) -> float:
+    """Bytes per second of a collective on one GPU, over so many neighbouring ranks.
 
     Across nodes the cards of all members in a node carry what the node does not have.
     """
     h = setup.hardware
-    in_node = max(1, h.ranks_per_node // stride)
-    nodes = members // math.gcd(members, in_node)  # the largest number, if groups differ
+    nodes = members // math.gcd(members, h.ranks_per_node)  # the largest number, if groups differ
     if nodes == 1:
         return LINK_SHARE * h.link_speed
     lacks = (members - 1) / members / ((nodes - 1) / nodes)  # what a GPU lacks, over what its node lacks
@@ -131,7 +128,9 @@ def rollout_seconds(setup: Setup) -> float:
     lone = m.active_parameters * setup.compute_bytes / tp / memory  # a token reads its experts alone
     prefill = forward_flops(m, prompt, 1) * sequences / plan.group_size / flops
     if plan.partial_rollouts:  # the step waits for groups, not for the longest of all; what goes on is read again
-        alone = min(alone, completion * (longest_of_group(plan.group_size) - 1))
+        # Mean length of the longest of G over that of all, if each token is as likely to be the last.
+        longest = sum(1 / i for i in range(1, plan.group_size + 1))
+        alone = min(alone, completion * (longest - 1))
         again = sequences * MORE_UNFINISHED / 2 * (1 - completion / run.max_completion_tokens)
         prefill += forward_flops(m, prompt + completion, 1) * again / flops
     decode = max(steps * weights, tokens * forward_flops(m, 1, 1) / flops) + alone * lone
@@ -140,11 +139,6 @@ def rollout_seconds(setup: Setup) -> float:
     links = exchanged / link_speed(setup, tp)
     step = TOKEN_STEP[setup.engine.enforce_eager] + 2 * m.layers * ALL_REDUCE * (tp > 1)
     return prefill + decode + cache + links + (steps + alone) * step
-
-
-def longest_of_group(group_size: int) -> float:
-    """Mean length of the longest of G completions over the mean of all, if each token is as likely to be the last."""
-    return sum(1 / i for i in range(1, group_size + 1))
 
 
 def running_sequences(setup: Setup) -> float:
@@ -156,14 +150,12 @@ def running_sequences(setup: Setup) -> float:
 
 def step_seconds(setup: Setup) -> float:
     """The phases one after the other; with --steps_ahead the servers sample a coming step while the ranks train."""
-    seconds = sum(phase_seconds(setup).values())
-    return seconds - min(beside(setup)) if setup.plan.steps_ahead else seconds
-
-
-def beside(setup: Setup) -> tuple[float, float]:
-    """Seconds of a step in which servers sample, and in which ranks train."""
     seconds = phase_seconds(setup)
-    return seconds["rollout"], sum(seconds.values()) - seconds["rollout"] - seconds["sync"]
+    total = sum(seconds.values())
+    if setup.plan.steps_ahead:
+        training = total - seconds["rollout"] - seconds["sync"]
+        total -= min(seconds["rollout"], training)
+    return total
 
 
 def pass_seconds(setup: Setup, products: float = 1, layers: float = 1, head: float = 1) -> float:
@@ -192,7 +184,6 @@ def phase_seconds(setup: Setup) -> dict[str, float]:
     backward = (1 if setup.has_lora else 2) + recomputed
     update = pass_seconds(setup, products=1 + backward, layers=3 + recomputed, head=2)
     exchange = (moved["all-gather, update"] + moved["reduce-scatter"]) / link
-    exchange += moved["all-reduce of copies"] / link_speed(setup, setup.num_copies, stride=n)
     optimizer = plan.updates_per_step * (2 * setup.state_bytes + 3 * setup.gradient_bytes) / n
     if setup.memory.offload == "all":  # there the optimizer works in host RAM, about ten times slower
         optimizer *= 10

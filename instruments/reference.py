@@ -88,8 +88,7 @@ def published_curves(run: History) -> dict[str, dict]:
 
 def judge(reference: dict, run: History) -> list[Judgement]:
     """Every figure that was published for the run's model."""
-    differences = other_flags(reference, run.config)
-    other_training = f"another training: {'; '.join(differences)}" if differences else ""
+    other_training = "another training" if other_flags(reference, run.config) else ""
     judgements = []
     for figure in about_model(reference["figures"], run.config):
         value, problem = evaluated(figure, run) if "evaluated_by" in figure else logged(figure, run)
@@ -174,35 +173,29 @@ def report(name: str, run: History) -> str:
         raise ValueError(f"{run.folder} is a replay: its completions and rewards are those of another run; judge that.")
     reference = load(name)
     judgements = judge(reference, run)
-    overall = REACHED
-    if any(judgement.verdict == UNKNOWN and not is_equal(judgement.figure) for judgement in judgements):
-        overall = UNKNOWN
+    verdicts = {judgement.verdict for judgement in judgements if not is_equal(judgement.figure)}
+    overall = UNKNOWN if UNKNOWN in verdicts else REACHED
     if any(judgement.verdict == NOT_REACHED for judgement in judgements):
         overall = NOT_REACHED
+    rows = [["", "published", "this run", "reached if", ""], *map(row_of, judgements)]
     if not judgements:
         nothing = f"nothing is published for --model {run.config.get('model')}"
-        overall = f"{UNKNOWN}: {reference.get('cannot_be_judged', nothing)}"
-    lines = [f"{run.folder} against {name}: {overall}"]
-    if judgements:
-        lines += in_columns([["", "published", "this run", "reached if", ""], *map(row_of, judgements)])
-    figures_by_reason: dict[str, list[str]] = {}
-    for judgement in judgements:
-        if judgement.reason:
-            figures_by_reason.setdefault(judgement.reason, []).append(judgement.figure["what"])
-    lines += [f"{UNKNOWN} ({reason}): {'; '.join(figures)}" for reason, figures in figures_by_reason.items()]
+        overall, rows = f"{UNKNOWN}: {reference.get('cannot_be_judged', nothing)}", []
+    lines = [f"{run.folder} against {name}: {overall}", *in_columns(rows)]
+    if differences := other_flags(reference, run.config):
+        lines.append(f"another training: {'; '.join(differences)}")
     return "\n".join([*lines, f"source: {reference['source']}"])
 
 
 def row_of(judgement: Judgement) -> list[str]:
     figure = judgement.figure
     low, high = bounds(figure)
-    condition = f"{low:.4g} to {high:.4g}"
-    if "cannot_be_judged" in figure:
-        condition = "-"
-    elif high == math.inf:
-        condition = f"at least {low:.4g}"
+    condition = "-"
+    if "cannot_be_judged" not in figure:
+        condition = f"at least {low:.4g}" if high == math.inf else f"{low:.4g} to {high:.4g}"
     value = "-" if judgement.value is None else f"{judgement.value:.4g}"
-    return [figure["what"], f"{figure['value']:.4g}", value, condition, judgement.verdict]
+    verdict = ": ".join(filter(None, [judgement.verdict, judgement.reason]))
+    return [figure["what"], f"{figure['value']:.4g}", value, condition, verdict]
 
 
 def judgement(run_dir: Path) -> str:

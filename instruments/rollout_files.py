@@ -7,10 +7,8 @@ bytes of each token id: a run folder that was copied elsewhere has no tokenizer.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -132,28 +130,11 @@ def table_of(sampled: Sampled) -> pa.Table:
 
 
 def bytes_of_tokens(tokenizer: PreTrainedTokenizerBase) -> list[bytes] | None:
-    """The bytes of all ids up to the last one; a token may begin or end within a character.
-
-    None for a tokenizer that is not of the library `tokenizers`.
+    """The bytes of all ids up to the last one, empty for an id without a token; one may begin or end within a
+    character. None for a tokenizer that is not of the library `tokenizers`.
     """
     if not hasattr(tokenizer, "backend_tokenizer"):
         return None
-    from transformers.convert_slow_tokenizer import bytes_to_unicode  # GPT-2's table of byte-level BPE
+    from xgrammar import TokenizerInfo  # comes with vLLM; knows byte-level BPE and SentencePiece's byte fallback
 
-    spec = json.loads(tokenizer.backend_tokenizer.to_str())
-    added = {token["id"]: token["content"] for token in spec["added_tokens"]}
-    texts = {i: text for text, i in tokenizer.get_vocab().items()}
-    is_byte_level = '"ByteLevel"' in json.dumps(spec["decoder"])
-    table = {ord(character): byte for byte, character in bytes_to_unicode().items()}
-
-    def token_bytes(i: int) -> bytes:
-        if i in added or i not in texts:
-            return added.get(i, f"<token {i}>").encode()
-        if is_byte_level:
-            with suppress(UnicodeEncodeError):  # a token that was added by hand
-                return texts[i].translate(table).encode("latin-1")
-        if match := re.fullmatch("<0x([0-9A-F]{2})>", texts[i]):  # SentencePiece's byte fallback
-            return bytes([int(match[1], 16)])
-        return texts[i].replace("\u2581", " ").encode()  # SentencePiece's space
-
-    return [token_bytes(i) for i in range(max(texts, default=-1) + 1)]
+    return TokenizerInfo.from_huggingface(tokenizer).decoded_vocab

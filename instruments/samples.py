@@ -92,8 +92,6 @@ def read(file: Path, columns: set[str]) -> pa.Table | None:
 def take_groups(table: pa.Table, count: int) -> pa.Table:
     """The completions of `count` groups, evenly spaced."""
     groups = pc.unique(table["group"])
-    if len(groups) <= count:
-        return table
     kept = groups.take([i * len(groups) // count for i in range(count)])
     return table.filter(pc.is_in(table["group"], kept))
 
@@ -116,6 +114,5 @@ def pack_step(table: pa.Table, tokens: pa.Table | None) -> str:
     # Most log-probs are small: the root spreads them.
     shares = np.clip(np.asarray(logprobs), LOWEST_LOGPROB, 0) / LOWEST_LOGPROB
     codes = np.nan_to_num((np.sqrt(shares) * (UNKNOWN - 1)).round(), nan=UNKNOWN)
-    if len(is_sampled):  # an older file has none where there was no environment
-        codes[~np.asarray(is_sampled)] = UNKNOWN
+    codes[~np.asarray(is_sampled)] = UNKNOWN
     return embed({"rows": rows}, bytes=text, sizes=sizes.astype("<u2"), logprob=codes.astype(np.uint8))

@@ -150,13 +150,12 @@ def host_bytes() -> int:
 def _control_groups() -> list[Path]:
     """The folders of this process's control group and of those around it: of a container, of a job of Slurm."""
     folders = []
-    with suppress(OSError):  # not Linux
+    with suppress(OSError):  # a kernel without them
         for line in (PROC / "self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers in ("", "memory"):
-                top = CGROUPS / controllers
-                own = top / path.lstrip("/")
-                folders += [folder for folder in (own, *own.parents) if folder.is_relative_to(top)]
+                own = CGROUPS / controllers / path.lstrip("/")
+                folders += [own, *own.parents]  # further up there are no limits
     return folders
 
 

@@ -81,25 +81,11 @@ class Rank:
     doing: str = "starts"
     line: str = "an unknown line"  # from `own_line`
     quiet_seconds: float = 0.0  # since the last progress, but for time in which the process was stopped
-    problem: str = ""  # why it does not run: "has ended", or what another rank sees
+    problem: str = ""  # why it does not run, after "rank 1": "has ended", or what another rank sees
 
     @property
     def waits(self) -> bool:
         return self.doing.startswith(WAITS) and not self.problem
-
-
-def problem_of(rank: Rank, silent: float) -> str:
-    """Why the process does not run, after "rank 1 ..."; "" if it does. `silent`: seconds since it last wrote."""
-    if rank.host != socket.gethostname():
-        return "has not been heard of: it or its host is stopped or unreachable" if silent >= STALE_SECONDS else ""
-    status = psutil.STATUS_DEAD
-    with suppress(psutil.Error):
-        status = psutil.Process(rank.pid).status()
-    if status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE):
-        return "was killed"
-    if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-        return f"is stopped, by SIGSTOP or a debugger (`kill -CONT {rank.pid}` resumes it)"
-    return f"is in a call that lets no other Python thread run (pid {rank.pid})" if silent >= STALE_SECONDS else ""
 
 
 def report(ranks: list[Rank], seconds: float) -> str:
@@ -114,9 +100,7 @@ def report(ranks: list[Rank], seconds: float) -> str:
         lines.append(f"each of the ranks {names} {activity}" if len(numbers) > 1 else f"rank {names} {activity}")
     cause = f"{lines[0]}; the others wait" if len(lines) > 1 else lines[0]
     if all(rank.waits for rank in ranks):
-        places = sorted({f"{rank.phase} of step {rank.step}" for rank in ranks})
-        why = "look at the network between them" if len(places) == 1 else f"they are in {' and '.join(places)}"
-        cause = f"all ranks wait for each other: {why}"
+        cause = "all ranks wait for each other: look at the network between them, and whether they do the same"
     return "\n  ".join([f"STALL: no progress for {seconds:.0f} s: {cause}", *lines])
 
 
@@ -192,14 +176,17 @@ class StallWatch(threading.Thread):
                 self.last_seen[number] = new, self.clock
         rank, since = self.last_seen[number]
         silent = self.clock - since
-        problem = rank.problem or problem_of(rank, silent)
+        problem = rank.problem
+        if silent >= STALE_SECONDS and not problem:
+            stopped = f"is stopped (`kill -CONT {rank.pid}` resumes it)"
+            problem = f"does not answer: its process {rank.pid} {stopped}, was killed, or hangs in a call"
         return replace(rank, quiet_seconds=rank.quiet_seconds + silent, problem=problem)
 
     def report_stall(self) -> None:
         """Reports a stall, if there is one and this is the lowest rank that runs."""
         if all(self.look_at(number).problem for number in range(self.own.rank)):
             ranks = [self.look_at(number) for number in range(len(self.files))]
-            seconds = min(rank.quiet_seconds for rank in ranks if rank.problem not in ("has ended", "was killed"))
+            seconds = min(rank.quiet_seconds for rank in ranks)
             if seconds >= self.limit:
                 self.tell(report(ranks, seconds), is_stall=True)
 

@@ -112,7 +112,7 @@ def note_reason(text: str, kind: str) -> bool:
 
 def _note_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """A traceback that only says that another rank has gone goes to a file of the rank."""
-    text = re.sub(r"GLHF!\W*", "", str(error).strip())  # gloo's greeting
+    text = str(error).strip()
     first, _, rest = text.partition("\n")
     last = rest.partition("Last error:")[2].strip().partition("\n")[0]  # NCCL's reason; its first line has none
     sys.stderr = sys.__stderr__  # torch, once it has a process group, puts a buffer there and shows it afterwards

@@ -305,10 +305,12 @@ def test_the_best_checkpoint_is_kept_and_linked_across_a_resume(pair, tokenizer,
 
 
 def test_a_checkpoint_is_whole_even_if_the_best_cannot_be_told(pair, tokenizer, tmp_path, monkeypatch, capsys):
-    for trouble, score in (("the log is damaged", "high"), ("the link cannot be made", 0.5)):
+    for trouble in ("the log is damaged", "the link cannot be made"):
         run = tmp_path / trouble
         saving = writer(run, tokenizer, keep_best="eval/set/avg@4")
-        log(run, 1, {"eval/set/avg@4": score})
+        log(run, 1, {"eval/set/avg@4": 0.5})
+        if trouble == "the log is damaged":
+            (run / "metrics.jsonl").write_text('{"step: 1}\n')
         if trouble == "the link cannot be made":
             monkeypatch.setattr(checkpoint, "set_link", Mock(side_effect=OSError(28, "No space left on device")))
         saving.save(1, *pair, {}, is_required=True)

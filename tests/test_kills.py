@@ -19,7 +19,7 @@ from helpers.runs import Forked, begin, launched, wait_for
 
 SAID = [
     r"error: rank 1 \(step \d+, \w+\) was ended by signal 9 \(SIGKILL\) by someone", "restart 1 of 2, . steps after",
-    r"error: STALL: .* rank 1 is stopped, by SIGSTOP.* in \w+ of .*; then rank 0 \(step \d+, \w+\) .*[Tt]imed out",
+    r"error: STALL: .* rank 1 does not answer: .* in \w+ of .*; then rank 0 \(step \d+, \w+\) .*[Tt]imed out",
     "restart 2 of 2.*"]  # fmt: skip
 
 

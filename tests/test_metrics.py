@@ -107,12 +107,11 @@ def test_the_work_of_a_step_counts_prompts_and_discarded_samples():
 
 
 def test_rates_and_waiting_are_those_of_the_step():
-    """Rates and waiting times are those of the step, and what it did not do has no rate."""
+    """Rates are those of the step, and what it did not do has no rate."""
     seconds = [np.array([3.0, 2.0]), np.array([0.5, 1.0])]  # two rounds of two engines
-    times = {"time/sample_s": 4.0, "time/update_s": 5.0, "time/step_s": 20.0, "perf/update_idle_frac": 0.1}
+    times = {"time/sample_s": 4.0, "time/update_s": 5.0, "time/step_s": 20.0}
     always = {
         "time/rollout_tail_s": 1.5,
-        "perf/idle_frac": (0.5 + 0.25 + 0.1 * 5) / 20,
         "perf/tokens_per_s": 20 / 20,
         "perf/sample_tokens_per_s_per_gpu": 24 / 4 / 2,
         "perf/update_tokens_per_s_per_gpu": 64 / 5 / 2,

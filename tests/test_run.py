@@ -25,7 +25,7 @@ from fsdp_utils import World
 from helpers.made_up import flags, make_rollout
 from helpers.runs import lines
 from inputs.agreement import digest
-from instruments.console import console_line, duration
+from instruments.console import console_line
 from instruments.curves import seconds_of_phases
 from instruments.history import read_metrics
 from instruments.memory_watch import MemoryWatch
@@ -308,10 +308,10 @@ def test_a_log_that_cannot_be_written_ends_the_run(tmp_path, capsys):
     warnings = [f"warning: {tmp_path}/{name} could not" for name in ("samples.jsonl", "status.json")]
     assert sorted(line.partition(" be ")[0] for line in said) == warnings
     (tmp_path / "metrics.jsonl").rmdir()
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": "high"}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean: 0.5}\n')
     run.plot()
     said = capsys.readouterr().out
-    assert "curves.png could not be written: " in said and "reward/mean is no number" in said
+    assert "curves.png could not be written: " in said and "line 1, is damaged" in said
 
 
 def test_a_log_that_the_main_process_cannot_write_ends_all_ranks(tmp_path, monkeypatch):
@@ -347,10 +347,9 @@ def test_the_console_line_shows_what_was_measured():
     metrics |= {"optim/skipped_updates": 2.0, "optim/skipped_max_kl": 2.0, "optim/skipped_not_finite": 0.0}
     metrics |= {"time/sync_s": 0.01, "time/rollout_tail_s": 1.0, "perf/update_mfu": 0.4}
     assert console_line(3, 10, metrics, seconds_of_phases(metrics), 14.2) == (
-        "step  3/10 | reward 0.500 | MFU 40% | SKIPPED UPDATES 2 (2 beyond --max_kl) | 2.0s (sample 1.3)"
-        " | eval/heldout/avg@4 0.750 | 14 s left"
+        "step  3/10 | reward 0.500 | MFU 40% | SKIPPED UPDATES: 0 not finite, 2 beyond --max_kl | 2.0s (sample 1.3)"
+        " | eval/heldout/avg@4 0.750 | 0:00:14 left"
     )
-    assert [duration(x) for x in (59, 100, 7501)] == ["59 s", "2 min", "2 h 5 min"]
 
 
 # The clock ----------------------------------------------------------------------------------------------------------

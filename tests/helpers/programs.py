@@ -87,8 +87,6 @@ def late_start(first: str, second: str) -> None:
 
 def halt(fault: str, folder: str, rank: str) -> None:
     """A rank of three that makes progress for a second, and halts in phase update of step 3; rank 1 in its own way."""
-    import ctypes
-
     from runtime.stall import WAITS, StallWatch, beat, in_phase
 
     def wait() -> None:
@@ -102,8 +100,6 @@ def halt(fault: str, folder: str, rank: str) -> None:
         "hang": hang,
         "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
         "exception": lambda: sys.exit(1),
-        "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-        "hold": lambda: ctypes.PyDLL(None).read(os.pipe()[0], ctypes.create_string_buffer(1), 1),
     }
     StallWatch(Path(folder), int(rank), 3, limit=8.0).start()
     with in_phase("update", 3):

@@ -36,7 +36,7 @@ def status_in(folder) -> dict:
 def test_the_status_has_phase_last_step_and_time_left(tmp_path, capsys):
     """The status says what is done now, and below it the last step and the time that is left."""
     lines = tell(tmp_path, capsys, STEP, STEP | {"time/step_s": 4.0})
-    assert lines[0] == "begins" and lines[2].endswith("| 24 s left")
+    assert lines[0] == "begins" and lines[2].endswith("| 0:00:24 left")
     expected = {"now": "log", "step": 2, "last_step": 10, "seconds_left": 24, "reward/mean": 0.5}
     assert expected.items() <= status_in(tmp_path).items()
     assert "policy/loss" not in status_in(tmp_path), "JSON knows no nan"

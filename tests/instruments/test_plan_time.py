@@ -148,9 +148,6 @@ def test_a_step_ahead_takes_the_time_of_the_slower_side():
     seconds = phase_seconds(setup)
     train = sum(seconds.values()) - seconds["rollout"] - seconds["sync"]
     assert step_seconds(setup) == pytest.approx(max(seconds["rollout"], train) + seconds["sync"])
-    waits = [max(more - less, 0) for more, less in itertools.permutations((seconds["rollout"], train))]
-    said = "sampling 1 step ahead: ranks wait {:.1f} s, servers {:.1f} s".format(*waits)
-    assert report_of(setup)["remarks"] == [said]
     on_policy = replace(setup, plan=replace(setup.plan, steps_ahead=0))
     assert step_seconds(on_policy) == pytest.approx(sum(seconds.values()))
 
@@ -164,7 +161,6 @@ def test_in_flight_two_steps_ahead_nobody_waits_for_the_longest():
     assert one == one_in_flight == two > 1.2 * two_in_flight
     text = text_of(report_of(plan("servers", SERVERS + "--steps_ahead 4 --in_flight")))
     assert "on 2 + 6 x H100-80GB" in text and "6 servers of 1 GPU," in text
-    assert "sampling 4 steps ahead: ranks wait " in text
 
 
 # Copies of the policy (--shard_ranks): what GPUs and nodes hold, which way the collectives go ------------------------
@@ -175,10 +171,10 @@ def copies(more: str = "", network: float = 50e9) -> Setup:
     return replace(setup, hardware=replace(setup.hardware, network_speed=network))
 
 
-@pytest.mark.parametrize(("shard_ranks", "count"), [(8, 2), (2, 8)])
-def test_a_gpu_holds_its_share_of_one_copy_which_is_written_once(shard_ranks, count):
+@pytest.mark.parametrize("shard_ranks", [8, 2])
+def test_a_gpu_holds_its_share_of_one_copy_which_is_written_once(shard_ranks):
     found = copies(f"--shard_ranks {shard_ranks}")
-    assert (found.hardware.gpus, found.num_copies) == (16, count)
+    assert found.hardware.gpus == 16
     parts = gpu_phases(found)["optimizer"]
     expected = {"parameters": 4, "gradients": 4, "optimizer": 8, "reference": 2}  # bytes of a parameter
     assert {name: parts[name] * shard_ranks / PARAMETERS for name in expected} == expected
@@ -194,25 +190,20 @@ def test_a_node_holds_as_many_copies_as_its_gpus_make_up():
         assert [phases["run"][name] / (size * PARAMETERS) for phases in found] == [0.5, 1, 2], name
 
 
-def test_copies_exchange_the_shards_of_their_gradients():
-    """A ring: each GPU sends (n - 1) / n of an all-gather, and twice that of an all-reduce."""
+def test_a_copy_exchanges_gradients_and_weights_within_its_ranks():
+    """A ring: each GPU sends (n - 1) / n of what it gathers."""
     whole, shared = (traffic(copies(more)) for more in ("", "--shard_ranks 8"))
-    assert whole["all-reduce of copies"] == 0
     micro_batches = whole["reduce-scatter"] / (4 * PARAMETERS * 15 / 16)
     assert shared["reduce-scatter"] == pytest.approx(micro_batches * 4 * PARAMETERS * 7 / 8)
-    assert shared["all-reduce of copies"] == pytest.approx(2 * (4 * PARAMETERS / 8) * 1 / 2), "once in the update"
     assert shared["sync"] == pytest.approx(2 * PARAMETERS * 7 / 8)
 
 
 @pytest.mark.parametrize(
-    ("members", "stride", "speed"),
+    ("members", "speed"),
     [
-        (8, 1, 450e9),  # a node: NVLink
-        (2, 4, 450e9),  # every fourth GPU of a node
-        (2, 8, 10e9),  # one GPU in each node: its own card
-        (16, 1, 8 * 10e9 * 2 * 15 / 16),  # both nodes: 8 cards carry the half that each node lacks
-        (4, 4, 2 * 10e9 * 2 * 3 / 4),  # two GPUs in each node
+        (8, 450e9),  # a node: NVLink
+        (16, 8 * 10e9 * 2 * 15 / 16),  # both nodes: 8 cards carry the half that each node lacks
     ],
 )
-def test_a_collective_is_as_fast_as_what_it_goes_over(members, stride, speed):
-    assert link_speed(copies(network=10e9), members, stride) == pytest.approx(0.7 * speed)
+def test_a_collective_is_as_fast_as_what_it_goes_over(members, speed):
+    assert link_speed(copies(network=10e9), members) == pytest.approx(0.7 * speed)

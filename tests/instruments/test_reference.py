@@ -95,7 +95,7 @@ def judged(run: Path, name: str) -> dict[str, tuple[str, str]]:
     ({"last": 60}, ("reached", ""), (UNKNOWN, "the run is at step 60 of 116"), UNKNOWN),
     ({"problems": 1000}, (UNKNOWN, "another evaluation: problems 1000, not 1319"), ("reached", ""), "reached"),
     ({"eval_temperature": [1.0]}, *[(UNKNOWN, "another evaluation: temperature 1.0, not 0.0")] * 2, UNKNOWN),
-    ({"group_size": 16}, *[(UNKNOWN, "another training: --group_size 16, not 5")] * 2, None),
+    ({"group_size": 16}, *[(UNKNOWN, "another training")] * 2, None),
 ])  # fmt: skip
 def test_a_run_is_judged_by_what_was_published(tmp_path, changes, before, after, overall):
     run = gsm8k_run(tmp_path, **changes)
@@ -105,7 +105,7 @@ def test_a_run_is_judged_by_what_was_published(tmp_path, changes, before, after,
         assert said == "", "nothing is said at the end of a run of one's own"
         return
     assert said.startswith(f"{run} against {GSM8K}: {overall}\n") and "\nsource: the logs" in said
-    row = rf"^{AFTER} +0\.861 +\S+ +at least 0\.835 +{after[0]}$"
+    row = rf"^{AFTER} +0\.861 +\S+ +at least 0\.835 +{after[0]}"
     assert re.search(row, said, re.MULTILINE) and after[1] in said
 
 
@@ -118,6 +118,8 @@ def test_unpublished_or_unmeasured_figures_cannot_be_judged(tmp_path):
     run = write_run(tmp_path / "lost", config_of(GSM8K), [{"step": 0}, {"step": 116, "eval/gsm8k_test/avg@1": 0.9}])
     assert "problems not known, not 1319" in judged(run, GSM8K)[AFTER][1]
     assert judged(run, GSM8K)[BEFORE] == (UNKNOWN, "metrics.jsonl has no eval/*/avg@1 at step 0")
+    other = write_run(tmp_path / "other", config_of(GSM8K) | {"group_size": 16}, [{"step": 0}])
+    assert "\nanother training: --group_size 16, not 5\n" in report(GSM8K, read_run(other))
     with pytest.raises(ValueError, match="is a replay: .*judge that"):
         report(GSM8K, History(tmp_path, {"replay": "runs/x"}, [{"step": 1}]))
 
@@ -158,7 +160,9 @@ def test_figures_of_another_method_are_shown_and_not_judged(tmp_path):
     results(tmp_path / "eval" / "step_223" / "x", "gsm8k_test", 0.9)
     said = judgement(tmp_path)
     assert f"against {TULU}: {UNKNOWN}\n" in said and "the source trains by PPO" in said
-    assert re.search(r"^GSM8K, after training +0\.876 +0\.9 +- +cannot be judged$", said, re.MULTILINE)
+    assert re.search(
+        r"^GSM8K, after training +0\.876 +0\.9 +- +cannot be judged: the", said, re.MULTILINE
+    )
 
 
 def test_published_curves_are_those_of_the_set_up_and_its_model():

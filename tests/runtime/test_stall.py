@@ -15,11 +15,10 @@ from runtime import stall
 from runtime.stall import WAITS, Board, Rank, StallWatch, beat, in_phase, report
 
 FAULTS = {  # a fault of rank 1 of 3 -> what is said of it
-    "hang": "rank 1 runs a backward pass on HOST, in update of step 3, at tests/helpers/programs.py:99 hang; the",
-    "stop": "rank 1 is stopped, by SIGSTOP or a debugger (`kill -CONT PID` resumes it) on HOST, in update of step 3",
+    "hang": "rank 1 runs a backward pass on HOST, in update of step 3, at tests/helpers/programs.py:97 hang; the",
+    "stop": "rank 1 does not answer: its process PID is stopped (`kill -CONT PID` resumes it), was killed, or hangs in "
+    "a call on HOST, in update of step 3",
     "exception": "rank 1 has ended on HOST, in update of step 3",
-    "kill": "rank 1 was killed on HOST, in update of step 3",
-    "hold": "rank 1 is in a call that lets no other Python thread run (pid PID) on HOST, in update of step 3",
 }
 
 
@@ -48,18 +47,14 @@ def test_the_rank_that_the_others_wait_for_is_named(fault, halted):
 
 
 def test_the_table_names_the_first_rank_that_came_to_a_halt():
-    """The table names the first rank that came to a halt, or says that all wait; a host that is gone is
-    reported.
-    """
+    """The table names the first rank that came to a halt, or says that all wait."""
     ranks = [Rank(rank, "node", line=f"{rank == 1}.py", quiet_seconds=10 + rank % 2) for rank in range(3)]
     first = "rank 1 starts on node, in start of step 0, at True.py"
     assert f"10 s: {first}; the others wait\n  {first}\n  each of the ranks 0, 2 starts on" in report(ranks, 10)
     waiting = [Rank(rank, step=3, phase="update", doing=f"{WAITS} (gather)") for rank in range(2)]
-    assert "all ranks wait for each other: look at the network between them\n" in report(waiting, 10)
     found = report([waiting[0], replace(waiting[1], phase="sync")], 10)
-    assert "all ranks wait for each other: they are in sync of step 3 and update of step 3\n" in found
-    assert stall.problem_of(Rank(1, "another"), silent=4.9) == ""
-    assert stall.problem_of(Rank(1, "another"), silent=5.0).startswith("has not been heard of")
+    assert "all ranks wait for each other: look at the network" in found
+    assert "in sync of step 3" in found and "in update of step 3" in found
 
 
 @pytest.fixture

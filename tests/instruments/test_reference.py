@@ -160,9 +160,7 @@ def test_figures_of_another_method_are_shown_and_not_judged(tmp_path):
     results(tmp_path / "eval" / "step_223" / "x", "gsm8k_test", 0.9)
     said = judgement(tmp_path)
     assert f"against {TULU}: {UNKNOWN}\n" in said and "the source trains by PPO" in said
-    assert re.search(
-        r"^GSM8K, after training +0\.876 +0\.9 +- +cannot be judged: the", said, re.MULTILINE
-    )
+    assert re.search(r"^GSM8K, after training +0\.876 +0\.9 +- +cannot be judged: the", said, re.MULTILINE)
 
 
 def test_published_curves_are_those_of_the_set_up_and_its_model():

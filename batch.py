@@ -336,7 +336,6 @@ class Work:
     update_tokens: int  # in all passes over the rollout
     update_flops: float  # in all passes
     shared_frac: float | None  # --share_prompts: share of the tokens that was not computed, because a prompt is shared
-    teacher_s: float | None = None  # seconds of the reference's passes; None: there are none
 
 
 def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:

@@ -198,8 +198,6 @@ def throughput(work: Work, seconds_RE: list[np.ndarray], metrics: Metrics, world
     }
     if work.shared_frac is not None:
         rates["perf/shared_frac"] = work.shared_frac
-    if work.teacher_s is not None:
-        rates["perf/teacher_s"] = work.teacher_s
     if work.logprobs_tokens:
         tokens_per_s = work.logprobs_tokens / metrics["time/logprobs_s"]
         rates["perf/logprobs_tokens_per_s_per_gpu"] = tokens_per_s / world.num_trainers

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -40,8 +38,6 @@ from model.weights import fill, in_files, load_config, model_from_config, withou
 from runtime.progress import OFF
 from runtime.stall import beat
 
-Moment = float | torch.cuda.Event
-
 
 class TokenScores(NamedTuple):
     """The results of a pass at each position, float32; constant zeros where the loss mask is false."""
@@ -67,9 +63,6 @@ class Policy(adapters.WithAdapter):
         super().__init__()
         self.model = model
         self.dtype = dtype
-        # When the reference ran. It has the same list, so the policy knows the time also where it
-        # is not itself.
-        self.reference_times: list[tuple[Moment, Moment]] = []
         self.expert_loads = ExpertLoads(self.layers)
         self.needs_rows = run_in_rows(self.layers)
         # The reference, if it moves (--reference_every): in a list, so that it is no part of this module.
@@ -133,27 +126,6 @@ class Policy(adapters.WithAdapter):
             packing=packing,
         )
         return output.last_hidden_state[0].index_select(0, batch.trained_K)
-
-    @contextmanager
-    def as_reference(self) -> Iterator[None]:
-        """Within it the model is the reference, without an adapter; the time is counted."""
-        start = now()
-        with torch.no_grad(), self.adapter_off():
-            yield
-        self.reference_times.append((start, now()))
-
-    def seconds_of_reference(self) -> float | None:
-        """The time of the reference's passes since the last call; None: there were none.
-
-        The device must have done its work.
-        """
-        if not self.reference_times:
-            return None
-        seconds = 0.0
-        for start, end in self.reference_times:
-            seconds += end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
-        self.reference_times.clear()
-        return seconds
 
     @torch.no_grad()
     def move_references(self, mixup: float) -> None:
@@ -221,15 +193,6 @@ class Policy(adapters.WithAdapter):
         return f"trainable: all {trained:,} parameters{frozen}"
 
 
-def now() -> Moment:
-    """This moment; on CUDA that of the device, for which nobody waits."""
-    if not torch.cuda.is_available():  # then nothing runs behind the host
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
 def build_policy(
     path: str, memory: Memory, lora: Lora, adamw: AdamW, reference_path: str | None, seed: int, world: World
 ) -> tuple[Policy, Policy | None, Optimizer]:
@@ -252,7 +215,6 @@ def build_policy(
         own_dtype = dtype if memory.reference_mixup == 1 else torch.float32
         reference = empty_policy(reference_path, own_dtype, dtype=dtype).requires_grad_(False)
         reference.head_dtype = policy.head_dtype
-        reference.reference_times = policy.reference_times
         shard_and_fill(reference, reference_path, world, memory.offload_reference)
         policy.moving_references = [reference] if memory.reference_every else []
     if memory.compile:

@@ -154,13 +154,14 @@ def add_reference(update: Update, reference: Policy, algorithm: Algorithm) -> Up
     """The update with the reference's log-probs; over the vocabulary with what runs the reference on each batch."""
     if algorithm.kl_over == "vocabulary":
         return update.map(lambda x: replace(x, teacher=partial(run_teacher, reference, x, algorithm)))
-    with reference.as_reference():  # with LoRA: the same module, its adapter off
+    with reference.adapter_off():  # with LoRA: the same module as the policy
         return logprobs_under(reference, "ref_logprobs_N", update, algorithm)
 
 
+@torch.no_grad()
 def run_teacher(reference: Policy, batch: Batch, algorithm: Algorithm) -> Teacher:
     """The distributions of the reference at the trained tokens of the batch."""
-    with reference.as_reference():
+    with reference.adapter_off():
         hidden_KD, weight_VD = reference.hidden_states(batch.reference_batch())
     if not reference.has_adapter:  # with LoRA the policy computes with these weights next
         release_gathered(reference)
@@ -427,7 +428,6 @@ def work_of_step(
         logprobs_tokens=sum(length * update.num_passes for length, update in zip(lengths_U, updates, strict=True)),
         update_tokens=num_tokens * num_iterations,
         update_flops=update_flops(policy, cost) * num_iterations,
-        teacher_s=policy.seconds_of_reference(),
         shared_frac=1 - computed_tokens / num_tokens if share_prompts else None,
     )
 

@@ -19,8 +19,8 @@ from update import update_flops, work_of_step
 
 WORLD = World(trainer_rank=0, num_trainers=2, tp_size=1, device=torch.device("cpu"))
 ROLLOUT = make_rollout([6, 2, 8, 4], group_size=2)  # with prompts of 4 tokens: 9 + 5 + 11 + 7 positions
-POLICY = SimpleNamespace(flops_per_token=100, parity_length=10.0, has_adapter=False, seconds_of_reference=lambda: None)
-WITH_LORA = SimpleNamespace(flops_per_token=100, parity_length=10.0, has_adapter=True, seconds_of_reference=lambda: 1.5)
+POLICY = SimpleNamespace(flops_per_token=100, parity_length=10.0, has_adapter=False)
+WITH_LORA = SimpleNamespace(flops_per_token=100, parity_length=10.0, has_adapter=True)
 
 
 def test_rollout_metrics_count_groups_lengths_and_truncation():
@@ -97,7 +97,6 @@ def test_the_work_of_a_step_counts_prompts_and_discarded_samples():
     assert work.shared_frac is None
     frozen = work_of_step(sampled, ROLLOUT, updates, WITH_LORA, 2, share_prompts=True)
     assert frozen.update_flops == pytest.approx(2 * 100 * costs * 2)
-    assert (work.teacher_s, frozen.teacher_s) == (None, 1.5)
     assert frozen.shared_frac == 0.0, "nothing was packed together, and the log says so"
     # Positions that are shared count as tokens and not as FLOPs: 2 x 3 of the prompts' 4 tokens.
     together = [Update([pack(ROLLOUT, [0, 1, 2, 3], group_size=2)], num_tokens=20, num_prompts=2)]
@@ -119,8 +118,8 @@ def test_rates_and_waiting_are_those_of_the_step():
         "perf/update_tflops_per_gpu": 60 / 5 / 2,
     }
     assert throughput(Work(24, 20, 0, 64, 6e13, shared_frac=None), seconds, times, WORLD) == pytest.approx(always)
-    work, times = Work(24, 20, 50, 64, 6e13, shared_frac=0.25, teacher_s=1.5), times | {"time/logprobs_s": 2.0}
-    sometimes = {"perf/logprobs_tokens_per_s_per_gpu": 50 / 2 / 2, "perf/shared_frac": 0.25, "perf/teacher_s": 1.5}
+    work, times = Work(24, 20, 50, 64, 6e13, shared_frac=0.25), times | {"time/logprobs_s": 2.0}
+    sometimes = {"perf/logprobs_tokens_per_s_per_gpu": 50 / 2 / 2, "perf/shared_frac": 0.25}
     assert throughput(work, seconds, times, WORLD) == pytest.approx(always | sometimes)
 
 

@@ -28,7 +28,7 @@ from hints import Hints
 from inputs.agreement import ROOT, check_same_start, digest, digests_of
 from inputs.checks import LOOPBACK, given, ranks_per_engine
 from inputs.sources import name_of_source, read_system_prompt
-from model.attention import check_device
+from model.attention import choose_kernel
 from model.lora import check_lora
 from model.sizes import check_config, check_cpu_kernels, check_experts
 from model.vision import Vision, load_processor
@@ -270,7 +270,7 @@ def check_world(args: Namespace, world: World) -> None:
     check_same_start(vars(args))
     limit = Stalls.from_flags(args).seconds
     StallWatch(Path(args.out_dir) / "ranks", world.trainer_rank, world.num_trainers, limit).start()
-    check_device(world.device, args.share_prompts)
+    choose_kernel(world.device)
 
 
 def check_shared(folder: Path) -> None:

@@ -35,8 +35,6 @@ from grading import Case
 @functools.cache
 def load_module(file: Path) -> ModuleType:
     """The file as a module, one for all flags and files that name or import it. Raises what the file raises."""
-    if b"\0" in file.read_bytes():
-        raise ValueError(f"{file.name} is no text in UTF-8, but perhaps in UTF-16; save it as UTF-8")
     spec = importlib.util.find_spec(file.stem) if file.stem.isidentifier() else None
     if spec and spec.origin and Path(spec.origin).resolve() == file:
         return importlib.import_module(file.stem)
@@ -50,11 +48,9 @@ def load_module(file: Path) -> ModuleType:
 def load_function(path: str, name: str) -> Callable:
     """The function of this name in the file. Raises ValueError if there is none, and what the file itself raises."""
     folder = str(Path(path).absolute().parent)
-    FOLDERS.add(folder)
     if folder not in sys.path:
         sys.path.append(folder)  # it can import its neighbours; at the end, because ours keep their names
     module = load_module(Path(path).resolve())
-    check_neighbours(Path(path).absolute())
     function = getattr(module, name, None)
     if not callable(function):
         own = [value for value in vars(module).values() if inspect.isfunction(value) or inspect.isclass(value)]
@@ -68,18 +64,6 @@ def load_reference(reference: str) -> Callable:
     """The function or class of FILE.py:NAME. Raises as `load_function`."""
     path, _, name = reference.rpartition(":")
     return load_function(path, name)
-
-
-FOLDERS = {str(Path(__file__).parent.parent)}  # where own files have been loaded from; and ours
-
-
-def check_neighbours(path: Path) -> None:
-    """Raises ValueError if what the file imports is not its neighbour, but a file of that name in another folder."""
-    for neighbour in files_of(path)[1:]:
-        name = neighbour.relative_to(path.parent).parts[0].removesuffix(".py")
-        origin = Path(getattr(importlib.util.find_spec(name), "origin", None) or neighbour)
-        if str(origin.parents[origin.name == "__init__.py"]) in FOLDERS - {str(path.parent)}:
-            raise ValueError(f"{path} imports its neighbour {name}, but gets {origin}; give one of them another name")
 
 
 def files_of(path: Path) -> list[Path]:
@@ -199,8 +183,6 @@ class OwnReward:
                 arguments[name] = [case.columns.get(name) for case in cases]
         if not self.takes_group:
             arguments = {name: values[0] for name, values in arguments.items()}
-        if isinstance(self.function, functools.partial):
-            arguments |= self.function.keywords  # the user has bound them
         result = awaited(self.function(**arguments))
         if not self.takes_group:
             return [read_reward(result, self.name)]
@@ -226,9 +208,9 @@ def read_reward(result: object, name: str) -> Score:
             raise WrongReturn(f"{name} returned {result!r:.200}: a dict needs the key 'reward' or 'score'")
         for part, value in result.items():
             if part != key and isinstance(part, str) and math.isfinite(number := _number(value)):
-                parts[str.__str__(part)] = number  # the mere text, if it is of a class of the user's
+                parts[part] = number
         if isinstance(said := result.get("feedback"), str):
-            feedback = str.__str__(said)
+            feedback = said
         result = result[key]
     score = _number(result)
     if not math.isfinite(score):

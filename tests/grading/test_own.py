@@ -103,26 +103,6 @@ def test_files_imported_by_another_are_not_loaded_again(tmp_path):
     assert load_function(f"{tmp_path}/second_own.py", "f") is first
 
 
-@pytest.mark.parametrize(("neighbour", "statement"), [
-    ("near_own.py", "import near_own"), ("near_kit/__init__.py", "from near_kit import VALUE"),
-    ("near_late.py", "def late():\n    import near_late"),
-])  # fmt: skip
-def test_a_file_that_gets_another_files_neighbour_is_refused(neighbour, statement, tmp_path, monkeypatch):
-    """A file that gets the neighbour of another file is refused. Two versions of a reward, each with its helper:
-    the second one would be graded by the first one's.
-    """
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    for i, version in enumerate(("v1", "v2")):
-        (place := tmp_path / version / neighbour).parent.mkdir(parents=True)
-        place.write_text(f"VALUE = {i}\n")
-        (tmp_path / version / "my.py").write_text(f"{statement}\ndef f():\n    return 1\n")
-    for _ in "twice":
-        assert load_function(f"{tmp_path}/v1/my.py", "f")() == 1
-    name, *_ = neighbour.removesuffix(".py").split("/")
-    with pytest.raises(ValueError, match=rf"v2/my\.py imports its neighbour {name}, but gets .*/v1/{name}"):
-        load_function(f"{tmp_path}/v2/my.py", "f")
-
-
 def test_installed_modules_win_over_neighbours_of_their_name(tmp_path, monkeypatch):
     """A neighbour with the name of an installed module is left alone."""
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -195,16 +175,6 @@ def test_a_reward_finds_its_neighbours_before_our_modules(tmp_path, monkeypatch)
     assert math.isclose(reward(CASES[:1])[0][0], 0.25)
 
 
-@pytest.mark.parametrize(("signature", "bound"), [("completion, level", "level=7"), ("completion, answer", "answer=7")])
-def test_what_the_user_has_bound_stays_bound(signature, bound, tmp_path):
-    """Neither a column of the row nor an answer takes its place."""
-    name = bound.partition("=")[0]
-    code = (
-        f"from functools import partial\ndef other({signature}):\n    return {name}\nscore = partial(other, {bound})\n"
-    )
-    assert own(tmp_path, code)(CASES[:1]) == [(7, {}, "")]
-
-
 def test_row_changes_are_hidden_from_other_functions(tmp_path):
     """What a function does to the row is seen by no other function and no other completion."""
     code = "def takes(completion, columns):\n    columns['tests'].pop()\n    del columns['answer']\n    return 1.0\n"
@@ -224,12 +194,6 @@ def test_the_next_environment_sees_a_changed_row_whole(tmp_path):
     handler, row = episode.EpisodeWorker(f"{tmp_path}/my.py:Game", None), {"words": ["last", "first"]}
     replies = [handler(episode.Turn(number, row, ("text",), False)) for number in (1, 2)]
     assert [reply.messages[0]["content"] for reply in replies] == ["first", "first"]
-
-
-def test_a_file_that_is_no_utf8_says_so(tmp_path):
-    (tmp_path / "my.py").write_text("def score(completion):\n    return 1.0\n", "utf-16")
-    with pytest.raises(ValueError, match=r"my\.py is no text in UTF-8, but perhaps in UTF-16; save it as UTF-8"):
-        OwnReward(f"{tmp_path}/my.py:score")
 
 
 def test_an_unreadable_neighbour_stops_only_its_own_import(tmp_path):

@@ -25,7 +25,7 @@ from transformers.utils import get_json_schema
 from batch import IMAGE, Messages, Row
 from flags import PromptFormat
 from grading import alternatives, key_text
-from grading.own import load_function
+from grading.own import load_reference
 from inputs.sources import Record, name_of_source, read_records
 from model.special_tokens import template_tokens
 from model.vision import UnreadableImage, Vision, encoded_images, find_images
@@ -345,7 +345,7 @@ def tool_schemas(tools: str | None) -> list[dict[str, object]] | None:
     if not tools:
         return None
     try:
-        return [get_json_schema(load_function(*tool.rsplit(":", 1))) for tool in tools.split(",")]
+        return [get_json_schema(load_reference(tool)) for tool in tools.split(",")]
     except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything
         raise ValueError(f"--tools {tools}: {type(error).__name__}: {error}") from None
 

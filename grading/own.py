@@ -45,8 +45,9 @@ def load_module(file: Path) -> ModuleType:
     return module
 
 
-def load_function(path: str, name: str) -> Callable:
-    """The function of this name in the file. Raises ValueError if there is none, and what the file itself raises."""
+def load_reference(reference: str) -> Callable:
+    """The function or class of FILE.py:NAME. Raises ValueError if there is none, and what the file itself raises."""
+    path, _, name = reference.rpartition(":")
     folder = str(Path(path).absolute().parent)
     if folder not in sys.path:
         sys.path.append(folder)  # it can import its neighbours; at the end, because ours keep their names
@@ -58,12 +59,6 @@ def load_function(path: str, name: str) -> Callable:
         public = ", ".join(name for name in names if not name.startswith("_"))
         raise ValueError(f"{path} has no function or class {name!r}; it has {public or 'none'}.")
     return function
-
-
-def load_reference(reference: str) -> Callable:
-    """The function or class of FILE.py:NAME. Raises as `load_function`."""
-    path, _, name = reference.rpartition(":")
-    return load_function(path, name)
 
 
 def files_of(path: Path) -> list[Path]:
@@ -86,13 +81,13 @@ def files_of(path: Path) -> list[Path]:
 
 
 def load_own(reference: str) -> tuple[Callable, str]:
-    """The function or class of `file.py:name`, and this name, in a worker. Raises as `load_function`."""
+    """The function or class of `file.py:name`, and this name, in a worker. Raises as `load_reference`."""
     path, _, name = reference.rpartition(":")
     # Its neighbours come after installed packages and before our own modules (one may be called
     # data.py).
     last = [str(Path(path).absolute().parent), str(Path(__file__).parent.parent)]
     sys.path[:] = [folder for folder in sys.path if folder not in last] + last
-    return load_function(path, name), name
+    return load_reference(reference), name
 
 
 def _verl_key(case: Case) -> object:

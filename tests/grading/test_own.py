@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grading import Case, episode
-from grading.own import OwnReward, files_of, load_function, load_own
+from grading.own import OwnReward, files_of, load_own, load_reference
 from grading.score import RewardWorker
 from helpers.runs import ROOT
 from load_inputs import own_files
@@ -84,23 +84,23 @@ def test_one_load_serves_every_spelling_of_a_files_path(name, tmp_path, monkeypa
     (folder / f"{name}.py").write_text(code)
     (folder / "link.py").symlink_to(f"{name}.py")
     spellings = [f"own/{name}.py", f"{folder}/{name}.py", f"own/../own/{name}.py", "own/link.py"]
-    assert [load_function(path, "f")("") for path in spellings] == [1, 2, 3, 4]
+    assert [load_reference(f"{path}:f")("") for path in spellings] == [1, 2, 3, 4]
     assert [load_own(f"{path}:g")[0]("") for path in spellings] == [4] * 4
     if name == "shared_state":
         (folder / "importer.py").write_text("import shared_state\ndef h(completion):\n    return shared_state.f('')\n")
-        assert load_function("own/importer.py", "h")("") == 5
+        assert load_reference("own/importer.py:h")("") == 5
     other = tmp_path / "other"
     other.mkdir()
     (other / f"{name}.py").write_text(code)
-    assert load_function(f"other/{name}.py", "f")("") == 1, "another file of this name"
+    assert load_reference(f"other/{name}.py:f")("") == 1, "another file of this name"
 
 
 def test_files_imported_by_another_are_not_loaded_again(tmp_path):
     """A user's file that another of the user's files has imported is not loaded again."""
     (tmp_path / "first_own.py").write_text("import second_own\nf = second_own.f\n")
     (tmp_path / "second_own.py").write_text("def f():\n    return 1\n")
-    first = load_function(f"{tmp_path}/first_own.py", "f")
-    assert load_function(f"{tmp_path}/second_own.py", "f") is first
+    first = load_reference(f"{tmp_path}/first_own.py:f")
+    assert load_reference(f"{tmp_path}/second_own.py:f") is first
 
 
 def test_installed_modules_win_over_neighbours_of_their_name(tmp_path, monkeypatch):
@@ -109,15 +109,15 @@ def test_installed_modules_win_over_neighbours_of_their_name(tmp_path, monkeypat
     for name in ("json", "math", "datasets"):
         (tmp_path / f"{name}.py").write_text("")
     (tmp_path / "my.py").write_text("import json, math\ndef f():\n    import datasets\n    return json.dumps(1)\n")
-    assert load_function(f"{tmp_path}/my.py", "f")() == "1"
+    assert load_reference(f"{tmp_path}/my.py:f")() == "1"
 
 
 def test_a_file_that_raises_is_loaded_anew(tmp_path):
     (tmp_path / "raises_once.py").write_text("1 / 0\n")
     with pytest.raises(ZeroDivisionError):
-        load_function(f"{tmp_path}/raises_once.py", "f")
+        load_reference(f"{tmp_path}/raises_once.py:f")
     (tmp_path / "raises_once.py").write_text("def f():\n    return 10\n")
-    assert load_function(f"{tmp_path}/raises_once.py", "f")() == 10
+    assert load_reference(f"{tmp_path}/raises_once.py:f")() == 10
 
 
 def test_async_functions_are_awaited_and_share_one_event_loop(tmp_path):

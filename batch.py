@@ -306,8 +306,6 @@ class Pass(NamedTuple):
     """The results of the forward and backward pass over a micro-batch."""
 
     batch: Batch
-    logprobs_N: Tensor  # float32, like the next
-    old_logprobs_N: Tensor
     sums: dict[str, Tensor]  # name of a metric -> scalar: its part of this micro-batch; the parts add up to the metric
     maxima: dict[str, Tensor]  # name of a metric -> scalar
     sums_of_sequences: dict[str, Tensor]  # name -> shape S: for the standard errors of the metrics
@@ -323,7 +321,7 @@ class Sampled:
     round_B: np.ndarray  # int64, the round of dynamic sampling that a completion is of
     used_B: np.ndarray  # int64, indices of those that were trained on, in their order
     advantages: list[np.ndarray] | None = None  # for these; None: nothing was trained
-    logprobs: dict[int, np.ndarray] = field(default_factory=dict)  # `own_logprobs`, by the index in `used_B`
+    logprobs: dict[int, np.ndarray] = field(default_factory=dict)  # index in `used_B` -> the trainer's old ones
 
 
 @dataclass(frozen=True)
@@ -439,12 +437,12 @@ def from_positions(rollout: Rollout, batch: Batch, values_N: Tensor) -> dict[int
     return per_token
 
 
-def own_logprobs(rollout: Rollout, updates: list[Update]) -> dict[int, np.ndarray]:
-    """Index of each completion that this rank trains -> the trainer's log-probs of its tokens before the update."""
+def own_values(rollout: Rollout, updates: list[Update], values_of: Callable[[Batch], Tensor]) -> dict[int, np.ndarray]:
+    """Index of each sequence that this rank trains -> the values of its batch, per completion token."""
     own = {}
     for update in updates:
         for batch in update.batches:
-            own |= from_positions(rollout, batch, batch.old_logprobs_N)
+            own |= from_positions(rollout, batch, values_of(batch))
     return own
 
 

@@ -24,7 +24,7 @@ from batch import (
     State,
     Update,
     Work,
-    from_positions,
+    own_values,
     pack,
     plan_micro_batches,
     shared_positions,
@@ -206,13 +206,12 @@ def gather_penalties(rollout: Rollout, updates: list[Update], algorithm: Algorit
 
     It is the KL of the policy that sampled, by the trainer's log-probs; 0 where a completion is left out of the loss.
     """
-    own: dict[int, np.ndarray] = {}
-    for update in updates:
-        for batch in update.batches:
-            kl_N = algorithm.kl_estimator(batch.ref_logprobs_N - batch.old_logprobs_N)
-            own |= from_positions(rollout, batch, algorithm.kl_coef * kl_N)
+
+    def penalties(batch: Batch) -> Tensor:
+        return algorithm.kl_coef * algorithm.kl_estimator(batch.ref_logprobs_N - batch.old_logprobs_N)
+
     gathered: dict[int, np.ndarray] = {}
-    for part in gather_from_ranks(own):
+    for part in gather_from_ranks(own_values(rollout, updates, penalties)):
         gathered |= part
     return [gathered[b] for b in range(len(gathered))]
 
@@ -373,7 +372,7 @@ def add_gradients(
                 maxima = {name: torch.where(mask_N, x, -torch.inf).max() for name, x in maxima.items()}
                 sequence_sums = sums_of_sequences(batch, means)
             sums = {"policy/loss": loss.detach()} | sums
-            passes.append(Pass(batch, logprobs_N.detach(), old_logprobs_N, sums, maxima, sequence_sums))
+            passes.append(Pass(batch, sums, maxima, sequence_sums))
     if memory.communicate_once:
         release_gathered(policy)  # they are from before the optimizer step
     return passes

@@ -102,11 +102,6 @@ def divided(values: Tensor, scale: Tensor) -> Tensor:
     return torch.where(values == 0, 0.0, values / scale)
 
 
-def returns_to_go(reward: Tensor, penalties: Tensor) -> Tensor:
-    """At each token of a completion, the reward minus the penalties (coefficient x KL) of this token and later ones."""
-    return reward - to_go(penalties)
-
-
 def to_go(values: Tensor) -> Tensor:
     """Along the last dimension, the sum of this value and later ones."""
     return values.flip(-1).cumsum(-1).flip(-1)

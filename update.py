@@ -226,11 +226,12 @@ def compute_advantages(
     turn_fields = by_turn(rollout, algorithm.group_size)
     if "turn_rewards_PGK" in turn_fields:
         # A token is credited with its own turn and later ones, not with what was earned before it.
-        to_go = grpo.to_go(turn_fields["turn_rewards_PGK"].nan_to_num()).flatten(0, 1)
-        returns_T = to_go[torch.repeat_interleave(lengths_B), turn_fields["turns_T"]]
+        returns_BK = grpo.to_go(turn_fields["turn_rewards_PGK"].nan_to_num()).flatten(0, 1)
+        returns_T = returns_BK[torch.repeat_interleave(lengths_B), turn_fields["turns_T"]]
     if penalties is not None:
         pairs = zip(returns_T.split(lengths_B.tolist()), penalties, strict=True)
-        returns_T = torch.cat([grpo.returns_to_go(rewards, torch.from_numpy(penalty)) for rewards, penalty in pairs])
+        # At each token, minus the penalties of this token and later ones.
+        returns_T = torch.cat([rewards - grpo.to_go(torch.from_numpy(penalty)) for rewards, penalty in pairs])
         rewards_B = rewards_B - torch.tensor([penalty.sum() for penalty in penalties])
     mask_T = torch.repeat_interleave(torch.from_numpy(rollout.trained_lengths_B) > 0, lengths_B)
     mask_T &= torch.from_numpy(np.concatenate(rollout.is_sampled))

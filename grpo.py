@@ -208,9 +208,14 @@ def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, sequenc
 
     GSPO, eq. 7, its log clamped to +-20 (verl: only above, at 10).
     """
-    log_ratio = sequence_sum(torch.where(mask, logprobs - old_logprobs, 0.0), sequence_ids)
-    lengths = sequence_sum(mask.to(logprobs.dtype), sequence_ids).clamp(min=1.0)
-    return torch.where(mask, log_ratio / lengths, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    log_ratio = sequence_mean(logprobs - old_logprobs, mask, sequence_ids)
+    return torch.where(mask, log_ratio, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def sequence_mean(values: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
+    """At each token, the mean of the values over the trained tokens of its sequence; 0 if there are none."""
+    lengths = sequence_sum(mask.to(values.dtype), sequence_ids).clamp(min=1.0)
+    return sequence_sum(torch.where(mask, values, 0.0), sequence_ids) / lengths
 
 
 def sequence_sum(values: Tensor, sequence_ids: Tensor) -> Tensor:

@@ -146,10 +146,6 @@ class OwnReward:
             )
         self.values, self.takes_group = form
         kinds = {name: parameter.kind for name, parameter in parameters.items()}
-        if Parameter.POSITIONAL_ONLY in kinds.values():
-            raise ValueError(
-                f"{self.name} cannot be called by the names of its parameters; leave the / among them out."
-            )
         self.takes_all_columns = self.values in (OURS, GROUP) and Parameter.VAR_KEYWORD in kinds.values()
         named = [name for name in kinds if kinds[name] not in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)]
         rest = OURS.keys() - {"token_ids"} if self.takes_all_columns and not self.takes_group else ()

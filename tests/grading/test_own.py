@@ -151,7 +151,6 @@ def test_a_wrong_result_says_what_was_returned(parameter, result, words, tmp_pat
 @pytest.mark.parametrize(("code", "words"), [
     ("def score(text, answer):\n    return 1\n", r"it takes \(text, answer\), but none of completion, completions"),
     ("def score(completion, key):\n    return 1\n", "nothing is known of its parameter 'key'"),
-    ("def score(completion, /):\n    return 1\n", "score cannot be called by the names of its parameters; leave the /"),
     ("def other():\n    return 1\n", "no function or class 'score'; it has other"),
 ])  # fmt: skip
 def test_a_function_that_cannot_be_called_is_refused_at_loading(code, words, tmp_path):

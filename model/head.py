@@ -45,7 +45,7 @@ class Teacher(NamedTuple):
 
     hidden_TD: Tensor  # its own width D
     weight_VD: Tensor  # its head's; rows beyond the policy's are left out, as if their probability was 0
-    divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # one of `grpo.DIVERGENCES`
+    divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # one of `DIVERGENCES`
 
 
 class Kept(NamedTuple):
@@ -219,7 +219,7 @@ def replace_by_gradient(
     grad_logprob, slopes = gradients[0][:, None], None
     log_p = log_probabilities(logits, temperature)
     p = log_p.exp()
-    if teacher_logits is not None:  # slopes: see `grpo.DIVERGENCES`
+    if teacher_logits is not None:  # slopes: see `divergences.py`
         slopes = divergence(log_p, log_probabilities(teacher_logits, temperature))[1] * gradients[3][:, None]
     if has_entropy_gradient:  # its slopes are -p log p
         entropy_slopes = log_p * p * -gradients[1][:, None]

@@ -280,41 +280,12 @@ class Correction(NamedTuple):
     is_outside: Tensor  # bool: the weight is truncated, or 0
 
 
-def token_truncate(t: Tokens, *, rollout_correction_max: float) -> Correction:
-    """min(ratio of the token, max): truncated importance sampling.
-
-    Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
-    """
-    return truncated(mismatch(t), rollout_correction_max)
-
-
-def sequence_truncate(t: Tokens, *, rollout_correction_max: float) -> Correction:
-    """min(product of the sequence's ratios, max). Liu et al., "When Speed Kills Stability" (2025)."""
-    return truncated(mismatch(t, is_sequence=True), rollout_correction_max)
-
-
-def token_mask(t: Tokens, *, rollout_correction_min: float, rollout_correction_max: float) -> Correction:
-    """The ratio of the token inside [min, max], 0 outside. IcePop (Ring-1T, arXiv 2510.18855), with 0.5 and 5."""
-    return masked(mismatch(t), rollout_correction_min, rollout_correction_max)
-
-
-def sequence_mask(t: Tokens, *, rollout_correction_min: float, rollout_correction_max: float) -> Correction:
-    """The product of the sequence's ratios inside [min, max], 0 outside."""
-    return masked(mismatch(t, is_sequence=True), rollout_correction_min, rollout_correction_max)
-
-
 def no_correction(t: Tokens) -> Correction:
     """The ratio is measured and not used."""
     return Correction(mismatch(t), torch.zeros_like(t.mask))
 
 
-CORRECTIONS: dict[str, Callable[..., Correction]] = {
-    "none": no_correction,
-    "token_truncate": token_truncate,
-    "sequence_truncate": sequence_truncate,
-    "token_mask": token_mask,
-    "sequence_mask": sequence_mask,
-}
+CORRECTIONS: dict[str, Callable[..., Correction]] = {"none": no_correction}
 
 
 def mismatch(t: Tokens, is_sequence: bool = False) -> Tensor:
@@ -334,15 +305,6 @@ def temperature_terms(logprobs: Tensor, rollout_logprobs: Tensor, entropies: Ten
     x = (logprobs + entropies).clamp(-3.0, 3.0)
     difference = (logprobs - rollout_logprobs).clamp(-0.5, 0.5)
     return x * difference, x.square(), difference.square()
-
-
-def truncated(ratio: Tensor, high: float) -> Correction:
-    return Correction(ratio.clamp(max=high), ratio > high)
-
-
-def masked(ratio: Tensor, low: float, high: float) -> Correction:
-    is_outside = (ratio < low) | (ratio > high)
-    return Correction(torch.where(is_outside, 0.0, ratio), is_outside)
 
 
 # Aggregation ----------------------------------------------------------------------------------------------------------

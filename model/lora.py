@@ -49,14 +49,6 @@ def target_names(model: PreTrainedModel, targets: Sequence[str] | None) -> list[
     return [name for name, own_name in own_names.items() if own_name in targets]
 
 
-def check_lora(model: PreTrainedModel, lora: Lora) -> None:
-    """Raises ValueError for --lora_targets that the model does not have, or too large a --lora_rank."""
-    most = model.config.get_text_config().hidden_size  # one side of each matrix
-    if lora.lora_rank > most:
-        raise ValueError(f"--lora_rank {lora.lora_rank}: no matrix of this model has a rank above {most}; use less.")
-    target_names(model, lora.lora_targets)
-
-
 def add_adapter(model: PreTrainedModel, lora: Lora, seed: int, path: str) -> None:
     """Freezes the model and gives its linear layers fp32 adapters, the same on all ranks. `path`: the base model's."""
     config = LoraConfig(

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from grpo import Correction, Loss
 from losses.a_star_po import a_star_po, optimal_advantage
-from losses.clip_cov import clip_cov
 from losses.corrections import sequence_mask, sequence_truncate, token_mask, token_truncate
+from losses.cov import clip_cov, kl_cov
 from losses.dppo import dppo, dppo_kl
 from losses.fipo import fipo
 from losses.gdpo import gdpo
@@ -20,7 +20,6 @@ from losses.gmpo import gmpo
 from losses.gpg import gpg
 from losses.gspo_token import gspo_token
 from losses.high_entropy import high_entropy
-from losses.kl_cov import kl_cov
 from losses.maxrl import maxrl
 from losses.mt_grpo import mt_grpo
 from losses.off_policy_mask import off_policy_mask

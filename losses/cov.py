@@ -1,9 +1,8 @@
 """Clip-Cov and KL-Cov: tokens that would cost much entropy are left out, or held: --policy_loss clip_cov, or kl_cov
 
 clip_cov with --clip_low 1 --clip_high 1; kl_cov clips nothing.
-Sources: arXiv 2505.22617 and its code (PRIME-RL/Entropy-Mechanism-of-RL), as verl has it: means and chosen tokens are
-those of the micro-batch. clip_cov's are drawn there from torch's random state, here from digits of the log-probs, so
-that a resumed run draws the same.
+Sources: arXiv 2505.22617 and its code (PRIME-RL/Entropy-Mechanism-of-RL), as verl has it: means are of the micro-batch.
+clip_cov draws by digits of the log-probs, there by torch's random state, so that a resumed run draws the same.
 """
 
 import torch

@@ -295,7 +295,6 @@ class Update:
     batches: list[Batch]  # the micro-batches of this rank, as many on every rank
     num_tokens: int  # trained tokens over all ranks, at least 1
     num_prompts: int  # in the whole step: the batches name sequences by their place in it
-    num_passes: int = 0  # made before it, for old log-probs and for those of the reference
 
     def map(self, change: Callable[[Batch], Batch]) -> Update:
         """The update with each of its batches changed."""
@@ -330,10 +329,8 @@ class Work:
 
     sampled_tokens: int  # in completions, also in those that are not trained on
     completion_tokens: int  # in the completions that are trained on
-    logprobs_tokens: int  # that got old log-probs, plus those that got reference ones, before the updates
     update_tokens: int  # in all passes over the rollout
     update_flops: float  # in all passes
-    shared_frac: float | None  # --share_prompts: share of the tokens that was not computed, because a prompt is shared
 
 
 def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:

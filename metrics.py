@@ -196,11 +196,6 @@ def throughput(work: Work, seconds_RE: list[np.ndarray], metrics: Metrics, world
         "perf/update_tokens_per_s_per_gpu": work.update_tokens / update_s / world.num_trainers,
         "perf/update_tflops_per_gpu": flops_per_s / 1e12,
     }
-    if work.shared_frac is not None:
-        rates["perf/shared_frac"] = work.shared_frac
-    if work.logprobs_tokens:
-        tokens_per_s = work.logprobs_tokens / metrics["time/logprobs_s"]
-        rates["perf/logprobs_tokens_per_s_per_gpu"] = tokens_per_s / world.num_trainers
     if world.device.type == "cuda" and (peak := peak_flops(torch.cuda.get_device_name(world.device))):
         rates["perf/update_mfu"] = flops_per_s / peak
     return floats(rates)

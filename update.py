@@ -181,7 +181,7 @@ def logprobs_under(model: Policy, field: str, update: Update, algorithm: Algorit
             logprobs_N = torch.zeros_like(batch.rollout_logprobs_N).index_copy(0, batch.trained_K, logprobs_K)
         return replace(batch, kept=scores.kept, **{field: logprobs_N})
 
-    update = replace(update.map(scored), num_passes=update.num_passes + 1)
+    update = update.map(scored)
     # FSDP keeps the last layer gathered for a backward pass that does not follow.
     release_gathered(model)
     return update
@@ -413,22 +413,16 @@ def reduce_metrics(passes: list[Pass]) -> dict[str, float]:
 
 
 def work_of_step(
-    sampled: Rollout, trained: Rollout, updates: list[Update], policy: Policy, num_iterations: int, share_prompts: bool
+    sampled: Rollout, trained: Rollout, updates: list[Update], policy: Policy, num_iterations: int
 ) -> Work:
     """The work of a step, the same on every rank; all ranks call it. `updates`: those of one pass over `trained`."""
-    lengths_U = [int(lengths.sum()) for lengths in np.split(trained.sequence_lengths_B, len(updates))]
-    num_tokens = sum(lengths_U)
-    packed = [batch for update in updates for batch in update.batches]
-    # At an infinite parity length, attention is free and the cost is the number of tokens.
-    costs = [sum(batch.cost(parity_length) for batch in packed) for parity_length in (policy.parity_length, math.inf)]
-    cost, computed_tokens = sum_over_trainers(torch.tensor(costs, dtype=torch.float64)).tolist()
+    cost = sum(batch.cost(policy.parity_length) for update in updates for batch in update.batches)
+    cost = sum_over_trainers(torch.tensor(cost, dtype=torch.float64)).item()
     return Work(
         sampled_tokens=int(sampled.completion_lengths_B.sum()),
         completion_tokens=int(trained.completion_lengths_B.sum()),
-        logprobs_tokens=sum(length * update.num_passes for length, update in zip(lengths_U, updates, strict=True)),
-        update_tokens=num_tokens * num_iterations,
+        update_tokens=int(trained.sequence_lengths_B.sum()) * num_iterations,
         update_flops=update_flops(policy, cost) * num_iterations,
-        shared_frac=1 - computed_tokens / num_tokens if share_prompts else None,
     )
 
 

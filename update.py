@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 
 import grpo
@@ -280,12 +281,12 @@ def by_turn(rollout: Rollout, group_size: int) -> dict[str, Tensor | list[list[b
     fields = {"turns_T": torch.from_numpy(np.concatenate(turns)), "states_B": states_of(rollout)}
     if not has_rewards:
         return fields
-    most_turns = max(int(turns_of_tokens.max(initial=0)) + 1 for turns_of_tokens in turns)
-    rewards_BK = torch.full((len(turns), most_turns), torch.nan)
-    for b, turns_of_tokens in enumerate(turns):
-        for k in range(int(turns_of_tokens.max(initial=0)) + 1):
-            rewards_BK[b, k] = rollout.grades[b].parts.get(f"turn_{k + 1}", 0.0)
-    return fields | {"turn_rewards_PGK": rewards_BK.view(-1, group_size, most_turns)}
+    rewards_B = []
+    for grade, turns_of_tokens in zip(rollout.grades, turns, strict=True):
+        numbers = range(1, turns_of_tokens.max(initial=0) + 2)
+        rewards_B.append(torch.tensor([float(grade.parts.get(f"turn_{number}", 0.0)) for number in numbers]))
+    rewards_BK = pad_sequence(rewards_B, batch_first=True, padding_value=torch.nan)
+    return fields | {"turn_rewards_PGK": rewards_BK.unflatten(0, (-1, group_size))}
 
 
 def states_of(rollout: Rollout) -> list[list[bytes]]:

@@ -75,8 +75,7 @@ def latest(out_dir: Path, world: World, say: Callable[[str], None]) -> tuple[int
             return step, folder
         if world.is_main:
             aside = set_aside(folder)
-            more = f", and {len(damages) - 1} more" if len(damages) > 1 else ""
-            say(f"warning: {folder} is damaged: {damages[0]}{more}. It is now {aside}; the checkpoint before is used.")
+            say(f"warning: {folder} is damaged: {damages[0]}. It is now {aside}; the checkpoint before is used.")
         wait_for_all()
     damaged = gather_from_ranks(sorted(path.name for path in out_dir.glob("damaged_step_*")))[0]
     if damaged:

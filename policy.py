@@ -187,10 +187,8 @@ class Policy(adapters.WithAdapter):
         """The numbers of parameters and of trained ones, for the first lines of the log."""
         trained = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
         total = sum(parameter.numel() for parameter in self.parameters())
-        if self.has_adapter:
-            return f"trainable: {trained:,} of {total:,} parameters: {self.describe_adapter()}"
-        frozen = f" of {total:,}, without those of the vision tower" if trained < total else ""
-        return f"trainable: all {trained:,} parameters{frozen}"
+        adapter = f": {self.describe_adapter()}" if self.has_adapter else ""
+        return f"trainable: {trained:,} of {total:,} parameters{adapter}"
 
 
 def build_policy(
@@ -204,7 +202,7 @@ def build_policy(
     dtype = getattr(torch, memory.dtype)
     # Masters in --param_dtype keep updates that --dtype would lose; a frozen base needs none.
     param_dtype = dtype if lora.lora_rank else getattr(torch, memory.param_dtype)
-    policy = empty_policy(path, param_dtype, memory.gradient_checkpointing, dtype)
+    policy = empty_policy(path, param_dtype, dtype, memory.gradient_checkpointing)
     policy.head_dtype = getattr(torch, memory.head_dtype or memory.dtype)
     if lora.lora_rank:
         adapters.add_adapter(policy.model, lora, seed, path)
@@ -213,7 +211,7 @@ def build_policy(
     if reference_path and (reference_path != path or not lora.lora_rank):
         # It is never trained: no masters, and no recomputation in a backward pass.
         own_dtype = dtype if memory.reference_mixup == 1 else torch.float32
-        reference = empty_policy(reference_path, own_dtype, dtype=dtype).requires_grad_(False)
+        reference = empty_policy(reference_path, own_dtype, dtype).requires_grad_(False)
         reference.head_dtype = policy.head_dtype
         shard_and_fill(reference, reference_path, world, memory.offload_reference)
         policy.moving_references = [reference] if memory.reference_every else []
@@ -270,9 +268,9 @@ def add_images(batch: Batch, images_of_sequences: list[PromptImages | None]) -> 
 
 
 def empty_policy(
-    path: str, param_dtype: torch.dtype, gradient_checkpointing: bool = False, dtype: torch.dtype | None = None
+    path: str, param_dtype: torch.dtype, dtype: torch.dtype, gradient_checkpointing: bool = False
 ) -> Policy:
-    """The model at `path` (folder or hub id), without storage yet. `dtype`: the policy's; default: its parameters'."""
+    """The model at `path` (folder or hub id), without storage yet. `dtype`: the policy's, not of its parameters."""
     if os.environ.get(OFF) or not sys.stderr.isatty():  # a bar would fill a log file
         transformers.utils.logging.disable_progress_bar()
     # A tower has images of its own, which are not packed: it keeps torch's attention. "" is a
@@ -291,7 +289,7 @@ def empty_policy(
             layer.training = True
     if (tower := tower_of(model)) is not None:
         tower.eval().requires_grad_(False)
-    return Policy(model, dtype or param_dtype)
+    return Policy(model, dtype)
 
 
 def shard_and_fill(

@@ -133,7 +133,7 @@ def add_logprobs(updates: list[Update], policy: Policy, reference: Policy | None
     reference that is followed over the vocabulary runs beside the update: the distributions of a step would not fit.
     """
     if algorithm.old_logprobs == "rollout":
-        updates = [update.map(use_sampler_logprobs) for update in updates]
+        updates = [update.map(lambda x: replace(x, old_logprobs_N=x.rollout_logprobs_N)) for update in updates]
     else:
         needs_all = policy.has_dropout or algorithm.num_iterations > 1 or algorithm.has_penalties
         needs_all |= algorithm.cut is not None  # all that follows is over what this pass finds that was kept
@@ -145,10 +145,6 @@ def add_logprobs(updates: list[Update], policy: Policy, reference: Policy | None
     if reference is None:
         return updates
     return [add_reference(update, reference, algorithm) for update in updates]
-
-
-def use_sampler_logprobs(batch: Batch) -> Batch:
-    return replace(batch, old_logprobs_N=batch.rollout_logprobs_N)
 
 
 def add_reference(update: Update, reference: Policy, algorithm: Algorithm) -> Update:

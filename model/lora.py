@@ -135,13 +135,11 @@ class WithAdapter(nn.Module):
             save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
     def describe_adapter(self) -> str:
-        """For example: LoRA (rank 8, alpha 32, so s = 4; dropout 0) on 14 linear layers: q_proj, v_proj."""
+        """For example: LoRA (rank 8, alpha 32, dropout 0) on 14 linear layers: q_proj, v_proj."""
         layers, config = adapted_layers(self.model), self.model.peft_config[NAME]
-        names = sorted({name.rpartition(".")[2] for name in layers})
-        return (
-            f"LoRA (rank {config.r}, alpha {config.lora_alpha:g}, so s = {config.lora_alpha / config.r:g}; "
-            f"dropout {config.lora_dropout:g}) on {len(layers)} linear layers: {', '.join(names)}"
-        )
+        names = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+        settings = f"rank {config.r}, alpha {config.lora_alpha:g}, dropout {config.lora_dropout:g}"
+        return f"LoRA ({settings}) on {len(layers)} linear layers: {names}"
 
 
 def own_merged_rows(layer: LoraLayer, weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, int]]:

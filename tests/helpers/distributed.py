@@ -473,7 +473,7 @@ def moved(world: World, path: str) -> dict[str, list[tuple[torch.Tensor, torch.T
 
 
 def loaded(path: str, dtype: torch.dtype, on_host: bool, world: World) -> Policy:
-    return shard_and_fill(empty_policy(path, dtype), path, world, on_host)
+    return shard_and_fill(empty_policy(path, dtype, dtype), path, world, on_host)
 
 
 def differences(path: str, dtype: torch.dtype, on_host: bool, world: World) -> list[str]:

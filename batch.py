@@ -277,10 +277,8 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The batch on the device, but for pixel values: those of a whole step would be gigabytes."""
-        moved = {}
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                moved[name] = value.to(device, non_blocking=True)
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
         if self.images:
             moved["images"] = self.images.to(device)
         if self.hinted:
@@ -321,16 +319,6 @@ class Sampled:
     used_B: np.ndarray  # int64, indices of those that were trained on, in their order
     advantages: list[np.ndarray] | None = None  # for these; None: nothing was trained
     logprobs: dict[int, np.ndarray] = field(default_factory=dict)  # index in `used_B` -> the trainer's old ones
-
-
-@dataclass(frozen=True)
-class Work:
-    """The work of a step on all ranks together. The trainer's tokens count a prompt once for each completion."""
-
-    sampled_tokens: int  # in completions, also in those that are not trained on
-    completion_tokens: int  # in the completions that are trained on
-    update_tokens: int  # in all passes over the rollout
-    update_flops: float  # in all passes
 
 
 def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:

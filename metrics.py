@@ -9,16 +9,27 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from batch import Batch, Metrics, Pass, Rollout, Work
+from batch import Batch, Metrics, Pass, Rollout
 from fsdp_utils import World, max_over_trainers, sum_over_trainers
 from runtime.cards import GPUS
 
 LEAST_SPREAD = 0.02  # a token's log-prob, squared: entropies above about 0.05 have more
 VARIANTS = ("PCIe", "NVL", "4090 D", "Ti", "Laptop")  # GPUs that are slower or faster than their namesakes
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of a step on all ranks together. The trainer's tokens count a prompt once for each completion."""
+
+    sampled_tokens: int  # in completions, also in those that are not trained on
+    completion_tokens: int  # in the completions that are trained on
+    update_tokens: int  # in all passes over the rollout
+    update_flops: float  # in all passes
 
 
 def floats(metrics: Metrics) -> Metrics:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, TextIO
 import numpy as np
 import torch
 
-from batch import Metrics, Rollout, Sampled, Update, Work, own_values
+from batch import Metrics, Rollout, Sampled, Update, own_values
 from data import PromptData
 from flags import FLAGS, Recording
 from fsdp_utils import World, broadcast_from_main, end_if_requested
@@ -36,7 +36,7 @@ from instruments.curves import plot, seconds_of_phases
 from instruments.history import read_metrics
 from instruments.reference import judgement
 from instruments.rollout_files import Keeper, bytes_of_tokens, file_of
-from metrics import merge_updates, throughput
+from metrics import Work, merge_updates, throughput
 from model.special_tokens import describe_tags
 from runtime.files import DiskError, append, best_effort, checkpoints, lock_file, must_write, write
 from runtime.stall import BOARD, in_phase

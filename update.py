@@ -24,7 +24,6 @@ from batch import (
     Rollout,
     State,
     Update,
-    Work,
     own_values,
     pack,
     plan_micro_batches,
@@ -44,7 +43,7 @@ from fsdp_utils import (
     sum_over_trainers,
 )
 from grpo import Algorithm, Graded
-from metrics import idle_share, standard_errors, temperature_of
+from metrics import Work, idle_share, standard_errors, temperature_of
 from model.head import Teacher
 from model.optimizer import forget
 from policy import Policy, add_images, add_packing

@@ -270,9 +270,8 @@ class Batch:
 
     def cost(self, parity_length: float) -> float:
         """The sum of the `training_costs` of its sequences; shared positions count once."""
-        real = [segment for segment in self.segments_S if segment.index is not None]
-        stops = training_costs(np.array([segment.stop for segment in real]), parity_length)
-        starts = training_costs(np.array([segment.start for segment in real]), parity_length)
+        places = [(segment.start, segment.stop) for segment in self.segments_S if segment.index is not None]
+        starts, stops = training_costs(np.array(places).reshape(-1, 2), parity_length).T
         return float((stops - starts).sum())
 
     def to(self, device: torch.device) -> Batch:

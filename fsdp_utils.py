@@ -354,6 +354,11 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
 # Collectives ----------------------------------------------------------------------------------------------------------
 
 
+def is_alone() -> bool:
+    """Whether there is no other rank to talk to."""
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
 @contextmanager
 def waiting(collective: str) -> Iterator[None]:
     """Tells the watch over stalls that this rank waits for the others: in the function that it decorates."""
@@ -388,7 +393,7 @@ def gather_from_ranks(item: Item) -> list[Item]:
 
 def gather_unwatched(item: Item) -> list[Item]:
     """`gather_from_ranks` for ranks that ask again and again: to the watch over stalls it is no progress."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if is_alone():
         return [item]
     items = [None] * dist.get_world_size()
     dist.all_gather_object(items, item)
@@ -398,7 +403,7 @@ def gather_unwatched(item: Item) -> list[Item]:
 @waiting("exchange")
 def exchange_with_ranks(items: list[Item]) -> list[Item]:
     """What each rank has sent to this one, in rank order. `items`: for each rank; picklable host data."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if is_alone():
         return items
     received: list[Item] = []
     for source in range(dist.get_world_size()):
@@ -420,7 +425,7 @@ def end_if_requested() -> None:
 def broadcast_from_main(item: Item | None) -> Item:
     """The main rank's item, on every rank: picklable host data. All ranks call it; the others' items are ignored."""
     items = [item]
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if not is_alone():
         dist.broadcast_object_list(items, src=0)
     return items[0]  # type: ignore[return-value]
 

@@ -239,10 +239,8 @@ class Grader:
         problem = self._trial(good) if good and ".py:" in self.grading.reward else ""
         for any_problem in filter(None, gather_from_ranks(problem)):
             raise ValueError(f"--reward {self.grading.reward}: {any_problem}.")
-        reasons: dict[int, str] = {}
-        for part in gather_from_ranks({share[i]: reason for i, reason in bad.items()}):
-            reasons |= part
-        return data.exclude(reasons)
+        parts = gather_from_ranks({share[i]: reason for i, reason in bad.items()})
+        return data.exclude({i: reason for part in parts for i, reason in part.items()})
 
     def close(self) -> None:
         if self.pool is not None:

@@ -206,9 +206,8 @@ def gather_penalties(rollout: Rollout, updates: list[Update], algorithm: Algorit
     def penalties(batch: Batch) -> Tensor:
         return algorithm.kl_coef * algorithm.kl_estimator(batch.ref_logprobs_N - batch.old_logprobs_N)
 
-    gathered: dict[int, np.ndarray] = {}
-    for part in gather_from_ranks(own_values(rollout, updates, penalties)):
-        gathered |= part
+    parts = gather_from_ranks(own_values(rollout, updates, penalties))
+    gathered = {b: values for part in parts for b, values in part.items()}
     return [gathered[b] for b in range(len(gathered))]
 
 

@@ -169,10 +169,7 @@ def kept_logits(hidden: Tensor, weight: Tensor, rows: slice, options: HeadOption
 
 def chunk_of_teacher(tensors: Sequence[Tensor], rows: slice, head_dtype: torch.dtype) -> Tensor | None:
     """The teacher's logits of these rows; None without a teacher."""
-    if not tensors:
-        return None
-    hidden, weight = tensors
-    return chunk_logits(hidden[rows], weight, head_dtype)
+    return chunk_logits(tensors[0][rows], tensors[1], head_dtype) if tensors else None
 
 
 # Row by row -----------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from grading import alternatives, key_text
 from grading.own import load_reference
 from inputs.sources import Record, name_of_source, read_records
 from model.special_tokens import template_tokens
-from model.vision import UnreadableImage, Vision, encoded_images, find_images
+from model.vision import Vision, encoded_images, find_images
 from runtime.progress import progress
 
 HINT = "\n\nHere is a reference solution:\n{}\n\nAfter understanding it, solve the problem in your own words."
@@ -166,9 +166,10 @@ def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, 
         answer = _answer(value, f"column {column!r}", prompt_format.list_answers)
     column = prompt_format.image_column
     if column:
+        value = _look_up(record, column, "--image_column")
         try:
-            encoded = encoded_images(_look_up(record, column, "--image_column"), folder)
-        except UnreadableImage as error:
+            encoded = encoded_images(value, folder)
+        except ValueError as error:
             raise UnusableRow(f"column {column!r} cannot be read as an image ({str(error)[:200]})") from None
         columns = {name: value for name, value in columns.items() if name != column}  # each reward call would carry it
     _place_images(messages, len(encoded))

@@ -222,14 +222,10 @@ def find_images(vision: Vision, encoded: tuple[bytes, ...], template_ids: np.nda
     return PromptImages(encoded, tuple(_grid(vision, image) for image in encoded), template_ids, vision)
 
 
-class UnreadableImage(ValueError):
-    """A value is no image."""
-
-
 def encoded_images(value: object, folder: Path) -> tuple[bytes, ...]:
     """The images of a value: null, or one or a list of path, bytes, base64, {"bytes", "path"}.
 
-    Raises UnreadableImage, also for a file that is cut off, which would otherwise end the run when
+    Raises ValueError, also for a file that is cut off, which would otherwise end the run when
     its turn comes.
     """
     if value is None:
@@ -245,7 +241,7 @@ def encoded_images(value: object, folder: Path) -> tuple[bytes, ...]:
                 raise TypeError(f"{type(item).__name__}; needed is a file, bytes, base64 or a data URI")
             decode(item)
         except DAMAGED as error:
-            raise UnreadableImage(str(error)) from None
+            raise ValueError(str(error)) from None
         images.append(item)
     return tuple(images)
 

@@ -450,11 +450,10 @@ class Bounds(Settings):
 
 def find_fault(metrics: Metrics, bounds: Bounds) -> tuple[str, str] | None:
     """(the metric that counts it, what is wrong) of an update with these metrics; None: nothing."""
-    loss, grad_norm, kl = metrics["policy/loss"], metrics["optim/grad_norm"], metrics["policy/approx_kl"]
-    if not math.isfinite(loss):
-        return NOT_FINITE, f"the loss is {loss}"
-    if not math.isfinite(grad_norm):
-        return NOT_FINITE, f"the gradient norm is {grad_norm}"
+    kl = metrics["policy/approx_kl"]
+    for name, what in (("policy/loss", "loss"), ("optim/grad_norm", "gradient norm")):
+        if not math.isfinite(metrics[name]):
+            return NOT_FINITE, f"the {what} is {metrics[name]}"
     if bounds.max_kl and not kl <= bounds.max_kl:  # true of nan, too
         return BEYOND_KL, f"the KL to the policy that sampled is {kl:.3g}; --max_kl {bounds.max_kl:g}"
     return None

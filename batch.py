@@ -270,17 +270,14 @@ class Batch:
 
     def cost(self, parity_length: float) -> float:
         """The sum of the `training_costs` of its sequences; shared positions count once."""
-        real = [segment for segment in self.segments_S if segment.index is not None]
-        stops = training_costs(np.array([segment.stop for segment in real]), parity_length)
-        starts = training_costs(np.array([segment.start for segment in real]), parity_length)
+        places = [(segment.start, segment.stop) for segment in self.segments_S if segment.index is not None]
+        starts, stops = training_costs(np.array(places).reshape(-1, 2), parity_length).T
         return float((stops - starts).sum())
 
     def to(self, device: torch.device) -> Batch:
         """The batch on the device, but for pixel values: those of a whole step would be gigabytes."""
-        moved = {}
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                moved[name] = value.to(device, non_blocking=True)
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
         if self.images:
             moved["images"] = self.images.to(device)
         if self.hinted:
@@ -295,7 +292,6 @@ class Update:
     batches: list[Batch]  # the micro-batches of this rank, as many on every rank
     num_tokens: int  # trained tokens over all ranks, at least 1
     num_prompts: int  # in the whole step: the batches name sequences by their place in it
-    num_passes: int = 0  # made before it, for old log-probs and for those of the reference
 
     def map(self, change: Callable[[Batch], Batch]) -> Update:
         """The update with each of its batches changed."""
@@ -306,8 +302,6 @@ class Pass(NamedTuple):
     """The results of the forward and backward pass over a micro-batch."""
 
     batch: Batch
-    logprobs_N: Tensor  # float32, like the next
-    old_logprobs_N: Tensor
     sums: dict[str, Tensor]  # name of a metric -> scalar: its part of this micro-batch; the parts add up to the metric
     maxima: dict[str, Tensor]  # name of a metric -> scalar
     sums_of_sequences: dict[str, Tensor]  # name -> shape S: for the standard errors of the metrics
@@ -323,20 +317,7 @@ class Sampled:
     round_B: np.ndarray  # int64, the round of dynamic sampling that a completion is of
     used_B: np.ndarray  # int64, indices of those that were trained on, in their order
     advantages: list[np.ndarray] | None = None  # for these; None: nothing was trained
-    logprobs: dict[int, np.ndarray] = field(default_factory=dict)  # `own_logprobs`, by the index in `used_B`
-
-
-@dataclass(frozen=True)
-class Work:
-    """The work of a step on all ranks together. The trainer's tokens count a prompt once for each completion."""
-
-    sampled_tokens: int  # in completions, also in those that are not trained on
-    completion_tokens: int  # in the completions that are trained on
-    logprobs_tokens: int  # that got old log-probs, plus those that got reference ones, before the updates
-    update_tokens: int  # in all passes over the rollout
-    update_flops: float  # in all passes
-    shared_frac: float | None  # --share_prompts: share of the tokens that was not computed, because a prompt is shared
-    teacher_s: float | None = None  # seconds of the reference's passes; None: there are none
+    logprobs: dict[int, np.ndarray] = field(default_factory=dict)  # index in `used_B` -> the trainer's old ones
 
 
 def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
@@ -440,12 +421,12 @@ def from_positions(rollout: Rollout, batch: Batch, values_N: Tensor) -> dict[int
     return per_token
 
 
-def own_logprobs(rollout: Rollout, updates: list[Update]) -> dict[int, np.ndarray]:
-    """Index of each completion that this rank trains -> the trainer's log-probs of its tokens before the update."""
+def own_values(rollout: Rollout, updates: list[Update], values_of: Callable[[Batch], Tensor]) -> dict[int, np.ndarray]:
+    """Index of each sequence that this rank trains -> the values of its batch, per completion token."""
     own = {}
     for update in updates:
         for batch in update.batches:
-            own |= from_positions(rollout, batch, batch.old_logprobs_N)
+            own |= from_positions(rollout, batch, values_of(batch))
     return own
 
 

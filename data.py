@@ -26,10 +26,10 @@ from transformers.utils import get_json_schema
 from batch import IMAGE, Messages, Row
 from flags import PromptFormat
 from grading import alternatives, key_text
-from grading.own import load_function
+from grading.own import load_reference
 from inputs.sources import Record, name_of_source, read_records
 from model.special_tokens import template_tokens
-from model.vision import UnreadableImage, Vision, encoded_images, find_images
+from model.vision import Vision, encoded_images, find_images
 from runtime.progress import progress
 
 HINT = "\n\nHere is a reference solution:\n{}\n\nAfter understanding it, solve the problem in your own words."
@@ -165,9 +165,10 @@ def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, 
         answer = _answer(value, f"column {column!r}", prompt_format.list_answers)
     column = prompt_format.image_column
     if column:
+        value = _look_up(record, column, "--image_column")
         try:
-            encoded = encoded_images(_look_up(record, column, "--image_column"), folder)
-        except UnreadableImage as error:
+            encoded = encoded_images(value, folder)
+        except ValueError as error:
             raise UnusableRow(f"column {column!r} cannot be read as an image ({str(error)[:200]})") from None
         columns = {name: value for name, value in columns.items() if name != column}  # each reward call would carry it
     _place_images(messages, len(encoded))
@@ -341,7 +342,7 @@ def tool_schemas(tools: str | None) -> list[dict[str, object]] | None:
     if not tools:
         return None
     try:
-        return [get_json_schema(load_function(*tool.rsplit(":", 1))) for tool in tools.split(",")]
+        return [get_json_schema(load_reference(tool)) for tool in tools.split(",")]
     except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything
         raise ValueError(f"--tools {tools}: {type(error).__name__}: {error}") from None
 

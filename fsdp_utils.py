@@ -134,25 +134,15 @@ def init_world(tp_size: int, timeout_minutes: float, shard_ranks: int | None = N
     return World(rank, size, tp_size, device, shard_ranks=shard_ranks, timeout=timeout, has_engines=has_engines)
 
 
-def allocator_settings(is_expandable: bool) -> str:
-    """The settings of torch's allocators: the user's PYTORCH_ALLOC_CONF, and expandable segments.
-
-    Those keep micro-batches of many sizes from fragmenting the GPU's memory. vLLM cannot capture
-    its CUDA graphs with them where engines span GPUs, so they are off until the engine is built.
-    pinned_max_round_threshold_mb is not set: with it torch 2.13 hands out blocks of pinned memory
-    that are too small.
-    """
-    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    settings = dict(setting.strip().split(":", 1) for setting in given.split(",") if ":" in setting)
-    is_wanted = settings.get("expandable_segments", "True") == "True"
-    settings["expandable_segments"] = str(is_expandable and is_wanted)
-    return ",".join(f"{name}:{value}" for name, value in settings.items())
-
-
 def set_allocator(is_expandable: bool) -> None:
-    """On CUDA: passes all of `allocator_settings`, because torch forgets what is not in the string."""
+    """On CUDA: whether memory segments expand, so that micro-batches of many sizes do not fragment the GPU's memory.
+
+    vLLM cannot capture its CUDA graphs with them where engines span GPUs, so they are off until the engine is built.
+    This takes the place of PYTORCH_ALLOC_CONF. pinned_max_round_threshold_mb is not set: with it torch 2.13 hands out
+    blocks of pinned memory that are too small.
+    """
     if torch.cuda.is_available():
-        torch._C._accelerator_setAllocatorSettings(allocator_settings(is_expandable))
+        torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{is_expandable}")
 
 
 def meeting_point(rank: int, size: int) -> dist.Store:
@@ -364,6 +354,11 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
 # Collectives ----------------------------------------------------------------------------------------------------------
 
 
+def is_alone() -> bool:
+    """Whether there is no other rank to talk to."""
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
 @contextmanager
 def waiting(collective: str) -> Iterator[None]:
     """Tells the watch over stalls that this rank waits for the others: in the function that it decorates."""
@@ -398,7 +393,7 @@ def gather_from_ranks(item: Item) -> list[Item]:
 
 def gather_unwatched(item: Item) -> list[Item]:
     """`gather_from_ranks` for ranks that ask again and again: to the watch over stalls it is no progress."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if is_alone():
         return [item]
     items = [None] * dist.get_world_size()
     dist.all_gather_object(items, item)
@@ -408,7 +403,7 @@ def gather_unwatched(item: Item) -> list[Item]:
 @waiting("exchange")
 def exchange_with_ranks(items: list[Item]) -> list[Item]:
     """What each rank has sent to this one, in rank order. `items`: for each rank; picklable host data."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if is_alone():
         return items
     received: list[Item] = []
     for source in range(dist.get_world_size()):
@@ -430,7 +425,7 @@ def end_if_requested() -> None:
 def broadcast_from_main(item: Item | None) -> Item:
     """The main rank's item, on every rank: picklable host data. All ranks call it; the others' items are ignored."""
     items = [item]
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if not is_alone():
         dist.broadcast_object_list(items, src=0)
     return items[0]  # type: ignore[return-value]
 

@@ -102,11 +102,6 @@ def divided(values: Tensor, scale: Tensor) -> Tensor:
     return torch.where(values == 0, 0.0, values / scale)
 
 
-def returns_to_go(reward: Tensor, penalties: Tensor) -> Tensor:
-    """At each token of a completion, the reward minus the penalties (coefficient x KL) of this token and later ones."""
-    return reward - to_go(penalties)
-
-
 def to_go(values: Tensor) -> Tensor:
     """Along the last dimension, the sum of this value and later ones."""
     return values.flip(-1).cumsum(-1).flip(-1)
@@ -213,9 +208,14 @@ def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, sequenc
 
     GSPO, eq. 7, its log clamped to +-20 (verl: only above, at 10).
     """
-    log_ratio = sequence_sum(torch.where(mask, logprobs - old_logprobs, 0.0), sequence_ids)
-    lengths = sequence_sum(mask.to(logprobs.dtype), sequence_ids).clamp(min=1.0)
-    return torch.where(mask, log_ratio / lengths, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    log_ratio = sequence_mean(logprobs - old_logprobs, mask, sequence_ids)
+    return torch.where(mask, log_ratio, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def sequence_mean(values: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
+    """At each token, the mean of the values over the trained tokens of its sequence; 0 if there are none."""
+    lengths = sequence_sum(mask.to(values.dtype), sequence_ids).clamp(min=1.0)
+    return sequence_sum(torch.where(mask, values, 0.0), sequence_ids) / lengths
 
 
 def sequence_sum(values: Tensor, sequence_ids: Tensor) -> Tensor:
@@ -270,44 +270,6 @@ KL: dict[str, Callable[..., Tensor]] = {  # x -> estimate of the KL
 }
 
 
-# Divergence over the vocabulary ---------------------------------------------------------------------------------------
-# From log-probs [T, V] of policy (p) and reference (q) to (its value at each token [T], slopes [T, V]). A slope is p x
-# the derivative by p, up to a multiple of p; by the logits it is slope - p x the sum of the token's slopes. Beside the
-# arguments at most two tensors [T, V] are held.
-
-
-def reverse(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(policy || reference): the policy leaves out what the reference finds unlikely."""
-    slopes = (log_p - log_q).mul_(log_p.exp())
-    return slopes.sum(dim=-1), slopes
-
-
-def forward(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(reference || policy): the policy covers all that the reference finds likely."""
-    q = log_q.exp()
-    return (log_q - log_p).mul_(q).sum(dim=-1), q.neg_()
-
-
-def jsd(log_p: Tensor, log_q: Tensor, *, kl_beta: float) -> tuple[Tensor, Tensor]:
-    """beta KL(reference || m) + (1 - beta) KL(policy || m), with m = beta reference + (1 - beta) policy.
-
-    Generalized Jensen-Shannon divergence, GKD (arXiv 2306.13649), eq. 2; TRL's `beta` is the same.
-    """
-
-    def above_mixture(log_x: Tensor) -> Tensor:
-        """x log(x / m), for x = p or q."""
-        m = log_p.exp().mul_(1.0 - kl_beta).add_(log_q.exp(), alpha=kl_beta)
-        log_m = m.clamp_(min=torch.finfo(m.dtype).tiny).log_()  # where m is 0, x is
-        return log_m.neg_().add_(log_x).mul_(log_x.exp())
-
-    values = above_mixture(log_q).sum(dim=-1)
-    slopes = above_mixture(log_p).mul_(1.0 - kl_beta)
-    return kl_beta * values + slopes.sum(dim=-1), slopes
-
-
-DIVERGENCES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"reverse": reverse, "forward": forward, "jsd": jsd}
-
-
 # Sampler-trainer mismatch ---------------------------------------------------------------------------------------------
 # Weights of the policy loss, per token: its probability by the trainer / by the sampler. The trainer's model is that at
 # the beginning of the step; the sampler's may be older (--steps_ahead, --partial_rollouts).
@@ -318,41 +280,12 @@ class Correction(NamedTuple):
     is_outside: Tensor  # bool: the weight is truncated, or 0
 
 
-def token_truncate(t: Tokens, *, rollout_correction_max: float) -> Correction:
-    """min(ratio of the token, max): truncated importance sampling.
-
-    Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
-    """
-    return truncated(mismatch(t), rollout_correction_max)
-
-
-def sequence_truncate(t: Tokens, *, rollout_correction_max: float) -> Correction:
-    """min(product of the sequence's ratios, max). Liu et al., "When Speed Kills Stability" (2025)."""
-    return truncated(mismatch(t, is_sequence=True), rollout_correction_max)
-
-
-def token_mask(t: Tokens, *, rollout_correction_min: float, rollout_correction_max: float) -> Correction:
-    """The ratio of the token inside [min, max], 0 outside. IcePop (Ring-1T, arXiv 2510.18855), with 0.5 and 5."""
-    return masked(mismatch(t), rollout_correction_min, rollout_correction_max)
-
-
-def sequence_mask(t: Tokens, *, rollout_correction_min: float, rollout_correction_max: float) -> Correction:
-    """The product of the sequence's ratios inside [min, max], 0 outside."""
-    return masked(mismatch(t, is_sequence=True), rollout_correction_min, rollout_correction_max)
-
-
 def no_correction(t: Tokens) -> Correction:
     """The ratio is measured and not used."""
     return Correction(mismatch(t), torch.zeros_like(t.mask))
 
 
-CORRECTIONS: dict[str, Callable[..., Correction]] = {
-    "none": no_correction,
-    "token_truncate": token_truncate,
-    "sequence_truncate": sequence_truncate,
-    "token_mask": token_mask,
-    "sequence_mask": sequence_mask,
-}
+CORRECTIONS: dict[str, Callable[..., Correction]] = {"none": no_correction}
 
 
 def mismatch(t: Tokens, is_sequence: bool = False) -> Tensor:
@@ -372,15 +305,6 @@ def temperature_terms(logprobs: Tensor, rollout_logprobs: Tensor, entropies: Ten
     x = (logprobs + entropies).clamp(-3.0, 3.0)
     difference = (logprobs - rollout_logprobs).clamp(-0.5, 0.5)
     return x * difference, x.square(), difference.square()
-
-
-def truncated(ratio: Tensor, high: float) -> Correction:
-    return Correction(ratio.clamp(max=high), ratio > high)
-
-
-def masked(ratio: Tensor, low: float, high: float) -> Correction:
-    is_outside = (ratio < low) | (ratio > high)
-    return Correction(torch.where(is_outside, 0.0, ratio), is_outside)
 
 
 # Aggregation ----------------------------------------------------------------------------------------------------------

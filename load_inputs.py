@@ -20,15 +20,15 @@ from transformers.utils import cached_file
 
 from data import PromptData, check_vocabulary, describe_template
 from engine.options import stop_ids
-from flags import FLAGS, Grading, Lora, PromptFormat, Sampling, TurnLimits, stall_limit
+from flags import FLAGS, Grading, PromptFormat, Sampling, TurnLimits, stall_limit
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
 from grading.own import files_of
 from hints import Hints
 from inputs.agreement import ROOT, check_same_start, digest, digests_of
 from inputs.checks import LOOPBACK, given, ranks_per_engine
 from inputs.sources import name_of_source, read_system_prompt
-from model.attention import check_device
-from model.lora import check_lora
+from model.attention import choose_kernel
+from model.lora import target_names
 from model.sizes import check_config, check_cpu_kernels, check_experts
 from model.vision import Vision, load_processor
 from model.weights import load_config, load_generation_config, model_of_shapes, weight_files
@@ -71,7 +71,7 @@ def load_inputs(args: Namespace) -> Inputs:
     config, tokenizer, vision, load = load_model_files(args, longest)
     check_experts(args.model, config, args.router_replay)
     if args.lora_rank:
-        check_lora(model_of_shapes(args.model, config), Lora.from_flags(args))
+        target_names(model_of_shapes(args.model, config), args.lora_targets)  # raises for one that it does not have
     generation = load_generation_config(args.model, config, stop_ids(tokenizer, args.stop_tokens))
     if args.reference:
         check_reference(args, config, tokenizer, longest)
@@ -255,7 +255,7 @@ def check_world(args: Namespace, world: World) -> None:
     check_shared(Path(args.out_dir))
     check_same_start(vars(args))
     StallWatch(Path(args.out_dir) / "ranks", world.trainer_rank, world.num_trainers, stall_limit(args)).start()
-    check_device(world.device, args.share_prompts)
+    choose_kernel(world.device)
 
 
 def check_shared(folder: Path) -> None:

@@ -9,16 +9,27 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from batch import Batch, Metrics, Pass, Rollout, Work
+from batch import Batch, Metrics, Pass, Rollout
 from fsdp_utils import World, max_over_trainers, sum_over_trainers
 from runtime.cards import GPUS
 
 LEAST_SPREAD = 0.02  # a token's log-prob, squared: entropies above about 0.05 have more
 VARIANTS = ("PCIe", "NVL", "4090 D", "Ti", "Laptop")  # GPUs that are slower or faster than their namesakes
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of a step on all ranks together. The trainer's tokens count a prompt once for each completion."""
+
+    sampled_tokens: int  # in completions, also in those that are not trained on
+    completion_tokens: int  # in the completions that are trained on
+    update_tokens: int  # in all passes over the rollout
+    update_flops: float  # in all passes
 
 
 def floats(metrics: Metrics) -> Metrics:
@@ -190,13 +201,6 @@ def throughput(work: Work, seconds_RE: list[np.ndarray], metrics: Metrics, world
         "perf/update_tokens_per_s_per_gpu": work.update_tokens / update_s / world.num_trainers,
         "perf/update_tflops_per_gpu": flops_per_s / 1e12,
     }
-    if work.shared_frac is not None:
-        rates["perf/shared_frac"] = work.shared_frac
-    if work.teacher_s is not None:
-        rates["perf/teacher_s"] = work.teacher_s
-    if work.logprobs_tokens:
-        tokens_per_s = work.logprobs_tokens / metrics["time/logprobs_s"]
-        rates["perf/logprobs_tokens_per_s_per_gpu"] = tokens_per_s / world.num_trainers
     if world.device.type == "cuda" and (peak := peak_flops(torch.cuda.get_device_name(world.device))):
         rates["perf/update_mfu"] = flops_per_s / peak
     return floats(rates)

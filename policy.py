@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -40,8 +38,6 @@ from model.weights import fill, in_files, load_config, model_from_config, withou
 from runtime.progress import OFF
 from runtime.stall import beat
 
-Moment = float | torch.cuda.Event
-
 
 class TokenScores(NamedTuple):
     """The results of a pass at each position, float32; constant zeros where the loss mask is false."""
@@ -67,9 +63,6 @@ class Policy(adapters.WithAdapter):
         super().__init__()
         self.model = model
         self.dtype = dtype
-        # When the reference ran. It has the same list, so the policy knows the time also where it
-        # is not itself.
-        self.reference_times: list[tuple[Moment, Moment]] = []
         self.expert_loads = ExpertLoads(self.layers)
         self.needs_rows = run_in_rows(self.layers)
         # The reference, if it moves (--reference_every): in a list, so that it is no part of this module.
@@ -134,27 +127,6 @@ class Policy(adapters.WithAdapter):
         )
         return output.last_hidden_state[0].index_select(0, batch.trained_K)
 
-    @contextmanager
-    def as_reference(self) -> Iterator[None]:
-        """Within it the model is the reference, without an adapter; the time is counted."""
-        start = now()
-        with torch.no_grad(), self.adapter_off():
-            yield
-        self.reference_times.append((start, now()))
-
-    def seconds_of_reference(self) -> float | None:
-        """The time of the reference's passes since the last call; None: there were none.
-
-        The device must have done its work.
-        """
-        if not self.reference_times:
-            return None
-        seconds = 0.0
-        for start, end in self.reference_times:
-            seconds += end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
-        self.reference_times.clear()
-        return seconds
-
     @torch.no_grad()
     def move_references(self, mixup: float) -> None:
         """reference += mixup x (policy - reference), on the shards of this rank: nothing is communicated.
@@ -215,19 +187,8 @@ class Policy(adapters.WithAdapter):
         """The numbers of parameters and of trained ones, for the first lines of the log."""
         trained = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
         total = sum(parameter.numel() for parameter in self.parameters())
-        if self.has_adapter:
-            return f"trainable: {trained:,} of {total:,} parameters: {self.describe_adapter()}"
-        frozen = f" of {total:,}, without those of the vision tower" if trained < total else ""
-        return f"trainable: all {trained:,} parameters{frozen}"
-
-
-def now() -> Moment:
-    """This moment; on CUDA that of the device, for which nobody waits."""
-    if not torch.cuda.is_available():  # then nothing runs behind the host
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+        adapter = f": {self.describe_adapter()}" if self.has_adapter else ""
+        return f"trainable: {trained:,} of {total:,} parameters{adapter}"
 
 
 def build_policy(
@@ -241,7 +202,7 @@ def build_policy(
     dtype = getattr(torch, memory.dtype)
     # Masters in --param_dtype keep updates that --dtype would lose; a frozen base needs none.
     param_dtype = dtype if lora.lora_rank else getattr(torch, memory.param_dtype)
-    policy = empty_policy(path, param_dtype, memory.gradient_checkpointing, dtype)
+    policy = empty_policy(path, param_dtype, dtype, memory.gradient_checkpointing)
     policy.head_dtype = getattr(torch, memory.head_dtype or memory.dtype)
     if lora.lora_rank:
         adapters.add_adapter(policy.model, lora, seed, path)
@@ -250,9 +211,8 @@ def build_policy(
     if reference_path and (reference_path != path or not lora.lora_rank):
         # It is never trained: no masters, and no recomputation in a backward pass.
         own_dtype = dtype if memory.reference_mixup == 1 else torch.float32
-        reference = empty_policy(reference_path, own_dtype, dtype=dtype).requires_grad_(False)
+        reference = empty_policy(reference_path, own_dtype, dtype).requires_grad_(False)
         reference.head_dtype = policy.head_dtype
-        reference.reference_times = policy.reference_times
         shard_and_fill(reference, reference_path, world, memory.offload_reference)
         policy.moving_references = [reference] if memory.reference_every else []
     if memory.compile:
@@ -308,9 +268,9 @@ def add_images(batch: Batch, images_of_sequences: list[PromptImages | None]) -> 
 
 
 def empty_policy(
-    path: str, param_dtype: torch.dtype, gradient_checkpointing: bool = False, dtype: torch.dtype | None = None
+    path: str, param_dtype: torch.dtype, dtype: torch.dtype, gradient_checkpointing: bool = False
 ) -> Policy:
-    """The model at `path` (folder or hub id), without storage yet. `dtype`: the policy's; default: its parameters'."""
+    """The model at `path` (folder or hub id), without storage yet. `dtype`: the policy's, not of its parameters."""
     if os.environ.get(OFF) or not sys.stderr.isatty():  # a bar would fill a log file
         transformers.utils.logging.disable_progress_bar()
     # A tower has images of its own, which are not packed: it keeps torch's attention. "" is a
@@ -329,7 +289,7 @@ def empty_policy(
             layer.training = True
     if (tower := tower_of(model)) is not None:
         tower.eval().requires_grad_(False)
-    return Policy(model, dtype or param_dtype)
+    return Policy(model, dtype)
 
 
 def shard_and_fill(

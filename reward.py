@@ -34,10 +34,6 @@ TRIAL = ("<think>\nSo.\n</think>\n<answer>\\boxed{KEY}\nAnswer: KEY\n#### KEY</a
 KEYS_AT_ONCE = 64  # answer keys in a request to a worker: a request costs more than a check
 
 
-class RewardFailed(RunError):
-    """Nothing at all could be graded: a mistake of the user's, to be told in a sentence."""
-
-
 class Grader:
     """Grades completions in worker processes: `submit` each as it is finished, `collect` when all are.
 
@@ -165,7 +161,7 @@ class Grader:
     def collect_from_ranks(self) -> list[Grade]:
         """The grades of the completions submitted on all ranks, in the order of b; the same on every rank.
 
-        Raises RewardFailed if grading failed for each of the first completions: it will for the next ones; Stopped, on
+        Raises RunError if grading failed for each of the first completions: it will for the next ones; Stopped, on
         all ranks, if a signal has come.
         """
         from fsdp_utils import end_if_requested, gather_from_ranks
@@ -180,7 +176,7 @@ class Grader:
         tried = [grade for grade in grades if grade.status != "truncated"]
         if not self.is_proven and tried and all(grade.is_failed for grade in tried):
             flag = f"--reward {self.grading.reward!r}" if self.weights else "--environment"
-            raise RewardFailed(
+            raise RunError(
                 f"{flag}: not one of the first {len(tried)} completions could be graded; the first: {tried[0].status}"
             )
         self.is_proven |= bool(tried)
@@ -243,10 +239,8 @@ class Grader:
         problem = self._trial(good) if good and ".py:" in self.grading.reward else ""
         for any_problem in filter(None, gather_from_ranks(problem)):
             raise ValueError(f"--reward {self.grading.reward}: {any_problem}.")
-        reasons: dict[int, str] = {}
-        for part in gather_from_ranks({share[i]: reason for i, reason in bad.items()}):
-            reasons |= part
-        return data.exclude(reasons)
+        parts = gather_from_ranks({share[i]: reason for i, reason in bad.items()})
+        return data.exclude({i: reason for part in parts for i, reason in part.items()})
 
     def close(self) -> None:
         if self.pool is not None:

@@ -19,13 +19,14 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 import torch
 
-from batch import Metrics, Rollout, Sampled, Update, Work, own_logprobs
+from batch import Metrics, Rollout, Sampled, Update, own_values
 from data import PromptData
 from flags import FLAGS, Recording
 from fsdp_utils import World, broadcast_from_main, end_if_requested
@@ -35,7 +36,7 @@ from instruments.curves import plot, seconds_of_phases
 from instruments.history import read_metrics
 from instruments.reference import judgement
 from instruments.rollout_files import Keeper, bytes_of_tokens, file_of
-from metrics import merge_updates, throughput
+from metrics import Work, merge_updates, throughput
 from model.special_tokens import describe_tags
 from runtime.files import DiskError, append, best_effort, checkpoints, lock_file, must_write, write
 from runtime.stall import BOARD, in_phase
@@ -299,7 +300,8 @@ class Run:
         """Keeps the completions of a step: all in rollouts/, a few in samples.jsonl. `updates` trained on `trained`."""
         self.samples(sampled.step, trained, sampled.group_size)
         if self.recording.keep_rollouts:
-            self.rollouts.keep(dataclasses.replace(sampled, logprobs=own_logprobs(trained, updates)))
+            old_logprobs = own_values(trained, updates, attrgetter("old_logprobs_N"))
+            self.rollouts.keep(dataclasses.replace(sampled, logprobs=old_logprobs))
 
     @contextmanager
     def kept_if_it_ends(self, sampled: Sampled, trained: Rollout, updates: list[Update]) -> Iterator[None]:

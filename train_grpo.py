@@ -247,7 +247,7 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
             # 7. Log, before the checkpoint: a kill in between repeats a step and loses no line.
             with run.phase("log"):
                 run.keep(sampler.record(step, rollout), rollout, updates)
-            work = work_of_step(sampler.sampled, rollout, updates, policy, plan.num_iterations, memory.share_prompts)
+            work = work_of_step(sampler.sampled, rollout, updates, policy, plan.num_iterations)
             run.log(step, metrics, work, sampler.seconds_RE)
 
             # 8. Checkpoint: whole or not at all. Its time is counted in the next step's line.

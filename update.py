@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 
 import grpo
@@ -23,8 +24,7 @@ from batch import (
     Rollout,
     State,
     Update,
-    Work,
-    from_positions,
+    own_values,
     pack,
     plan_micro_batches,
     shared_positions,
@@ -43,7 +43,7 @@ from fsdp_utils import (
     sum_over_trainers,
 )
 from grpo import Algorithm, Graded
-from metrics import idle_share, standard_errors, temperature_of
+from metrics import Work, idle_share, standard_errors, temperature_of
 from model.head import Teacher
 from model.optimizer import forget
 from policy import Policy, add_images, add_packing
@@ -133,7 +133,7 @@ def add_logprobs(updates: list[Update], policy: Policy, reference: Policy | None
     reference that is followed over the vocabulary runs beside the update: the distributions of a step would not fit.
     """
     if algorithm.old_logprobs == "rollout":
-        updates = [update.map(use_sampler_logprobs) for update in updates]
+        updates = [update.map(lambda x: replace(x, old_logprobs_N=x.rollout_logprobs_N)) for update in updates]
     else:
         needs_all = policy.has_dropout or algorithm.num_iterations > 1 or algorithm.has_penalties
         needs_all |= algorithm.cut is not None  # all that follows is over what this pass finds that was kept
@@ -147,21 +147,18 @@ def add_logprobs(updates: list[Update], policy: Policy, reference: Policy | None
     return [add_reference(update, reference, algorithm) for update in updates]
 
 
-def use_sampler_logprobs(batch: Batch) -> Batch:
-    return replace(batch, old_logprobs_N=batch.rollout_logprobs_N)
-
-
 def add_reference(update: Update, reference: Policy, algorithm: Algorithm) -> Update:
     """The update with the reference's log-probs; over the vocabulary with what runs the reference on each batch."""
     if algorithm.kl_over == "vocabulary":
         return update.map(lambda x: replace(x, teacher=partial(run_teacher, reference, x, algorithm)))
-    with reference.as_reference():  # with LoRA: the same module, its adapter off
+    with reference.adapter_off():  # with LoRA: the same module as the policy
         return logprobs_under(reference, "ref_logprobs_N", update, algorithm)
 
 
+@torch.no_grad()
 def run_teacher(reference: Policy, batch: Batch, algorithm: Algorithm) -> Teacher:
     """The distributions of the reference at the trained tokens of the batch."""
-    with reference.as_reference():
+    with reference.adapter_off():
         hidden_KD, weight_VD = reference.hidden_states(batch.reference_batch())
     if not reference.has_adapter:  # with LoRA the policy computes with these weights next
         release_gathered(reference)
@@ -181,7 +178,7 @@ def logprobs_under(model: Policy, field: str, update: Update, algorithm: Algorit
             logprobs_N = torch.zeros_like(batch.rollout_logprobs_N).index_copy(0, batch.trained_K, logprobs_K)
         return replace(batch, kept=scores.kept, **{field: logprobs_N})
 
-    update = replace(update.map(scored), num_passes=update.num_passes + 1)
+    update = update.map(scored)
     # FSDP keeps the last layer gathered for a backward pass that does not follow.
     release_gathered(model)
     return update
@@ -206,14 +203,12 @@ def gather_penalties(rollout: Rollout, updates: list[Update], algorithm: Algorit
 
     It is the KL of the policy that sampled, by the trainer's log-probs; 0 where a completion is left out of the loss.
     """
-    own: dict[int, np.ndarray] = {}
-    for update in updates:
-        for batch in update.batches:
-            kl_N = algorithm.kl_estimator(batch.ref_logprobs_N - batch.old_logprobs_N)
-            own |= from_positions(rollout, batch, algorithm.kl_coef * kl_N)
-    gathered: dict[int, np.ndarray] = {}
-    for part in gather_from_ranks(own):
-        gathered |= part
+
+    def penalties(batch: Batch) -> Tensor:
+        return algorithm.kl_coef * algorithm.kl_estimator(batch.ref_logprobs_N - batch.old_logprobs_N)
+
+    parts = gather_from_ranks(own_values(rollout, updates, penalties))
+    gathered = {b: values for part in parts for b, values in part.items()}
     return [gathered[b] for b in range(len(gathered))]
 
 
@@ -227,11 +222,12 @@ def compute_advantages(
     turn_fields = by_turn(rollout, algorithm.group_size)
     if "turn_rewards_PGK" in turn_fields:
         # A token is credited with its own turn and later ones, not with what was earned before it.
-        to_go = grpo.to_go(turn_fields["turn_rewards_PGK"].nan_to_num()).flatten(0, 1)
-        returns_T = to_go[torch.repeat_interleave(lengths_B), turn_fields["turns_T"]]
+        returns_BK = grpo.to_go(turn_fields["turn_rewards_PGK"].nan_to_num()).flatten(0, 1)
+        returns_T = returns_BK[torch.repeat_interleave(lengths_B), turn_fields["turns_T"]]
     if penalties is not None:
         pairs = zip(returns_T.split(lengths_B.tolist()), penalties, strict=True)
-        returns_T = torch.cat([grpo.returns_to_go(rewards, torch.from_numpy(penalty)) for rewards, penalty in pairs])
+        # At each token, minus the penalties of this token and later ones.
+        returns_T = torch.cat([rewards - grpo.to_go(torch.from_numpy(penalty)) for rewards, penalty in pairs])
         rewards_B = rewards_B - torch.tensor([penalty.sum() for penalty in penalties])
     mask_T = torch.repeat_interleave(torch.from_numpy(rollout.trained_lengths_B) > 0, lengths_B)
     mask_T &= torch.from_numpy(np.concatenate(rollout.is_sampled))
@@ -280,12 +276,12 @@ def by_turn(rollout: Rollout, group_size: int) -> dict[str, Tensor | list[list[b
     fields = {"turns_T": torch.from_numpy(np.concatenate(turns)), "states_B": states_of(rollout)}
     if not has_rewards:
         return fields
-    most_turns = max(int(turns_of_tokens.max(initial=0)) + 1 for turns_of_tokens in turns)
-    rewards_BK = torch.full((len(turns), most_turns), torch.nan)
-    for b, turns_of_tokens in enumerate(turns):
-        for k in range(int(turns_of_tokens.max(initial=0)) + 1):
-            rewards_BK[b, k] = rollout.grades[b].parts.get(f"turn_{k + 1}", 0.0)
-    return fields | {"turn_rewards_PGK": rewards_BK.view(-1, group_size, most_turns)}
+    rewards_B = []
+    for grade, turns_of_tokens in zip(rollout.grades, turns, strict=True):
+        numbers = range(1, turns_of_tokens.max(initial=0) + 2)
+        rewards_B.append(torch.tensor([float(grade.parts.get(f"turn_{number}", 0.0)) for number in numbers]))
+    rewards_BK = pad_sequence(rewards_B, batch_first=True, padding_value=torch.nan)
+    return fields | {"turn_rewards_PGK": rewards_BK.unflatten(0, (-1, group_size))}
 
 
 def states_of(rollout: Rollout) -> list[list[bytes]]:
@@ -373,7 +369,7 @@ def add_gradients(
                 maxima = {name: torch.where(mask_N, x, -torch.inf).max() for name, x in maxima.items()}
                 sequence_sums = sums_of_sequences(batch, means)
             sums = {"policy/loss": loss.detach()} | sums
-            passes.append(Pass(batch, logprobs_N.detach(), old_logprobs_N, sums, maxima, sequence_sums))
+            passes.append(Pass(batch, sums, maxima, sequence_sums))
     if memory.communicate_once:
         release_gathered(policy)  # they are from before the optimizer step
     return passes
@@ -413,23 +409,16 @@ def reduce_metrics(passes: list[Pass]) -> dict[str, float]:
 
 
 def work_of_step(
-    sampled: Rollout, trained: Rollout, updates: list[Update], policy: Policy, num_iterations: int, share_prompts: bool
+    sampled: Rollout, trained: Rollout, updates: list[Update], policy: Policy, num_iterations: int
 ) -> Work:
     """The work of a step, the same on every rank; all ranks call it. `updates`: those of one pass over `trained`."""
-    lengths_U = [int(lengths.sum()) for lengths in np.split(trained.sequence_lengths_B, len(updates))]
-    num_tokens = sum(lengths_U)
-    packed = [batch for update in updates for batch in update.batches]
-    # At an infinite parity length, attention is free and the cost is the number of tokens.
-    costs = [sum(batch.cost(parity_length) for batch in packed) for parity_length in (policy.parity_length, math.inf)]
-    cost, computed_tokens = sum_over_trainers(torch.tensor(costs, dtype=torch.float64)).tolist()
+    cost = sum(batch.cost(policy.parity_length) for update in updates for batch in update.batches)
+    cost = sum_over_trainers(torch.tensor(cost, dtype=torch.float64)).item()
     return Work(
         sampled_tokens=int(sampled.completion_lengths_B.sum()),
         completion_tokens=int(trained.completion_lengths_B.sum()),
-        logprobs_tokens=sum(length * update.num_passes for length, update in zip(lengths_U, updates, strict=True)),
-        update_tokens=num_tokens * num_iterations,
+        update_tokens=int(trained.sequence_lengths_B.sum()) * num_iterations,
         update_flops=update_flops(policy, cost) * num_iterations,
-        teacher_s=policy.seconds_of_reference(),
-        shared_frac=1 - computed_tokens / num_tokens if share_prompts else None,
     )
 
 
@@ -462,11 +451,10 @@ class Bounds(Settings):
 
 def find_fault(metrics: Metrics, bounds: Bounds) -> tuple[str, str] | None:
     """(the metric that counts it, what is wrong) of an update with these metrics; None: nothing."""
-    loss, grad_norm, kl = metrics["policy/loss"], metrics["optim/grad_norm"], metrics["policy/approx_kl"]
-    if not math.isfinite(loss):
-        return NOT_FINITE, f"the loss is {loss}"
-    if not math.isfinite(grad_norm):
-        return NOT_FINITE, f"the gradient norm is {grad_norm}"
+    kl = metrics["policy/approx_kl"]
+    for name, what in (("policy/loss", "loss"), ("optim/grad_norm", "gradient norm")):
+        if not math.isfinite(metrics[name]):
+            return NOT_FINITE, f"the {what} is {metrics[name]}"
     if bounds.max_kl and not kl <= bounds.max_kl:  # true of nan, too
         return BEYOND_KL, f"the KL to the policy that sampled is {kl:.3g}; --max_kl {bounds.max_kl:g}"
     return None

@@ -28,12 +28,7 @@ MAX_STATED = 1000  # characters behind a mark without an end
 
 
 def opens_thought(prompt: str) -> bool:
-    """Whether it ends with `<think>`, or with one line of words behind a `<think>` that begins a line or a turn."""
-    before, tag, words = prompt.rpartition("<think>")
-    if not tag or not words.strip():
-        return tag != ""
-    begins_turn = before.rstrip(" ").lower().endswith(("\n", ">", "]", "assistant:"))
-    return begins_turn and not re.search(r"[\n<]|\]$|\b[A-Z]\w*:$", words.strip())
+    return prompt.rstrip().endswith("<think>")
 
 
 def visible_text(completion: str, prompt: str = "") -> str | None:

@@ -11,7 +11,6 @@ prompts are texts.
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import copy
 import functools
@@ -24,6 +23,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from inspect import Parameter
+from modulefinder import ModuleFinder
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -35,8 +35,6 @@ from grading import Case
 @functools.cache
 def load_module(file: Path) -> ModuleType:
     """The file as a module, one for all flags and files that name or import it. Raises what the file raises."""
-    if b"\0" in file.read_bytes():
-        raise ValueError(f"{file.name} is no text in UTF-8, but perhaps in UTF-16; save it as UTF-8")
     spec = importlib.util.find_spec(file.stem) if file.stem.isidentifier() else None
     if spec and spec.origin and Path(spec.origin).resolve() == file:
         return importlib.import_module(file.stem)
@@ -47,14 +45,13 @@ def load_module(file: Path) -> ModuleType:
     return module
 
 
-def load_function(path: str, name: str) -> Callable:
-    """The function of this name in the file. Raises ValueError if there is none, and what the file itself raises."""
+def load_reference(reference: str) -> Callable:
+    """The function or class of FILE.py:NAME. Raises ValueError if there is none, and what the file itself raises."""
+    path, _, name = reference.rpartition(":")
     folder = str(Path(path).absolute().parent)
-    FOLDERS.add(folder)
     if folder not in sys.path:
         sys.path.append(folder)  # it can import its neighbours; at the end, because ours keep their names
     module = load_module(Path(path).resolve())
-    check_neighbours(Path(path).absolute())
     function = getattr(module, name, None)
     if not callable(function):
         own = [value for value in vars(module).values() if inspect.isfunction(value) or inspect.isclass(value)]
@@ -64,51 +61,23 @@ def load_function(path: str, name: str) -> Callable:
     return function
 
 
-def load_reference(reference: str) -> Callable:
-    """The function or class of FILE.py:NAME. Raises as `load_function`."""
-    path, _, name = reference.rpartition(":")
-    return load_function(path, name)
-
-
-FOLDERS = {str(Path(__file__).parent.parent)}  # where own files have been loaded from; and ours
-
-
-def check_neighbours(path: Path) -> None:
-    """Raises ValueError if what the file imports is not its neighbour, but a file of that name in another folder."""
-    for neighbour in files_of(path)[1:]:
-        name = neighbour.relative_to(path.parent).parts[0].removesuffix(".py")
-        origin = Path(getattr(importlib.util.find_spec(name), "origin", None) or neighbour)
-        if str(origin.parents[origin.name == "__init__.py"]) in FOLDERS - {str(path.parent)}:
-            raise ValueError(f"{path} imports its neighbour {name}, but gets {origin}; give one of them another name")
-
-
 def files_of(path: Path) -> list[Path]:
     """The file, and those in its folder that it imports, directly or not."""
-    files = [path]
-    for file in files:  # it grows
-        nodes: list[ast.AST] = []
-        with suppress(SyntaxError, ValueError):  # whoever imports it may do without it
-            nodes += ast.walk(ast.parse(file.read_bytes()))
-        for node in nodes:
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-            if isinstance(node, ast.ImportFrom) and node.module:  # what is taken out of it may be a module, too
-                names = [node.module, *(f"{node.module}.{name}" for name in names)]
-            for name in names:
-                place = path.parent / name.replace(".", "/")
-                for imported in (place.with_suffix(".py"), place / "__init__.py"):
-                    if imported.is_file() and imported not in files:
-                        files.append(imported)
-    return files
+    finder = ModuleFinder([str(path.parent)])
+    with suppress(SyntaxError, ValueError):  # in it, or in what it may do without: whoever imports it hears of it
+        finder.run_script(str(path))
+    imported = [Path(module.__file__) for module in finder.modules.values() if module.__file__]
+    return list(dict.fromkeys([path, *imported]))
 
 
 def load_own(reference: str) -> tuple[Callable, str]:
-    """The function or class of `file.py:name`, and this name, in a worker. Raises as `load_function`."""
+    """The function or class of `file.py:name`, and this name, in a worker. Raises as `load_reference`."""
     path, _, name = reference.rpartition(":")
     # Its neighbours come after installed packages and before our own modules (one may be called
     # data.py).
     last = [str(Path(path).absolute().parent), str(Path(__file__).parent.parent)]
     sys.path[:] = [folder for folder in sys.path if folder not in last] + last
-    return load_function(path, name), name
+    return load_reference(reference), name
 
 
 def _verl_key(case: Case) -> object:
@@ -167,10 +136,6 @@ class OwnReward:
             )
         self.values, self.takes_group = form
         kinds = {name: parameter.kind for name, parameter in parameters.items()}
-        if Parameter.POSITIONAL_ONLY in kinds.values():
-            raise ValueError(
-                f"{self.name} cannot be called by the names of its parameters; leave the / among them out."
-            )
         self.takes_all_columns = self.values in (OURS, GROUP) and Parameter.VAR_KEYWORD in kinds.values()
         named = [name for name in kinds if kinds[name] not in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)]
         rest = OURS.keys() - {"token_ids"} if self.takes_all_columns and not self.takes_group else ()
@@ -199,8 +164,6 @@ class OwnReward:
                 arguments[name] = [case.columns.get(name) for case in cases]
         if not self.takes_group:
             arguments = {name: values[0] for name, values in arguments.items()}
-        if isinstance(self.function, functools.partial):
-            arguments |= self.function.keywords  # the user has bound them
         result = awaited(self.function(**arguments))
         if not self.takes_group:
             return [read_reward(result, self.name)]
@@ -226,9 +189,9 @@ def read_reward(result: object, name: str) -> Score:
             raise WrongReturn(f"{name} returned {result!r:.200}: a dict needs the key 'reward' or 'score'")
         for part, value in result.items():
             if part != key and isinstance(part, str) and math.isfinite(number := _number(value)):
-                parts[str.__str__(part)] = number  # the mere text, if it is of a class of the user's
+                parts[part] = number
         if isinstance(said := result.get("feedback"), str):
-            feedback = str.__str__(said)
+            feedback = said
         result = result[key]
     score = _number(result)
     if not math.isfinite(score):

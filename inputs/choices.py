@@ -19,16 +19,17 @@ import grpo
 import losses
 from flags import FLAGS, AdamW, most_lag
 from grading.own import load_reference
-from grpo import AGGREGATIONS, CORRECTIONS, KL, Algorithm, Graded, Loss, Tokens, check_returned
+from grpo import AGGREGATIONS, KL, Algorithm, Graded, Loss, Tokens, check_returned
 from inputs.checks import given, leave
+from model.divergences import DIVERGENCES
 
 CHOICES: dict[str, dict[str, Callable]] = {
     "--advantage": grpo.ADVANTAGES | losses.ADVANTAGES,
     "--policy_loss": grpo.LOSSES | losses.LOSSES,
     "--loss_aggregation": AGGREGATIONS,
     "--kl_estimator": KL,
-    "--kl_direction": grpo.DIVERGENCES,
-    "--rollout_correction": CORRECTIONS,
+    "--kl_direction": DIVERGENCES,
+    "--rollout_correction": grpo.CORRECTIONS | losses.CORRECTIONS,
 }
 OWN = ("--advantage", "--policy_loss", "--kl_estimator")  # may also name a function of the user's, FILE.py:FUNCTION
 ALSO_DESCRIBED = (

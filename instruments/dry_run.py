@@ -22,7 +22,7 @@ from inputs.choices import algorithm_of
 from inputs.sources import parse_source
 from instruments.plan_report import report_of, text_of
 from instruments.plan_setup import GIB, Hardware, RunShape, Setup, shape_of
-from model.lora import check_lora
+from model.lora import target_names
 from model.sizes import check_config, check_experts
 from model.vision import check_images
 from model.weights import load_config, model_of_shapes
@@ -88,7 +88,7 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     check_images(args.model, config, PromptFormat.from_flags(args))
     model, lora = shape_of(config, args.model), Lora.from_flags(args)
     if lora.lora_rank:
-        check_lora(model_of_shapes(args.model, config), lora)
+        target_names(model_of_shapes(args.model, config), lora.lora_targets)
     algorithm_of(args)  # raises for choices that do not exist, or flags without effect
     num_rows = args.plan_rows or rows_of(args.train_data)
     if num_rows is None and args.epochs is not None:

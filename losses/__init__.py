@@ -1,4 +1,4 @@
-"""Losses and advantages beyond the common ones, one method a file: `--policy_loss gmpo`, `--advantage opo`.
+"""Losses, advantages and corrections beyond the common ones, one method a file: `--policy_loss gmpo`, for example.
 
 Each names its source. To write your own, copy one, and give `--policy_loss my_loss.py:f`, or name
 it here.
@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from grpo import Loss
+from grpo import Correction, Loss
 from losses.a_star_po import a_star_po, optimal_advantage
-from losses.clip_cov import clip_cov
+from losses.corrections import sequence_mask, sequence_truncate, token_mask, token_truncate
+from losses.cov import clip_cov, kl_cov
 from losses.dppo import dppo, dppo_kl
 from losses.fipo import fipo
 from losses.gdpo import gdpo
@@ -19,7 +20,6 @@ from losses.gmpo import gmpo
 from losses.gpg import gpg
 from losses.gspo_token import gspo_token
 from losses.high_entropy import high_entropy
-from losses.kl_cov import kl_cov
 from losses.maxrl import maxrl
 from losses.mt_grpo import mt_grpo
 from losses.off_policy_mask import off_policy_mask
@@ -56,4 +56,10 @@ LOSSES: dict[str, Callable[..., Loss | Tensor]] = {
     "fipo": fipo,
     "rlsd": rlsd,
     "a_star_po": a_star_po,
+}
+CORRECTIONS: dict[str, Callable[..., Correction]] = {
+    "token_truncate": token_truncate,
+    "sequence_truncate": sequence_truncate,
+    "token_mask": token_mask,
+    "sequence_mask": sequence_mask,
 }

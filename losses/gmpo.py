@@ -9,7 +9,7 @@ sequence stands at each of its tokens.
 
 import torch
 
-from grpo import Loss, sequence_sum
+from grpo import Loss, sequence_mean
 
 
 def gmpo(t, *, clip_low, clip_high):
@@ -18,6 +18,5 @@ def gmpo(t, *, clip_low, clip_high):
     is_low = (log_ratio < -clip_low) & (t.advantages < 0)
     is_high = (log_ratio > clip_high) & (t.advantages > 0)
     clipped = torch.where(is_low, -clip_low, torch.where(is_high, clip_high, log_ratio))
-    lengths = sequence_sum(t.mask.to(log_ratio.dtype), t.sequence_ids).clamp(min=1.0)
-    mean = sequence_sum(torch.where(t.mask, clipped, 0.0), t.sequence_ids) / lengths
+    mean = sequence_mean(clipped, t.mask, t.sequence_ids)
     return Loss(-t.advantages * mean.exp(), None, is_low, is_high)

@@ -20,7 +20,8 @@ def mt_grpo(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
     if g.turn_rewards_PGK is None:
         raise ValueError("--advantage mt_grpo needs an --environment whose reward() returns a list, a number a turn.")
     rewards_PKG = g.turn_rewards_PGK.transpose(1, 2)
-    is_there, counts = ~rewards_PKG.isnan(), (~rewards_PKG.isnan()).sum(dim=2, keepdim=True)
+    is_there = ~rewards_PKG.isnan()
+    counts = is_there.sum(dim=2, keepdim=True)
     mean = rewards_PKG.nansum(dim=2, keepdim=True) / counts
     deviations = torch.where(is_there, rewards_PKG - mean, 0.0)
     std = (deviations.square().sum(dim=2, keepdim=True) / (counts - advantage_ddof).clamp(min=1)).sqrt()

@@ -6,7 +6,7 @@ TRL's documentation starts with. The old log-probs of the mask are the sampler's
 
 import torch
 
-from grpo import clip, sequence_sum
+from grpo import clip, sequence_mean
 
 
 def off_policy_mask(t, *, clip_low, clip_high, dual_clip, delta=0.5):
@@ -15,7 +15,6 @@ def off_policy_mask(t, *, clip_low, clip_high, dual_clip, delta=0.5):
     By more than delta: the mean over the sequence's tokens of log(pi_sampler / pi).
     """
     loss = clip(t, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-    log_ratio = torch.where(t.mask, (t.rollout_logprobs - t.logprobs).detach(), 0.0)
-    lengths = sequence_sum(t.mask.to(log_ratio.dtype), t.sequence_ids).clamp(min=1.0)
-    is_off = (sequence_sum(log_ratio, t.sequence_ids) / lengths > delta) & (t.advantages < 0)
+    log_ratio = (t.rollout_logprobs - t.logprobs).detach()
+    is_off = (sequence_mean(log_ratio, t.mask, t.sequence_ids) > delta) & (t.advantages < 0)
     return loss._replace(per_token=torch.where(is_off, 0.0, loss.per_token), metrics={"off_policy_frac": is_off})

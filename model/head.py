@@ -45,7 +45,7 @@ class Teacher(NamedTuple):
 
     hidden_TD: Tensor  # its own width D
     weight_VD: Tensor  # its head's; rows beyond the policy's are left out, as if their probability was 0
-    divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # one of `grpo.DIVERGENCES`
+    divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # one of `DIVERGENCES`
 
 
 class Kept(NamedTuple):
@@ -169,10 +169,7 @@ def kept_logits(hidden: Tensor, weight: Tensor, rows: slice, options: HeadOption
 
 def chunk_of_teacher(tensors: Sequence[Tensor], rows: slice, head_dtype: torch.dtype) -> Tensor | None:
     """The teacher's logits of these rows; None without a teacher."""
-    if not tensors:
-        return None
-    hidden, weight = tensors
-    return chunk_logits(hidden[rows], weight, head_dtype)
+    return chunk_logits(tensors[0][rows], tensors[1], head_dtype) if tensors else None
 
 
 # Row by row -----------------------------------------------------------------------------------------------------------
@@ -219,7 +216,7 @@ def replace_by_gradient(
     grad_logprob, slopes = gradients[0][:, None], None
     log_p = log_probabilities(logits, temperature)
     p = log_p.exp()
-    if teacher_logits is not None:  # slopes: see `grpo.DIVERGENCES`
+    if teacher_logits is not None:  # slopes: see `divergences.py`
         slopes = divergence(log_p, log_probabilities(teacher_logits, temperature))[1] * gradients[3][:, None]
     if has_entropy_gradient:  # its slopes are -p log p
         entropy_slopes = log_p * p * -gradients[1][:, None]

@@ -49,14 +49,6 @@ def target_names(model: PreTrainedModel, targets: Sequence[str] | None) -> list[
     return [name for name, own_name in own_names.items() if own_name in targets]
 
 
-def check_lora(model: PreTrainedModel, lora: Lora) -> None:
-    """Raises ValueError for --lora_targets that the model does not have, or too large a --lora_rank."""
-    most = model.config.get_text_config().hidden_size  # one side of each matrix
-    if lora.lora_rank > most:
-        raise ValueError(f"--lora_rank {lora.lora_rank}: no matrix of this model has a rank above {most}; use less.")
-    target_names(model, lora.lora_targets)
-
-
 def add_adapter(model: PreTrainedModel, lora: Lora, seed: int, path: str) -> None:
     """Freezes the model and gives its linear layers fp32 adapters, the same on all ranks. `path`: the base model's."""
     config = LoraConfig(
@@ -143,13 +135,11 @@ class WithAdapter(nn.Module):
             save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
     def describe_adapter(self) -> str:
-        """For example: LoRA (rank 8, alpha 32, so s = 4; dropout 0) on 14 linear layers: q_proj, v_proj."""
+        """For example: LoRA (rank 8, alpha 32, dropout 0) on 14 linear layers: q_proj, v_proj."""
         layers, config = adapted_layers(self.model), self.model.peft_config[NAME]
-        names = sorted({name.rpartition(".")[2] for name in layers})
-        return (
-            f"LoRA (rank {config.r}, alpha {config.lora_alpha:g}, so s = {config.lora_alpha / config.r:g}; "
-            f"dropout {config.lora_dropout:g}) on {len(layers)} linear layers: {', '.join(names)}"
-        )
+        names = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+        settings = f"rank {config.r}, alpha {config.lora_alpha:g}, dropout {config.lora_dropout:g}"
+        return f"LoRA ({settings}) on {len(layers)} linear layers: {names}"
 
 
 def own_merged_rows(layer: LoraLayer, weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, int]]:

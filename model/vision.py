@@ -222,14 +222,10 @@ def find_images(vision: Vision, encoded: tuple[bytes, ...], template_ids: np.nda
     return PromptImages(encoded, tuple(_grid(vision, image) for image in encoded), template_ids, vision)
 
 
-class UnreadableImage(ValueError):
-    """A value is no image."""
-
-
 def encoded_images(value: object, folder: Path) -> tuple[bytes, ...]:
     """The images of a value: null, or one or a list of path, bytes, base64, {"bytes", "path"}.
 
-    Raises UnreadableImage, also for a file that is cut off, which would otherwise end the run when
+    Raises ValueError, also for a file that is cut off, which would otherwise end the run when
     its turn comes.
     """
     if value is None:
@@ -245,7 +241,7 @@ def encoded_images(value: object, folder: Path) -> tuple[bytes, ...]:
                 raise TypeError(f"{type(item).__name__}; needed is a file, bytes, base64 or a data URI")
             decode(item)
         except DAMAGED as error:
-            raise UnreadableImage(str(error)) from None
+            raise ValueError(str(error)) from None
         images.append(item)
     return tuple(images)
 
@@ -261,18 +257,10 @@ def read_image(text: str, folder: Path) -> bytes:
 
 
 def decode(encoded: bytes) -> Image.Image:
-    """The image in RGB, upright as its EXIF data say, transparent parts white. Raises `DAMAGED`.
-
-    Grey values of 16 or 32 bits are scaled, so that the largest is white, and black is 0 or what is
-    below it.
-    """
+    """The image in RGB, upright as its EXIF data say, transparent parts white. Raises `DAMAGED`."""
     image = ImageOps.exif_transpose(Image.open(io.BytesIO(encoded)))
-    if image.mode[0] in "IF":
-        values = np.asarray(image, dtype=np.float64)
-        if not np.isfinite(values).all():
-            raise ValueError("some of its values are no finite numbers")
-        values -= min(values.min(), 0.0)
-        image = Image.fromarray(np.uint8(values / (values.max() or 1.0) * 255 + 0.5))
+    if image.mode[0] in "IF":  # `convert` would cut them off at 255
+        raise ValueError("its grey values have more than 8 bits; save it with 8")
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)

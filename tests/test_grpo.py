@@ -132,7 +132,7 @@ def correction(
 ) -> tuple[Tensor, Tensor]:
     """(weights, which of them are truncated or 0)."""
     tokens = tokens_of(None, old, rollout, None, mask, sequence_ids)
-    return call(grpo.CORRECTIONS, kind, tokens, rollout_correction_min=low, rollout_correction_max=high)
+    return call(CHOICES["--rollout_correction"], kind, tokens, rollout_correction_min=low, rollout_correction_max=high)
 
 
 def aggregation(lengths_B: Tensor, kind: str, constant: float = 12.0) -> Tensor:

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from batch import Update, Work, pack, training_costs
+from batch import Update, pack, training_costs
 from fsdp_utils import World
 from grading import Grade
 from helpers.made_up import load_policy, make_grade, make_rollout
 from instruments.plan_setup import shape_of
 from instruments.plan_time import forward_flops
-from metrics import merge_updates, peak_flops, rollout_metrics, stderr_of_mean, throughput
+from metrics import Work, merge_updates, peak_flops, rollout_metrics, stderr_of_mean, throughput
 from update import update_flops, work_of_step
 
 WORLD = World(trainer_rank=0, num_trainers=2, tp_size=1, device=torch.device("cpu"))
 ROLLOUT = make_rollout([6, 2, 8, 4], group_size=2)  # with prompts of 4 tokens: 9 + 5 + 11 + 7 positions
-POLICY = SimpleNamespace(flops_per_token=100, parity_length=10.0, has_adapter=False, seconds_of_reference=lambda: None)
-WITH_LORA = SimpleNamespace(flops_per_token=100, parity_length=10.0, has_adapter=True, seconds_of_reference=lambda: 1.5)
+POLICY = SimpleNamespace(flops_per_token=100, parity_length=10.0, has_adapter=False)
+WITH_LORA = SimpleNamespace(flops_per_token=100, parity_length=10.0, has_adapter=True)
 
 
 def test_rollout_metrics_count_groups_lengths_and_truncation():
@@ -88,26 +88,21 @@ def test_updates_of_a_step_are_merged_by_what_a_number_means():
 
 def test_the_work_of_a_step_counts_prompts_and_discarded_samples():
     """The work of a step counts prompts for the trainer, and what was thrown away for the sampler."""
-    updates = [Update([pack(ROLLOUT, [0, 1])], 8, 2, 1), Update([pack(ROLLOUT, [2]), pack(ROLLOUT, [3])], 12, 2, 2)]
+    updates = [Update([pack(ROLLOUT, [0, 1])], 8, 2), Update([pack(ROLLOUT, [2]), pack(ROLLOUT, [3])], 12, 2)]
     sampled, costs = make_rollout([6, 2, 8, 4, 10], group_size=1), 32 + (81 + 25 + 121 + 49) / 10
-    work = work_of_step(sampled, ROLLOUT, updates, POLICY, 2, share_prompts=False)
+    work = work_of_step(sampled, ROLLOUT, updates, POLICY, 2)
     assert (work.sampled_tokens, work.completion_tokens, work.update_tokens) == (30, 20, 32 * 2)
-    assert work.logprobs_tokens == 14 * 1 + 18 * 2
     assert work.update_flops == pytest.approx(3 * 100 * costs * 2)
-    assert work.shared_frac is None
-    frozen = work_of_step(sampled, ROLLOUT, updates, WITH_LORA, 2, share_prompts=True)
+    frozen = work_of_step(sampled, ROLLOUT, updates, WITH_LORA, 2)
     assert frozen.update_flops == pytest.approx(2 * 100 * costs * 2)
-    assert (work.teacher_s, frozen.teacher_s) == (None, 1.5)
-    assert frozen.shared_frac == 0.0, "nothing was packed together, and the log says so"
     # Positions that are shared count as tokens and not as FLOPs: 2 x 3 of the prompts' 4 tokens.
     together = [Update([pack(ROLLOUT, [0, 1, 2, 3], group_size=2)], num_tokens=20, num_prompts=2)]
-    work = work_of_step(ROLLOUT, ROLLOUT, together, POLICY, 1, share_prompts=True)
-    assert (work.shared_frac, work.update_tokens) == (pytest.approx(6 / 32), 32)
+    work = work_of_step(ROLLOUT, ROLLOUT, together, POLICY, 1)
+    assert work.update_tokens == 32
     assert work.update_flops == pytest.approx(3 * 100 * (26 + (81 + 25 + 121 + 49 - 2 * 3**2) / 10))
 
 
 def test_rates_and_waiting_are_those_of_the_step():
-    """Rates are those of the step, and what it did not do has no rate."""
     seconds = [np.array([3.0, 2.0]), np.array([0.5, 1.0])]  # two rounds of two engines
     times = {"time/sample_s": 4.0, "time/update_s": 5.0, "time/step_s": 20.0}
     always = {
@@ -117,10 +112,7 @@ def test_rates_and_waiting_are_those_of_the_step():
         "perf/update_tokens_per_s_per_gpu": 64 / 5 / 2,
         "perf/update_tflops_per_gpu": 60 / 5 / 2,
     }
-    assert throughput(Work(24, 20, 0, 64, 6e13, shared_frac=None), seconds, times, WORLD) == pytest.approx(always)
-    work, times = Work(24, 20, 50, 64, 6e13, shared_frac=0.25, teacher_s=1.5), times | {"time/logprobs_s": 2.0}
-    sometimes = {"perf/logprobs_tokens_per_s_per_gpu": 50 / 2 / 2, "perf/shared_frac": 0.25, "perf/teacher_s": 1.5}
-    assert throughput(work, seconds, times, WORLD) == pytest.approx(always | sometimes)
+    assert throughput(Work(24, 20, 64, 6e13), seconds, times, WORLD) == pytest.approx(always)
 
 
 def test_the_flops_of_an_update_are_those_of_the_planner(untied_policy):

@@ -8,7 +8,8 @@ import pytest
 
 from flags import Grading, Sampling
 from grading import Case
-from reward import Grade, Grader, RewardFailed, workers_per_engine
+from reward import Grade, Grader, workers_per_engine
+from runtime.start import RunError
 
 FAILING = f"{Path(__file__).parent}/helpers/user_code.py:score"
 ALONE = SimpleNamespace(engine_index=0, num_engines=1)
@@ -96,7 +97,7 @@ def test_a_reward_that_fails_from_the_start_ends_the_run():
     for b in range(3):
         on_finished(b, "raise", [7], b == 0)
     words = "not one of the first 2 completions could be graded; the first: error: ValueError: no such luck"
-    with pytest.raises(RewardFailed, match=words):
+    with pytest.raises(RunError, match=words):
         grader.collect_from_ranks()
     for texts in (["4", "raise"], ["raise", "raise"]):  # once it has worked, failures are counted and no more
         for b, text in enumerate(texts):

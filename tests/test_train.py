@@ -20,7 +20,7 @@ METRICS_OF_A_STEP = {
     "policy": "loss kl_ref entropy ratio_max ratio_min clip_frac clip_frac_low clip_frac_high approx_kl rollout_kl "
     "rollout_ess rollout_gap_mean rollout_gap_max",
     "optim": "grad_norm lr skipped_updates",
-    "perf": "tokens_per_s update_idle_frac sample_tokens_per_s_per_gpu logprobs_tokens_per_s_per_gpu "
+    "perf": "tokens_per_s update_idle_frac sample_tokens_per_s_per_gpu "
     "update_tokens_per_s_per_gpu update_tflops_per_gpu",
     "time": "rollout_tail_s sample_s reward_s sleep_s pack_s advantage_s logprobs_s update_s sync_s log_s step_s",
 }

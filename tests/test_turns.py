@@ -20,7 +20,7 @@ from data import check_template, render, tool_schemas
 from flags import Grading, PromptFormat, Sampling, TurnLimits
 from grading import Grade
 from grading.episode import EpisodeWorker, Turn
-from grading.own import load_function
+from grading.own import load_reference
 from grading.tools import Toolbox, read_calls
 from helpers.fake_servers import FakeServer, engine_of, synced
 from helpers.made_up import (
@@ -314,11 +314,11 @@ def test_the_chat_template_is_given_the_tools():
 
 
 def test_the_tools_of_the_docs_work_things_out_within_limits():
-    calculator = load_function("docs/environments/calculator.py", "calculator")
+    calculator = load_reference("docs/environments/calculator.py:calculator")
     assert (calculator("(3 + 4) * 2"), calculator("1,000 / -8")) == (14, -125)
     with pytest.raises(ValueError, match="only numbers"):
         calculator("().__class__")
-    python = load_function("docs/environments/python_tool.py", "python")
+    python = load_reference("docs/environments/python_tool.py:python")
     assert python("print(6 * 7)") == "42\n"
     assert "MemoryError" in python("x = bytearray(2 << 30)")
     assert "File too large" in python("open('/tmp/x', 'w').write('x' * 9999)")

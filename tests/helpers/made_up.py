@@ -179,7 +179,7 @@ def make_vision_model(folder: Path) -> Path:
 
 def load_policy(path: Path | str, dtype: torch.dtype = torch.float32, gradient_checkpointing: bool = False) -> Policy:
     """The policy with the weights at `path`, whole, and on the CPU."""
-    policy = empty_policy(str(path), dtype, gradient_checkpointing)
+    policy = empty_policy(str(path), dtype, dtype, gradient_checkpointing)
     fill(policy, policy.model, str(path), torch.device("cpu"))
     return policy
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grpo import DIVERGENCES
 from model import sizes
+from model.divergences import DIVERGENCES
 from model.head import Teacher, chunked_logprobs
 
 V, REF_V, T = 64, 70, 20  # the reference's vocabulary is padded to more rows

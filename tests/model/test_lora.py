@@ -13,13 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 import checkpoint
 from batch import pack
-from flags import Lora
 from fsdp_utils import World
 from helpers.distributed import LORA_RANK, lora_flags, on_ranks
 from helpers.made_up import flags, make_rollout, policy_of, unpacked_logprobs
 from helpers.runs import copy_at, lines, metrics_of, torchrun, training_flags, without_times
 from inputs.checks import check_flags
-from model.lora import check_lora, target_names
+from model.lora import target_names
 from model.weights import model_of_shapes
 from policy import Policy
 
@@ -34,14 +33,12 @@ HALF_BF16 = 2**-8 * (1 + 1e-3)  # 8 significant bits are off by at most half a u
     ({"lora_rank": 8, "lora_targets": "q_proj"}, []),
     ({"lora_rank": 8, "lora_targets": "q_proj,v_proj"}, ["_targets q_proj,v_proj:", "some, with spaces between them"]),
     ({"lora_rank": 8, "lora_targets": "all-linear"}, ["--lora_targets all-linear:", "leave the flag out for all"]),
-    ({"lora_rank": 64}, []),
-    ({"lora_rank": 100_000}, ["--lora_rank 100000: no matrix of this model has a rank above 64; use less"]),
 ])  # fmt: skip
 def test_flags_that_make_no_sense_are_refused_with_a_way_out(changes, words):
     args = flags(**changes)
     with pytest.raises(ValueError) if words else nullcontext() as error:
         check_flags(args, 1)
-        check_lora(model_of_shapes("m", TINY), Lora.from_flags(args))
+        target_names(model_of_shapes("m", TINY), args.lora_targets)
     for word in words:
         assert word in str(error.value)
 
@@ -196,7 +193,7 @@ def finished_run(policy, reward, tmp_path_factory) -> Path:
     """Four steps of one update each on two ranks, in bf16, with dropout and a KL term."""
     out_dir = tmp_path_factory.mktemp("lora_runs") / "undisturbed"
     done = torchrun(2, "train_grpo.py", *run_flags(policy, reward, out_dir))
-    assert "trainable: 7,680 of 118,976 parameters: LoRA (rank 3, alpha 32, so s = 10.6667; dropout" in done.stdout
+    assert "trainable: 7,680 of 118,976 parameters: LoRA (rank 3, alpha 32, dropout" in done.stdout
     return out_dir
 
 

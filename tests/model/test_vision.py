@@ -247,32 +247,11 @@ def test_an_image_is_upright_rgb_and_white_where_transparent():
     assert decode(encoded(Image.new("1", (2, 2), 1))).getpixel((0, 0)) == (255, 255, 255)
 
 
-def grey(values: list[float], kind: str, form: str) -> bytes:
-    out = io.BytesIO()
-    Image.fromarray(np.array([values], dtype=kind)).save(out, form)
-    return out.getvalue()
-
-
-@pytest.mark.parametrize(("values", "kind", "form", "found"), [
-    ([0, 257 * 100, 65535], "u2", "PNG", [0, 100, 255]),
-    ([0, 1000, 4095], "u2", "PNG", [0, 62, 255]),  # a camera of 12 bits
-    ([65535, 65535, 65535], "u2", "TIFF", [255] * 3),
-    ([0, 0, 0], ">u2", "TIFF", [0] * 3),
-    ([0, 50_000, 100_000], "i4", "TIFF", [0, 128, 255]),
-    ([-1, 0, 1], "f4", "TIFF", [0, 128, 255]),
-    ([0.0, 0.5, 1.0], "f4", "TIFF", [0, 128, 255]),
-    ([-2, -2, -2], "f4", "TIFF", [0] * 3),
-])  # fmt: skip
-def test_grey_values_beyond_8_bits_are_scaled_to_their_range(values, kind, form, found):
-    """Grey values of more than 8 bits are scaled to their range."""
-    image = decode(grey(values, kind, form))
-    assert image.mode == "RGB" and [image.getpixel((x, 0)) for x in range(3)] == [(each,) * 3 for each in found]
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_grey_values_that_are_no_numbers_are_refused(value):
-    with pytest.raises(ValueError, match="some of its values are no finite numbers"):
-        decode(grey([0, value, 1], "f4", "TIFF"))
+@pytest.mark.parametrize("kind", ["u2", "i4", "f4"])
+def test_grey_values_beyond_8_bits_are_refused(kind):
+    Image.fromarray(np.ones((1, 3), dtype=kind)).save(out := io.BytesIO(), "TIFF")
+    with pytest.raises(ValueError, match="more than 8 bits; save it with 8"):
+        decode(out.getvalue())
 
 
 @pytest.mark.parametrize(("changes", "words"), [

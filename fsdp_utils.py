@@ -138,10 +138,10 @@ def set_allocator(is_expandable: bool) -> None:
     """On CUDA: whether memory segments expand, so that micro-batches of many sizes do not fragment the GPU's memory.
 
     vLLM cannot capture its CUDA graphs with them where engines span GPUs, so they are off until the engine is built.
-    This takes the place of PYTORCH_ALLOC_CONF. pinned_max_round_threshold_mb is not set: with it torch 2.13 hands out
-    blocks of pinned memory that are too small.
+    A PYTORCH_ALLOC_CONF of the user's stays as it is. pinned_max_round_threshold_mb is not set: with it torch 2.13
+    hands out blocks of pinned memory that are too small.
     """
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{is_expandable}")
 
 

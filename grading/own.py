@@ -49,9 +49,11 @@ def load_reference(reference: str) -> Callable:
     """The function or class of FILE.py:NAME. Raises ValueError if there is none, and what the file itself raises."""
     path, _, name = reference.rpartition(":")
     folder = str(Path(path).absolute().parent)
+    FOLDERS.add(folder)
     if folder not in sys.path:
         sys.path.append(folder)  # it can import its neighbours; at the end, because ours keep their names
     module = load_module(Path(path).resolve())
+    check_neighbours(Path(path).absolute())
     function = getattr(module, name, None)
     if not callable(function):
         own = [value for value in vars(module).values() if inspect.isfunction(value) or inspect.isclass(value)]
@@ -59,6 +61,18 @@ def load_reference(reference: str) -> Callable:
         public = ", ".join(name for name in names if not name.startswith("_"))
         raise ValueError(f"{path} has no function or class {name!r}; it has {public or 'none'}.")
     return function
+
+
+FOLDERS = {str(Path(__file__).parent.parent)}  # where own files have been loaded from; and ours
+
+
+def check_neighbours(path: Path) -> None:
+    """Raises ValueError if what the file imports is not its neighbour, but a file of that name in another folder."""
+    for neighbour in files_of(path)[1:]:
+        name = neighbour.relative_to(path.parent).parts[0].removesuffix(".py")
+        origin = Path(getattr(importlib.util.find_spec(name), "origin", None) or neighbour)
+        if str(origin.parents[origin.name == "__init__.py"]) in FOLDERS - {str(path.parent)}:
+            raise ValueError(f"{path} imports its neighbour {name}, but gets {origin}; give one of them another name")
 
 
 def files_of(path: Path) -> list[Path]:

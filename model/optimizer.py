@@ -29,12 +29,27 @@ Group = dict[str, object]  # parameters, with their settings
 
 
 def make_optimizer(named: dict[str, nn.Parameter], adamw: AdamW, memory: Memory) -> Optimizer:
-    """AdamW, or that of --optimizer."""
+    """torch's AdamW where fp32 masters and their state are on the device; else ours, which takes less memory.
+
+    Or that of --optimizer. The state of AdamW is made here: made in the first step, it would lie between activations
+    in the GPU's memory.
+    """
     if adamw.optimizer != "adamw":
         return load_reference(adamw.optimizer)(named, adamw)
+    parameters = named.values()
     betas = (adamw.adam_beta1, adamw.adam_beta2)
     settings = {"lr": adamw.learning_rate, "betas": betas, "weight_decay": adamw.weight_decay}
-    return ChunkedAdamW(named.values(), **settings, is_state_on_host=memory.offload == "optimizer")
+    if memory.param_dtype == "float32" and memory.offload == "none":
+        optimizer = torch.optim.AdamW(parameters, **settings, fused=True)
+        for parameter in parameters_of(optimizer):
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | moments
+        return optimizer
+    return ChunkedAdamW(parameters, **settings, is_state_on_host=memory.offload == "optimizer")
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def forget(optimizer: Optimizer) -> None:
@@ -48,7 +63,6 @@ def forget(optimizer: Optimizer) -> None:
 class ChunkedAdamW(torch.optim.AdamW):
     """`torch.optim.AdamW` for bf16 and fp32 parameters, for fp32 ones bit for bit the same.
 
-    The state is made at once: made in the first step, it would lie between activations in the GPU's memory.
     `is_state_on_host`: the state lives in host RAM (pinned for CUDA) and passes through the device in chunks. Two
     streams take turns with them, so that the state of one comes while that of the one before goes back.
     """
@@ -58,9 +72,8 @@ class ChunkedAdamW(torch.optim.AdamW):
         self.is_state_on_host = is_state_on_host
         is_streamed = is_state_on_host and torch.cuda.is_available()
         self.streams = [torch.cuda.Stream(), torch.cuda.Stream()] if is_streamed else [None]  # None: the current one
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter] = self._first_state(parameter)
+        for parameter in parameters_of(self):
+            self.state[parameter] = self._first_state(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:

@@ -114,6 +114,7 @@ REFUSED = (
     (("kv_lora_rank",), (), "latent attention"),
     (("is_heterogeneous",), (False,), "layers of different sizes"),
     (("use_bidirectional_attention",), (False,), "attention to tokens that follow"),
+    (("dual_chunk_attention_config",), (), "dual chunk attention"),
 )
 # Mixtures of experts, and models with linear attention in most layers, that are implemented; and the values of their
 # configs that transformers and vLLM compute alike.

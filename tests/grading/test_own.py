@@ -103,6 +103,26 @@ def test_files_imported_by_another_are_not_loaded_again(tmp_path):
     assert load_reference(f"{tmp_path}/second_own.py:f") is first
 
 
+@pytest.mark.parametrize(("neighbour", "statement"), [
+    ("near_own.py", "import near_own"), ("near_kit/__init__.py", "from near_kit import VALUE"),
+    ("near_late.py", "def late():\n    import near_late"),
+])  # fmt: skip
+def test_a_file_that_gets_another_files_neighbour_is_refused(neighbour, statement, tmp_path, monkeypatch):
+    """A file that gets the neighbour of another file is refused. Two versions of a reward, each with its helper:
+    the second one would be graded by the first one's.
+    """
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for i, version in enumerate(("v1", "v2")):
+        (place := tmp_path / version / neighbour).parent.mkdir(parents=True)
+        place.write_text(f"VALUE = {i}\n")
+        (tmp_path / version / "my.py").write_text(f"{statement}\ndef f():\n    return 1\n")
+    for _ in "twice":
+        assert load_reference(f"{tmp_path}/v1/my.py:f")() == 1
+    name, *_ = neighbour.removesuffix(".py").split("/")
+    with pytest.raises(ValueError, match=rf"v2/my\.py imports its neighbour {name}, but gets .*/v1/{name}"):
+        load_reference(f"{tmp_path}/v2/my.py:f")
+
+
 def test_installed_modules_win_over_neighbours_of_their_name(tmp_path, monkeypatch):
     """A neighbour with the name of an installed module is left alone."""
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -76,6 +76,7 @@ NOT_COMPUTED = {  # words of the sentence -> config
     "has 256 experts and layers of the kind linear_attention; .* use Qwen3-30B-A3B, Qwen3.5-0.8B to 27B, Qwen3-0.6B": (
         AutoConfig.for_model("qwen3_5_moe_text")
     ),
+    "has dual chunk attention": Qwen2Config(dual_chunk_attention_config={"chunk_size": 262144}),
     "has dropout = 0.1": OPTConfig(),
     "has latent attention": PretrainedConfig(kv_lora_rank=64, num_attention_heads=4),
     "has logits_scaling = 8.0": AutoConfig.for_model("hyperclovax", logits_scaling=8.0),  # it multiplies by it

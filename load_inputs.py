@@ -255,7 +255,7 @@ def check_world(args: Namespace, world: World) -> None:
     check_shared(Path(args.out_dir))
     check_same_start(vars(args))
     StallWatch(Path(args.out_dir) / "ranks", world.trainer_rank, world.num_trainers, stall_limit(args)).start()
-    choose_kernel(world.device)
+    check_device(world.device, args.share_prompts)
 
 
 def check_shared(folder: Path) -> None:

@@ -47,7 +47,7 @@ from instruments.dry_run import config_of
 from instruments.history import read_metrics
 from instruments.plan_memory import CONTEXT, ENGINE_ASLEEP
 from model import head
-from model.attention import choose_kernel, make_packing, packed_attention
+from model.attention import check_device, make_packing, packed_attention
 from model.packed import Segment
 from model.weights import open_weights
 from runtime.machine import check_compiler, check_driver
@@ -178,7 +178,7 @@ def check_kernels() -> list[Line]:
     """Packed attention against the definition in fp32, forwards and backwards, with grouped queries and windows."""
     is_cuda = torch.cuda.is_available()
     device = torch.device("cuda" if is_cuda else "cpu")
-    choose_kernel(device)  # as a run does
+    check_device(device, share_prompts=True)  # chooses the kernel, as a run does
     kernel = f"FlashAttention {current_flash_attention_impl() or 2}" if is_cuda else "of the CPU"
     lines = [Line("attention kernel", kernel)]
     advice = "The kernel is wrong on this machine: do not train on it."

@@ -9,6 +9,7 @@ from batch import pack
 from helpers.distributed import on_ranks
 from helpers.made_up import RAGGED, load_policy, make_model_of_family, make_rollout
 from helpers.runs import ENVIRONMENT, metrics_of, torchrun, training_flags
+from model.attention import check_alignment
 from model.head import HeadOptions, chunked_logprobs
 from update import with_advantages
 
@@ -28,6 +29,7 @@ def test_varlen_attention_agrees_with_the_cpu_path(group_size, policy):
 
     bf16 on the GPU against fp32 on the CPU: log-probs within 0.05, the gradients' cosine above 0.999.
     """
+    check_alignment(torch.device("cuda"))
     rollout, gradients, logprobs = make_rollout(RAGGED * 4, prompt_length=50, group_size=16), [], []
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
         model = load_policy(str(policy), dtype).to(device)

@@ -14,7 +14,7 @@ import policy
 from batch import pack
 from helpers.made_up import RAGGED, load_policy, make_rollout, unpacked_logprobs, vary_vectors
 from model import attention
-from model.attention import choose_kernel, make_packing
+from model.attention import check_device, make_packing
 from model.packed import Packing, Segment
 
 CUDA = torch.device("cuda")
@@ -206,9 +206,13 @@ def test_attention_that_is_asked_for_something_else_ends_the_run(option):
     ((9, 0), ImportError("flash_attn_interface"), True),  # it is not installed
     ((10, 0), None, False),
 ])  # fmt: skip
-def test_flash_attention_3_is_requested_on_hopper(capability, error, is_asked_for, monkeypatch):
-    activate = mock.Mock(side_effect=error)
+def test_flash_attention_3_is_requested_on_hopper_before_checks(capability, error, is_asked_for, monkeypatch):
+    """FlashAttention 3 is asked for on Hopper, before the kernel is checked."""
+    activate, checked = mock.Mock(side_effect=error), []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(attention, "activate_flash_attention_impl", activate)
-    choose_kernel(torch.device("cuda"))
-    assert activate.called == is_asked_for
+    monkeypatch.setattr(attention, "check_alignment", lambda device: checked.append(activate.called))
+    check_device(torch.device("cuda"), share_prompts=False)
+    assert checked == []
+    check_device(torch.device("cuda"), share_prompts=True)
+    assert checked == [is_asked_for]

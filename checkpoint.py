@@ -20,6 +20,7 @@ import io
 import json
 import pickle
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -121,7 +122,7 @@ class Writer:
         self, out_dir: Path, companions: Companions, saving: Saving, world: World, say: Callable[[str], None]
     ) -> None:
         self.out_dir, self.saving, self.world, self.say = out_dir, saving, world, say
-        self.companions = companions
+        self.companions = files_of(companions) if world.is_main else {}
 
     def is_due(self, step: int, is_last: bool) -> bool:
         """Whether to save after this step: at its period, and after the last one."""
@@ -232,14 +233,27 @@ def gather_weights(policy: Policy, world: World) -> Weights:
     return weights
 
 
-def export(policy: Policy, weights: Weights, companions: Companions, folder: Path) -> None:
-    """Writes the policy with these weights in Hugging Face format."""
+def files_of(companions: Companions) -> dict[str, bytes]:
+    """Name -> content of the files of these companions.
+
+    Made once: the library of the tokenizers reports a full disk as a plain `Exception`, which nobody should catch.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for each in companions:
+            each.save_pretrained(folder)
+        paths = [file for file in Path(folder).rglob("*") if file.is_file()]
+        return {str(file.relative_to(folder)): file.read_bytes() for file in paths}
+
+
+def export(policy: Policy, weights: Weights, companions: dict[str, bytes], folder: Path) -> None:
+    """Writes the policy with these weights in Hugging Face format. `companions`: of `files_of`."""
     policy.model.save_pretrained(folder, state_dict=weights)
     config = copy.deepcopy(policy.model.config)
     config.dtype = policy.dtype  # save_pretrained wrote that of the fp32 masters
     config.save_pretrained(folder)
-    for each in companions:
-        each.save_pretrained(folder)
+    for name, content in companions.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
 
 
 # Load ----------------------------------------------------------------------------------------------------------------

@@ -356,7 +356,7 @@ def step_of_family(trial: Trial, adapted: Trial) -> dict[str, object]:
     found["logprobs with LoRA"] = trainer_logprobs(adapted.policy, rollout)
     for trained, name in ((policy, "exported"), (adapted.policy, "with LoRA exported")):
         weights = checkpoint.gather_weights(trained, trial.world)
-        checkpoint.export(trained, weights, [engine.tokenizer], Path(f"{trial.path} {name}"))
+        checkpoint.export(trained, weights, checkpoint.files_of([engine.tokenizer]), Path(f"{trial.path} {name}"))
     engine.sync(load_file(f"{trial.path} exported/model.safetensors").items())  # as vLLM reads them
     found["not exported"] = engine.guard.different_tensors()
     return found
@@ -622,7 +622,7 @@ def images(world: World, path: str, exported: str) -> dict[str, object]:
     found["on all ranks the same"] = len(set(map(tuple, gather_from_ranks(rollout.texts)))) == 1
     weights = checkpoint.gather_weights(policy, world)
     if world.is_main:
-        checkpoint.export(policy, weights, [processor], Path(exported))
+        checkpoint.export(policy, weights, checkpoint.files_of([processor]), Path(exported))
     found["merged"] = weights_of(policy)
     found |= findings(engine)
     engine.close()

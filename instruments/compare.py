@@ -21,10 +21,7 @@ from instruments.history import History, but_for_the_seed, in_columns, read_line
 
 Side = list[History]  # the runs of A, or of B
 # * stands for any text.
-METRICS = (
-    "reward/mean", "eval/*/avg@*", "completion/tokens_mean", "policy/kl_ref", "policy/entropy",
-    "sampling/prompts", "time/step_s",  # what a step costs
-)  # fmt: skip
+METRICS = ("reward/mean", "eval/*/avg@*", "completion/tokens_mean", "policy/kl_ref", "policy/entropy")
 GRADED_BY = ("--reward", "--list_answers", "--environment", "--tools")
 SAMPLED_BY = ("--temperature", "--top_p", "--top_k", "--max_completion_tokens")
 EVAL_SAMPLED_BY = ("--eval_temperature", "--eval_top_p", "--eval_max_completion_tokens")
@@ -32,7 +29,7 @@ MEASURED_BY = {  # namespace of metrics whose verdict is "better" or "worse" -> 
     "reward": (*GRADED_BY, *SAMPLED_BY, "--train_data", "--truncated", "--overlong_cache_tokens"),
     "eval": (*GRADED_BY, *EVAL_SAMPLED_BY, "--eval_data"),
 }
-COPIED = ("reward/", "completion/", "sampling/")  # metrics that a replay does not measure
+COPIED = ("reward/", "completion/")  # metrics that a replay does not measure
 TITLES = {  # the points are cut into so many parts, of which the last one is taken
     10: "At the end: mean of the last tenth of the points that all runs have.",
     1: "Over the whole curve: mean of all points that all runs have.",
@@ -158,7 +155,7 @@ def compare(a: Side, b: Side) -> str:
     differences = differing([a[0], b[0]])
     changes = [f"{name} {there!r} -> {here!r}" for name, (there, here) in differences.items()]
     changed = ", ".join(changes) or "the same flags"
-    lines = [*described("A", a), *described("B", b), f"From A to B: {changed}.", method(a, b)]
+    lines = [*described("A", a), *described("B", b), f"From A to B: {changed}.", *cost(a, b), method(a, b)]
     unlike = {kind: not_alike(kind, [a[0], b[0]], differences) for kind in MEASURED_BY}
     for parts, title in TITLES.items():
         rows = [["", "A", "B", "B - A, and what holds"]]
@@ -212,6 +209,20 @@ def verdict(name: str, a: float, b: float, margin: float, side: str) -> list[str
     else:
         holds = f"{side} is higher" if value > 0 else f"{side} is lower"
     return [*means, f"{value:{signed}} ({value - margin:{signed}} to {value + margin:{signed}}): {holds}"]
+
+
+def cost(a: Side, b: Side) -> list[str]:
+    """A sentence on completions and seconds of the common steps, means over the runs of a side; [] where unknown."""
+    steps = common_steps([*a, *b], "time/step_s")
+    count_a, seconds_a = np.mean([run.cost(steps) for run in a], axis=0)
+    count_b, seconds_b = np.mean([run.cost(steps) for run in b], axis=0)
+    if not (count_a and seconds_a and count_b and seconds_b):
+        return []
+    return [
+        f"Cost of the {len(steps)} steps that all runs have: "
+        f"A {count_a:,.0f} completions in {seconds_a:,.0f} s, B {count_b:,.0f} in {seconds_b:,.0f} s; "
+        f"B sampled {count_b / count_a:.2g} x as many and took {seconds_b / seconds_a:.2g} x as long."
+    ]
 
 
 def described(side: str, runs: Side) -> list[str]:

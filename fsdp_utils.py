@@ -134,15 +134,25 @@ def init_world(tp_size: int, timeout_minutes: float, shard_ranks: int | None = N
     return World(rank, size, tp_size, device, shard_ranks=shard_ranks, timeout=timeout, has_engines=has_engines)
 
 
-def set_allocator(is_expandable: bool) -> None:
-    """On CUDA: whether memory segments expand, so that micro-batches of many sizes do not fragment the GPU's memory.
+def allocator_settings(is_expandable: bool) -> str:
+    """The settings of torch's allocators: the user's PYTORCH_ALLOC_CONF, and expandable segments.
 
-    vLLM cannot capture its CUDA graphs with them where engines span GPUs, so they are off until the engine is built.
-    A PYTORCH_ALLOC_CONF of the user's stays as it is. pinned_max_round_threshold_mb is not set: with it torch 2.13
-    hands out blocks of pinned memory that are too small.
+    Those keep micro-batches of many sizes from fragmenting the GPU's memory. vLLM cannot capture
+    its CUDA graphs with them where engines span GPUs, so they are off until the engine is built.
+    pinned_max_round_threshold_mb is not set: with it torch 2.13 hands out blocks of pinned memory
+    that are too small.
     """
-    if torch.cuda.is_available() and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{is_expandable}")
+    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    settings = dict(setting.strip().split(":", 1) for setting in given.split(",") if ":" in setting)
+    is_wanted = settings.get("expandable_segments", "True") == "True"
+    settings["expandable_segments"] = str(is_expandable and is_wanted)
+    return ",".join(f"{name}:{value}" for name, value in settings.items())
+
+
+def set_allocator(is_expandable: bool) -> None:
+    """On CUDA: passes all of `allocator_settings`, because torch forgets what is not in the string."""
+    if torch.cuda.is_available():
+        torch._C._accelerator_setAllocatorSettings(allocator_settings(is_expandable))
 
 
 def meeting_point(rank: int, size: int) -> dist.Store:

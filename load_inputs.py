@@ -27,7 +27,7 @@ from hints import Hints
 from inputs.agreement import ROOT, check_same_start, digest, digests_of
 from inputs.checks import LOOPBACK, given, ranks_per_engine
 from inputs.sources import name_of_source, read_system_prompt
-from model.attention import choose_kernel
+from model.attention import check_device
 from model.lora import target_names
 from model.sizes import check_config, check_cpu_kernels, check_experts
 from model.vision import Vision, load_processor

@@ -17,6 +17,7 @@ import torch
 import fsdp_utils
 import load_inputs as load
 import serve
+from fsdp_utils import allocator_settings
 from helpers.made_up import flags
 from helpers.runs import PROGRAMS, run_command, torchrun
 from runtime import machine
@@ -159,6 +160,20 @@ def test_without_a_cpp_compiler_compile_is_refused_on_a_cpu(policy, monkeypatch)
         ValueError, match=r"--compile needs a C\+\+ compiler on CPUs, and no_such_compiler was not found"
     ):
         load.load_inputs(load_flags)
+
+
+def test_allocators_keep_the_users_settings(monkeypatch):
+    """Allocators keep the user's settings, and expand their segments only after the engine is built."""
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:512")
+    for is_expandable in (False, True):
+        settings = allocator_settings(is_expandable)
+        assert {f"expandable_segments:{is_expandable}", "max_split_size_mb:512"} <= set(settings.split(","))
+        assert "pinned" not in settings, "with it torch 2.13 hands out blocks that are too small"
+        torch._C._accelerator_setAllocatorSettings(settings)  # the names are known to this torch
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")  # by the user
+    assert "expandable_segments:False" in allocator_settings(is_expandable=True)
+    torch._C._accelerator_setAllocatorSettings("")
 
 
 def test_threads_of_a_gpu_rank_are_its_share_of_the_cores(gpus, monkeypatch):

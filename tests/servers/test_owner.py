@@ -171,6 +171,8 @@ def test_gpu_segments_can_expand_without_an_engine_in_the_ranks(replays, tmp_pat
     given = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", given.append)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     log = SimpleNamespace(world=SimpleNamespace(is_main=False, device=torch.device("cpu")), out_dir=tmp_path)
     if replays:
         train_grpo.build_engine(SimpleNamespace(replay="runs/x"), INPUTS, None, log, 0)

@@ -2,7 +2,8 @@
 
 A flag has the name of its attribute, so one search finds the flag, its use, the scripts and the documentation. Other
 files get small frozen objects made from flags (`PromptFormat`, `Memory`, ...); only `main` sees all flags.
-The choices of the algorithm are functions in `grpo.py`: their parameters after `*` are the flags that have an effect.
+The choices of the algorithm are functions in `grpo.py` and `losses/`: their parameters after `*` are the flags that
+have an effect.
 No torch here, so that a mistake is reported at once.
 """
 

@@ -24,7 +24,7 @@ ENVIRONMENT = {  # for every process with vLLM
 }
 RANK_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process: its weights and its seed are ours
-    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings, by the dozen, are of what is meant here; WARNING shows them
+    "VLLM_LOGGING_LEVEL": "ERROR",  # dozens of its warnings are about settings that we chose; WARNING shows them
 }
 SERVER_ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes that change weights

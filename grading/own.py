@@ -11,6 +11,7 @@ prompts are texts.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import copy
 import functools
@@ -23,7 +24,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from inspect import Parameter
-from modulefinder import ModuleFinder
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -77,11 +77,21 @@ def check_neighbours(path: Path) -> None:
 
 def files_of(path: Path) -> list[Path]:
     """The file, and those in its folder that it imports, directly or not."""
-    finder = ModuleFinder([str(path.parent)])
-    with suppress(SyntaxError, ValueError):  # in it, or in what it may do without: whoever imports it hears of it
-        finder.run_script(str(path))
-    imported = [Path(module.__file__) for module in finder.modules.values() if module.__file__]
-    return list(dict.fromkeys([path, *imported]))
+    files = [path]
+    for file in files:  # it grows
+        nodes: list[ast.AST] = []
+        with suppress(SyntaxError, ValueError):  # whoever imports it may do without it
+            nodes += ast.walk(ast.parse(file.read_bytes()))
+        for node in nodes:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.ImportFrom) and node.module:  # what is taken out of it may be a module, too
+                names = [node.module, *(f"{node.module}.{name}" for name in names)]
+            for name in names:
+                place = path.parent / name.replace(".", "/")
+                for imported in (place.with_suffix(".py"), place / "__init__.py"):
+                    if imported.is_file() and imported not in files:
+                        files.append(imported)
+    return files
 
 
 def load_own(reference: str) -> tuple[Callable, str]:
@@ -178,6 +188,8 @@ class OwnReward:
                 arguments[name] = [case.columns.get(name) for case in cases]
         if not self.takes_group:
             arguments = {name: values[0] for name, values in arguments.items()}
+        if isinstance(self.function, functools.partial):
+            arguments |= self.function.keywords  # the user has bound them
         result = awaited(self.function(**arguments))
         if not self.takes_group:
             return [read_reward(result, self.name)]

@@ -43,7 +43,7 @@ CONTRADICTIONS = (
     ("--environment", "--tools", "an environment calls its tools itself"),
     ("--system_prompt --image_column --template_args --environment --tools", "--prompt_format",
      "the former needs a chat template"),
-    ("--environment --tools", "--partial_rollouts --image_column", "a completion has one turn alone"),
+    ("--environment --tools", "--partial_rollouts --image_column", "the latter is for completions of one turn"),
     ("--partial_rollouts", "--image_column", "completions go on without images"),
     ("--partial_rollouts", "--engine", "servers do the same by --in_flight"),
     ("--partial_rollouts", "--replay", "nothing is sampled"),

@@ -135,7 +135,7 @@ def _load_splits(source: str, what: str, split: str | None) -> dict[str, Dataset
             check_folder(path, files)
             if all(file.suffix.lower() in READERS for file in files):
                 return {str(key): names for key, names in data_files.items()}
-            for file in files:  # also `train.jsonl.gz`: `datasets` would unpack it, and guess its types
+            for file in files:  # such as `train.jsonl.gz`: `datasets` would unpack it, and guess its types
                 check_content(file)
             loaded = datasets.load_dataset(full, split=split)
         elif path.is_file():

@@ -202,6 +202,8 @@ def verdict(name: str, a: float, b: float, margin: float, side: str) -> list[str
     means = [format(a, plain), format(b, plain)]
     if math.isnan(margin):
         return [*means, f"{value:{signed}}: its error is not known"]
+    if value == margin == 0:
+        return [*means, "the same"]
     if abs(value) <= margin:
         holds = f"no difference can be seen; one of {margin:{plain}} or more would show"
     elif namespace(name) in MEASURED_BY:

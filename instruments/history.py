@@ -91,11 +91,14 @@ def read_lines(file: Path) -> list[dict]:
 
 
 def parse(text: str, where: str, **options: object) -> dict:
-    """The object. Raises ValueError with the place for a damaged one. `options`: of `json.loads`."""
+    """The object. Raises ValueError with the place for anything else. `options`: of `json.loads`."""
     try:
-        return json.loads(text, **options)
-    except ValueError as error:
+        value = json.loads(text, **options)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is damaged: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is damaged: it holds no JSON object")
+    return value
 
 
 def in_columns(rows: list[list[str]]) -> list[str]:
@@ -106,7 +109,15 @@ def in_columns(rows: list[list[str]]) -> list[str]:
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl by step, the last one of each; none without the file. ValueError: it is damaged."""
-    line_by_step = {line["step"]: line for line in read_lines(run_dir / "metrics.jsonl")}
+    file = run_dir / "metrics.jsonl"
+    line_by_step = {}
+    for line in read_lines(file):
+        if type(line.get("step")) is not int:
+            raise ValueError(f"{file} is damaged: a line of it has no step")
+        for name, value in line.items():
+            if not isinstance(value, int | float | None):
+                raise ValueError(f"{file} is damaged: {name} is no number: {str(value)[:50]!r}")
+        line_by_step[line["step"]] = line
     return [line_by_step[step] for step in sorted(line_by_step)]
 
 

@@ -168,11 +168,11 @@ class MemoryWatch:
 
     def _sentence(self, name: str, error: BaseException) -> str:
         """Where memory ran out, which flag to change, and what the error says, for example of the size."""
-        text = str(error)
-        is_gpu = self.is_cuda and re.search("GPU memory|CUDA|CUBLAS|cumem", text) and "Registering memory" not in text
-        kind = "GPU" if is_gpu else "host"
+        kind = memory_kind(error, self.is_cuda)
         advice = self._ways_out("host" if kind == "host" and self.is_cuda else name)
-        first_line = text.partition("\n")[0]
+        if kind == "GPU or pinned host":
+            advice += f"; or {self._ways_out('host')}"
+        first_line = str(error).partition("\n")[0]
         rank = self.world.trainer_rank
         return f"{kind} memory ran out on rank {rank} in phase {name}; {advice} ({first_line})."
 
@@ -234,6 +234,16 @@ def largest_node(bytes_by_rank: list[int]) -> int:
 
 def lacks_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_MEMORY.search(str(error)) is not None
+
+
+def memory_kind(error: BaseException, is_cuda: bool) -> str:
+    """Which memory ran out: "GPU", "host", or "GPU or pinned host" where CUDA does not tell."""
+    text = str(error)
+    if not is_cuda or "Registering memory" in text:
+        return "host"
+    if isinstance(error, torch.OutOfMemoryError) or re.search("GPU memory|CUBLAS|cumem", text):
+        return "GPU"
+    return "GPU or pinned host" if "CUDA" in text else "host"
 
 
 # What the dry run says of this machine -------------------------------------------------------------------------------

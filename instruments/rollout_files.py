@@ -137,4 +137,7 @@ def bytes_of_tokens(tokenizer: PreTrainedTokenizerBase) -> list[bytes] | None:
         return None
     from xgrammar import TokenizerInfo  # comes with vLLM; knows byte-level BPE and SentencePiece's byte fallback
 
-    return TokenizerInfo.from_huggingface(tokenizer).decoded_vocab
+    try:
+        return TokenizerInfo.from_huggingface(tokenizer).decoded_vocab
+    except (ValueError, RuntimeError):
+        return None

@@ -1,4 +1,4 @@
-"""Losses, advantages and corrections beyond the common ones, one method a file: `--policy_loss gmpo`, for example.
+"""Losses, advantages and corrections beyond the common ones, one paper a file: `--policy_loss gmpo`, for example.
 
 Each names its source. To write your own, copy one, and give `--policy_loss my_loss.py:f`, or name
 it here.

@@ -2,7 +2,7 @@
 
 clip_cov with --clip_low 1 --clip_high 1; kl_cov clips nothing.
 Sources: arXiv 2505.22617 and its code (PRIME-RL/Entropy-Mechanism-of-RL), as verl has it: means are of the micro-batch.
-clip_cov draws by digits of the log-probs, there by torch's random state, so that a resumed run draws the same.
+clip_cov draws by digits of the log-probs, so that a resumed run draws the same; their code by torch's random state.
 """
 
 import torch

@@ -158,7 +158,7 @@ class PartialSampler(Sampler):
         so_far = [completion.token_ids for _, completion in unfinished]
         limits = [self.sampling.max_completion_tokens - len(ids) for ids in so_far]
         first = self.engine.add(rows, so_far, limits, self.sampling)
-        beat(f"begins to sample {len(unfinished)} completions, begun in this step or an earlier one")
+        beat(f"begins to sample {len(unfinished)} completions")
         while not is_enough() and self.engine.is_busy():
             for number, part in self.engine.step():
                 group, completion = unfinished[number - first]

@@ -71,7 +71,9 @@ def test_the_command_prints_what_it_has_found(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(("file", "line", "said"), [
     ("metrics.jsonl", None, "it has no metrics.jsonl with a step"),
     ("metrics.jsonl", '{"step": 1, "reward}', "metrics.jsonl, line 1, is damaged: Unterminated string"),
-    ("config.json", "[1", "config.json is damaged"),
+    ("metrics.jsonl", '{"reward/mean": 1.0}', "metrics.jsonl is damaged: a line of it has no step"),
+    ("metrics.jsonl", '{"step": 9, "reward/mean": [1]}', "metrics.jsonl is damaged: reward/mean is no number"),
+    ("config.json", "[1]", "config.json is damaged"),
 ])  # fmt: skip
 def test_a_folder_that_is_no_run_is_named_in_a_sentence(tmp_path, monkeypatch, capsys, file, line, said):
     """A folder that is no run, or is damaged, is named in a sentence."""

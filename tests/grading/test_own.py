@@ -194,6 +194,16 @@ def test_a_reward_finds_its_neighbours_before_our_modules(tmp_path, monkeypatch)
     assert math.isclose(reward(CASES[:1])[0][0], 0.25)
 
 
+@pytest.mark.parametrize(("signature", "bound"), [("completion, level", "level=7"), ("completion, answer", "answer=7")])
+def test_what_the_user_has_bound_stays_bound(signature, bound, tmp_path):
+    """Neither a column of the row nor an answer takes its place."""
+    name = bound.partition("=")[0]
+    code = (
+        f"from functools import partial\ndef other({signature}):\n    return {name}\nscore = partial(other, {bound})\n"
+    )
+    assert own(tmp_path, code)(CASES[:1]) == [(7, {}, "")]
+
+
 def test_row_changes_are_hidden_from_other_functions(tmp_path):
     """What a function does to the row is seen by no other function and no other completion."""
     code = "def takes(completion, columns):\n    columns['tests'].pop()\n    del columns['answer']\n    return 1.0\n"
@@ -216,8 +226,14 @@ def test_the_next_environment_sees_a_changed_row_whole(tmp_path):
 
 
 def test_an_unreadable_neighbour_stops_only_its_own_import(tmp_path):
-    """Python 2 in a `try`: it cannot be read, and what stands beside it is found all the same."""
-    (tmp_path / "my.py").write_text("try:\n    import old\nexcept SyntaxError:\n    import new\n")
+    """A neighbour that cannot be read stops nothing but its own import. Python 2 or UTF-16, imported in a `try`; a
+    folder of data that has the name of a library; a package without `__init__.py`.
+    """
+    tried = "try:\n    import old, wide\nexcept (SyntaxError, ValueError):\n    pass\n"
+    (tmp_path / "my.py").write_text(f"import datasets\nfrom kit.util import x\n{tried}")
+    (tmp_path / "datasets").mkdir()
+    (tmp_path / "kit").mkdir()
+    (tmp_path / "kit" / "util.py").write_text("x = 1\n")
     (tmp_path / "old.py").write_text('print "text"\n')
-    (tmp_path / "new.py").write_text("")
-    assert files_of(tmp_path / "my.py") == [tmp_path / "my.py", tmp_path / "new.py"]
+    (tmp_path / "wide.py").write_text("x = 1\n", "utf-16")
+    assert files_of(tmp_path / "my.py") == [tmp_path / f"{name}.py" for name in ("my", "kit/util", "old", "wide")]

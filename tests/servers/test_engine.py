@@ -155,7 +155,7 @@ def test_a_server_lost_amid_a_transfer_ends_the_run(is_first, hangs, monkeypatch
     monkeypatch.setenv("GRPO_LAUNCH_FOLDER", str(tmp_path))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr("servers.fleet.LEAVE", 0.1)
-    monkeypatch.setattr("servers.fleet.os._exit", ended.set_result)
+    monkeypatch.setattr("os._exit", ended.set_result)
     good, bad = FakeServer(), FakeServer()
     with engine_of(good, bad, timeout=8.0) as engine:  # so long gloo waits, too
         if not is_first:

@@ -215,9 +215,9 @@ def read_reward(result: object, name: str) -> Score:
             raise WrongReturn(f"{name} returned {result!r:.200}: a dict needs the key 'reward' or 'score'")
         for part, value in result.items():
             if part != key and isinstance(part, str) and math.isfinite(number := _number(value)):
-                parts[part] = number
+                parts[str.__str__(part)] = number  # the mere text: the trainer cannot load a class of the user's
         if isinstance(said := result.get("feedback"), str):
-            feedback = said
+            feedback = str.__str__(said)
         result = result[key]
     score = _number(result)
     if not math.isfinite(score):

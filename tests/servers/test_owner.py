@@ -117,7 +117,7 @@ def test_after_a_signal_a_transfer_that_hangs_ends_the_run(hangs, server, monkey
     ended, is_requested = Future(), threading.Event()
     monkeypatch.setattr("servers.fleet.LEAVE", 0.3)
     monkeypatch.setattr("servers.fleet.LOOK", 0.05)
-    monkeypatch.setattr("servers.fleet.os._exit", ended.set_result)
+    monkeypatch.setattr("os._exit", ended.set_result)
     monkeypatch.setattr("servers.fleet.requested", is_requested.is_set)
     with run_of(A, server) as engine:
         if hangs != "init_weight_transfer_engine":
@@ -141,7 +141,7 @@ def test_failures_during_a_connection_that_hangs_are_noticed(server, monkeypatch
     """
     hangs, ended = threading.Event(), Future()
     monkeypatch.setattr("servers.fleet.LEAVE", 0.1)
-    monkeypatch.setattr("servers.fleet.os._exit", ended.set_result)
+    monkeypatch.setattr("os._exit", ended.set_result)
     monkeypatch.setattr("servers.fleet.open_link", lambda *_: hangs.wait(60.0))
     server.meet = lambda info: 1 / 0
     with run_of(A, server) as engine:

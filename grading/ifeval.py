@@ -26,6 +26,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 Instruction = tuple[str, dict[str, object]]  # (the benchmark's instruction id, its arguments without nulls)
 
@@ -55,8 +56,8 @@ def read_instructions(answer: str, columns: dict[str, object]) -> list[Instructi
     JSON text with func_name. Afterwards `follows_instructions` raises for no text.
 
     Raises ValueError, in one sentence, for an unknown instruction, a missing, surplus or ill-typed argument, lists of
-    unequal length or no instruction at all. Contradictions, such as the 5th of 3 paragraphs or a language that there is
-    not, are no error: nothing follows them.
+    unequal length or no instruction at all. Contradictions, such as the 5th of 3 paragraphs, are no error: nothing
+    follows them.
     """
     ids = python_value(columns.get("instruction_id_list"))
     if ids is None:
@@ -199,7 +200,7 @@ def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int,
     As in the benchmark, a blank piece is not counted but keeps its place.
     """
     pieces = text.split("\n\n")
-    if len([*filter(str.strip, pieces)]) != num_paragraphs or not 1 <= nth_paragraph <= num_paragraphs:
+    if len([*filter(str.strip, pieces)]) != num_paragraphs or nth_paragraph > num_paragraphs:
         return False
     word = first_word_of(pieces[nth_paragraph - 1])
     return word != "" and word == first_word_of(first_word)
@@ -263,6 +264,11 @@ def read_text(value: object) -> str | None:
     return value.strip() or None if isinstance(value, str) else None
 
 
+def read_letter(value: object) -> str | None:
+    text = read_text(value)
+    return text if text and len(text) == 1 else None
+
+
 def read_texts(value: object) -> list[str] | None:
     texts = [read_text(item) for item in value] if isinstance(value, list | tuple) else []
     return texts if texts and None not in texts else None
@@ -275,17 +281,26 @@ def read_options(value: object) -> list[str] | None:
     return read_texts(value)
 
 
+def read_language(value: object) -> str | None:
+    from langdetect.detector_factory import PROFILES_DIRECTORY
+
+    return value if value in [path.name for path in Path(PROFILES_DIRECTORY).iterdir()] else None
+
+
 COUNT: ArgumentType = ("a whole number from 0 to 1e9", read_count)
 TEXT: ArgumentType = ("a text that is not blank", read_text)
 TEXTS: ArgumentType = ("a list of texts, at least one and none blank", read_texts)
 RELATION: ArgumentType = (f"one of {RELATIONS}", lambda value: value if value in RELATIONS else None)
 
 ARGUMENTS: dict[str, ArgumentType] = {name: argument for names, argument in [  # the parameters of the checkers
-    ("keyword letter first_word postscript_marker section_spliter prompt prompt_to_repeat end_phrase language", TEXT),
+    ("keyword first_word postscript_marker section_spliter prompt prompt_to_repeat end_phrase", TEXT),
     ("keywords forbidden_words", TEXTS),
     ("frequency let_frequency capital_frequency num_words num_sentences num_paragraphs num_placeholders", COUNT),
-    ("num_bullets num_highlights num_sections nth_paragraph", COUNT),
+    ("num_bullets num_highlights num_sections", COUNT),
     ("relation let_relation capital_relation", RELATION),
+    ("nth_paragraph", ("a whole number from 1 to 1e9", lambda value: read_count(value) or None)),
+    ("letter", ("a text of one character", read_letter)),
+    ("language", ("a language code of langdetect, such as en, pt or zh-cn", read_language)),
     ("options", ("options divided by / or commas, or a list of texts", read_options)),
 ] for name in names.split()}  # fmt: skip
 

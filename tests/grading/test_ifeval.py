@@ -94,7 +94,9 @@ def counted(num_words, relation="at least"):
     return {"num_words": num_words, "relation": relation}
 
 
-WORDS = "length_constraints:number_words"
+WORDS, FIRST = "length_constraints:number_words", "length_constraints:nth_paragraph_first_word"
+NTH = {"num_paragraphs": 2, "nth_paragraph": 0, "first_word": "a"}
+LETTERS = {"let_frequency": 1, "let_relation": "at least"}
 
 
 @pytest.mark.parametrize(("instruction", "kwargs", "words"), [
@@ -113,6 +115,9 @@ WORDS = "length_constraints:number_words"
     (WORDS, counted(True), "whole number"),
     (WORDS, counted("3"), "whole number"),
     (WORDS, counted(float("inf")), "whole number"),
+    (FIRST, NTH, "number from 1"),
+    ("keywords:letter_frequency", {"letter": "ab"} | LETTERS, "letter = 'ab', .* one character"),
+    ("language:response_language", {"language": "Spanish"}, "language = 'Spanish', which must be a language code"),
     ("startend:end_checker", {"end_phrase": " "}, "end_phrase = ' ', which must be a text that is not blank"),
 ])  # fmt: skip
 def test_a_bad_instruction_is_refused_with_what_is_wrong(instruction, kwargs, words):

@@ -33,8 +33,8 @@ from model.packed import Packing, Segment
 from model.special_tokens import special_tokens
 
 if TYPE_CHECKING:
+    from extras.models.vision import BatchImages, PromptImages
     from model.head import Kept, Teacher
-    from model.vision import BatchImages, PromptImages
 
 IMAGE = "<image>"  # in a prompt: the place of an image
 Messages = list[dict[str, object]]

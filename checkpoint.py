@@ -39,10 +39,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMix
 from batch import State
 from flags import Saving
 from fsdp_utils import World, gather_from_ranks, wait_for_all
-from instruments.history import read_metrics
 from policy import Policy
 from runtime import files
 from runtime.files import Checksums, DiskError, best_effort, cause, checkpoints, free_space
+from runtime.history import read_metrics
 from runtime.progress import progress
 from runtime.stall import beat
 from runtime.start import RunError

@@ -1,6 +1,6 @@
 """Data: source -> records -> rows. A row carries its prompt, so a prompt cannot come apart from its answer.
 
-Records are read in `inputs/sources.py`. Read from the top: `PromptData.load` loads a source,
+Records are read in `sources.py`. Read from the top: `PromptData.load` loads a source,
 `indices_of_step` says which rows a step draws, `make_row` makes a row. `python
 scripts/show_data.py` shows data before training.
 """
@@ -24,13 +24,13 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import get_json_schema
 
 from batch import IMAGE, Messages, Row
+from extras.models.vision import Vision, encoded_images, find_images
 from flags import PromptFormat
 from grading import alternatives, key_text
 from grading.own import load_reference
-from inputs.sources import Record, name_of_source, read_records
 from model.special_tokens import template_tokens
-from model.vision import Vision, encoded_images, find_images
 from runtime.progress import progress
+from sources import Record, name_of_source, read_records
 
 HINT = "\n\nHere is a reference solution:\n{}\n\nAfter understanding it, solve the problem in your own words."
 

@@ -31,19 +31,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from batch import Metrics, Rollout
+from command_line import exit_with_error, parser_of
 from data import PromptData, most_images
 from engine.options import Demand, largest_share
 from flags import FLAGS as TRAINING_FLAGS
 from flags import GROUPS, INF, EngineSettings, Sampling, Settings, flag
 from fsdp_utils import gather_from_ranks, init_world, is_main_process
+from gate.checks import check_ranges, check_turns, default_dtype, ks_of_pass
+from gate.load_inputs import SET_FLAGS, load_model_files, samplings_of, start_grader
 from grading import Grade
-from inputs.checks import check_ranges, check_turns, default_dtype, ks_of_pass
-from inputs.command_line import exit_with_error, parser_of
-from instruments.history import in_columns
-from load_inputs import SET_FLAGS, load_model_files, samplings_of, start_grader
 from model.special_tokens import describe_tags
 from reward import Grader
 from runtime.files import best_effort, must_write, write
+from runtime.history import in_columns
 from runtime.machine import check_launch
 from runtime.start import RunError, Stopped
 

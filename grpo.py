@@ -1,6 +1,6 @@
 """The algorithm: advantages, policy losses, KL, correction of the sampler's mismatch, aggregation, and the total loss.
 
-Each choice is one function; `inputs/choices.py` finds it by its name in the dict of its section.
+Each choice is one function; `algorithm.py` finds it by its name in the dict of its section.
 Rare ones are in `losses/`, one paper a file. To add one, write the function and name it there, or
 keep it in a file of your own: `--policy_loss my_loss.py:f`, `--advantage my_advantage.py:f`,
 `--kl_estimator my_kl.py:f`. The parameters after `*` are the flags of the same names: only those

@@ -12,14 +12,14 @@ has one file: sample `rollout.py`, grade `reward.py`, pack and update `update.py
 import sys
 from dataclasses import replace
 
+from algorithm import algorithm_of
+from command_line import parse_flags
 from data import PromptData, most_images
 from engine.options import Demand
 from flags import FLAGS, AdamW, EngineSettings, Lora, Memory, Sampling
 from fsdp_utils import init_world
-from inputs.checks import check_flags, ranks_per_engine
-from inputs.choices import algorithm_of
-from inputs.command_line import parse_flags
-from load_inputs import load_inputs
+from gate.checks import check_flags, ranks_per_engine
+from gate.load_inputs import load_inputs
 from metrics import merge_updates
 from policy import build_policy
 from rollout import Engine

@@ -24,16 +24,16 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from batch import Batch
+from extras.models import lora as adapters
+from extras.models.experts import ExpertLoads
+from extras.models.linear_attention import run_in_rows
+from extras.models.vision import BatchImages, PromptImages, embed, tower_of
 from flags import AdamW, Lora, Memory
 from fsdp_utils import World, full_tensors, local_shard, own_rows, shard
-from model import lora as adapters
 from model.attention import make_packing
-from model.experts import ExpertLoads
 from model.head import HeadOptions, Kept, Teacher, chunked_logprobs, find_kept
-from model.linear_attention import run_in_rows
 from model.optimizer import make_optimizer
 from model.sizes import active_share, attention_layers, head_dim
-from model.vision import BatchImages, PromptImages, embed, tower_of
 from model.weights import fill, in_files, load_config, model_from_config, without_storage
 from runtime.progress import OFF
 from runtime.stall import beat

@@ -1,7 +1,7 @@
 """Shows and compares runs, also while they go on.
 
     python report.py runs/a runs/b                       a page that compares them, and curves.png of each
-    python report.py --compare a1 a2 a3 -- b1 b2 b3      is the difference noise? instruments/compare.py
+    python report.py --compare a1 a2 a3 -- b1 b2 b3      is the difference noise? reports/compare.py
     python report.py runs/x --reference NAME             reached, not reached, or why it cannot be judged
 
 NAME is a file in references/.
@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from instruments import reference
-from instruments.compare import compare
-from instruments.curves import plot
-from instruments.history import read_config, read_metrics, read_run
-from instruments.page import write_page
+from reports.compare import compare
+from reports.page import write_page
+from runtime.history import read_config, read_metrics, read_run
 from runtime.start import print_any_text
+from watch import reference
+from watch.curves import plot
 
 
 def main() -> None:

@@ -36,10 +36,10 @@ from batch import Completion, OnFinished, Rollout, Row, rollout_of
 from engine.drift import ApplyModel, DriftGuard
 from engine.options import ANY_TEXT, Demand, check_head, engine_options, head_dtypes, memory_errors, stop_ids
 from engine.packing import repack
-from engine.routes import keep_on_each_rank, routes_reader
+from extras.models.routes import keep_on_each_rank, routes_reader
+from extras.models.vision import decode
 from flags import EngineSettings, Sampling
 from fsdp_utils import World, end_if_requested, gather_from_ranks, set_allocator
-from model.vision import decode
 from runtime.progress import progress
 from runtime.stall import beat
 from runtime.start import requested

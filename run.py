@@ -30,22 +30,22 @@ from batch import Metrics, Rollout, Sampled, Update, own_values
 from data import PromptData
 from flags import FLAGS, Recording
 from fsdp_utils import World, broadcast_from_main, end_if_requested
-from inputs.agreement import INPUTS, digests_of, versions
-from instruments.console import Console
-from instruments.curves import plot, seconds_of_phases
-from instruments.history import read_metrics
-from instruments.reference import judgement
-from instruments.rollout_files import Keeper, bytes_of_tokens, file_of
+from gate.agreement import INPUTS, digests_of, versions
 from metrics import Work, merge_updates, throughput
 from model.special_tokens import describe_tags
 from runtime.files import DiskError, append, best_effort, checkpoints, lock_file, must_write, write
+from runtime.history import read_metrics
 from runtime.stall import BOARD, in_phase
 from runtime.start import RunError
+from watch.console import Console
+from watch.curves import plot, seconds_of_phases
+from watch.reference import judgement
+from watch.rollouts import Keeper, bytes_of_tokens, file_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from instruments.memory_watch import MemoryWatch
+    from watch.memory import MemoryWatch
 
 IDLE_STEPS = 5
 

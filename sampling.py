@@ -22,12 +22,12 @@ import numpy as np
 
 from batch import Metrics, Rollout, Row, Sampled, State
 from flags import Sampling, Settings
-from inputs.agreement import check_same_step
+from gate.agreement import check_same_step
 from metrics import lag_metrics, rollout_metrics
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
     from data import PromptData
-    from hints import Hints
+    from extras.teacher.hints import Hints
     from reward import Grader
     from rollout import Engine
     from run import Run

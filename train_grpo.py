@@ -16,38 +16,38 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import command
+from gate import command
 
 # Before the imports that take seconds, so that a mistake in a flag is reported at once.
 ARGS, ALGORITHM = command.start() if __name__ == "__main__" else (None, None)
 
 from checkpoint import Writer, latest, load, set_link
+from command_line import exit_with_error
 from data import PromptData, most_images
 from engine.drift import DriftGuard
 from engine.options import Demand, largest_share
 from evaluate import Evaluator
+from extras.samplers.partial import PartialSampler, num_unfinished_prompts
+from extras.samplers.replay import NoEngine, ReplaySampler, weights_of
 from flags import AdamW, EngineSettings, Lora, Memory, Recording, Sampling, Saving, Servers, free_on_resume
 from fsdp_utils import World, close_world, init_world, is_main_process, set_allocator
+from gate.checks import ranks_per_engine
+from gate.load_inputs import Inputs, check_columns, check_world, load_inputs
 from grading.own import load_reference
 from grpo import Algorithm
-from inputs.checks import ranks_per_engine
-from inputs.command_line import exit_with_error
-from instruments.memory_watch import watch_memory
-from load_inputs import Inputs, check_columns, check_world, load_inputs
 from policy import Policy, build_policy
 from run import Run, open_run_folder
 from runtime.start import NOT_FINISHED, RunError, Stopped, arm, leave, signal_name
-from samplers.partial import PartialSampler, num_unfinished_prompts
-from samplers.replay import NoEngine, ReplaySampler, weights_of
 from sampling import Draws, Sampler
 from schedule import Plan, make_plan
 from update import Bounds, UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy, work_of_step
+from watch.memory import watch_memory
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from extras.servers.engine import ServerEngine
     from rollout import Engine
-    from servers.engine import ServerEngine
 
 
 def load_models(
@@ -74,7 +74,7 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run, save
     limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     settings = EngineSettings.from_flags(args, max_model_len=sum(limits))
     if args.engine == "server":
-        from servers.engine import build_servers
+        from extras.servers.engine import build_servers
 
         servers, weights = Servers.from_flags(args), policy.describe_weights()
         return build_servers(args.model, settings, servers, inputs, weights, run, saved_step)

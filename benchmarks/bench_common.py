@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from algorithm import algorithm_of
 from batch import Rollout, Row, Update
+from command_line import parse_flags
 from flags import AdamW, Lora, Memory
 from fsdp_utils import World
-from inputs.choices import algorithm_of
-from inputs.command_line import parse_flags
 from policy import build_policy
 from schedule import make_plan
 from update import UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy

@@ -36,11 +36,11 @@ from transformers import AutoTokenizer
 
 from bench_common import Trainer, flags_of, interleave, parser_of, print_times, save_random_model
 from data import PromptData
+from extras.turns.turns import Turns
 from flags import DTYPES, EngineSettings, Grading, PromptFormat, Sampling, TurnLimits
 from fsdp_utils import World, close_world, gather_from_ranks, init_world, wait_for_all
 from policy import Policy
 from rollout import Engine, SamplingParams, TokensPrompt, seed_everything
-from turns import Turns
 
 GOALS = {"sample": 0.97, "turns": 1 / 1.35, "sync": 0.5}
 NUM_TURNS, REPLY_TOKENS = 4, 8  # a reply has fewer

@@ -1,4 +1,4 @@
-"""The memory of an update under every memory policy: predicted (`instruments/plan_memory.py`), and measured.
+"""The memory of an update under every memory policy: predicted (`plan/memory.py`), and measured.
 
     OMP_NUM_THREADS=1 python scripts/launch.py --ranks 2 benchmarks/bench_memory.py
 
@@ -36,9 +36,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from batch import Rollout
 from bench_common import Trainer, flags_of, make_rollout, parser_of, print_table
 from fsdp_utils import World, close_world, gather_from_ranks, init_world, local_shard
-from instruments.dry_run import config_of, setup_of
-from instruments.plan_memory import ENGINE, gpu_phases, host_phases, optimizer_peak, without
-from instruments.plan_setup import Setup
+from plan.dry_run import config_of, setup_of
+from plan.memory import ENGINE, gpu_phases, host_phases, optimizer_peak, without
+from plan.setup import Setup
 
 GOAL = 1.1  # the larger of predicted and measured over the other
 MIB = 2**20

@@ -52,12 +52,12 @@ from verl.workers.utils.losses import ppo_loss
 
 import grpo
 import update
+from algorithm import algorithm_of
 from batch import Rollout, pack, to_positions
 from bench_common import parser_of
+from command_line import parse_flags
+from gate.checks import check_flags
 from grpo import Algorithm
-from inputs.checks import check_flags
-from inputs.choices import algorithm_of
-from inputs.command_line import parse_flags
 
 GOAL = 1e-5
 P, G, PROMPT_TOKENS, CONSTANT = 4, 7, 3, 32  # prompts, completions of each, tokens of a prompt, Dr. GRPO's constant

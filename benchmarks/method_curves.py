@@ -21,7 +21,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from bench_common import ROOT, parser_of
-from instruments.history import read_config, read_metrics
+from runtime.history import read_config, read_metrics
 
 METHODS = {  # a name of scripts/paper.sh -> what the CPU job cannot take of its flags
     "grpo": "",

@@ -3,7 +3,7 @@
     python benchmarks/plan_vs_published.py
 
 Every run is planned by the code of --dry_run, from flags. The first table has the runs of which all phases are
-published: the constants in `instruments/plan_time.py` and --plan_flops_share were fitted on them. The second table was
+published: the constants in `plan/time.py` and --plan_flops_share were fitted on them. The second table was
 held out. The third has runs that are left out (`LEFT_OUT` says why). Exit code 1: the median error is above 15 % or one
 above 30.
 """
@@ -22,9 +22,9 @@ from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from inputs.command_line import parse_flags
-from instruments.dry_run import setup_of
-from instruments.plan_time import phase_seconds
+from command_line import parse_flags
+from plan.dry_run import setup_of
+from plan.time import phase_seconds
 
 GOAL_MEDIAN, GOAL_WORST = 0.15, 0.30
 

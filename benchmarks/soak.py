@@ -41,7 +41,7 @@ from pyarrow import parquet
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from servers.start import SERVER
+from extras.servers.start import SERVER
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from extras.models.vision import Vision
 from flags import EngineSettings
 from model.sizes import CPU_BLOCK, HYBRIDS, MOST_ON_GPU, TEXT_ALONE, cpu_cache_bytes
-from model.vision import Vision
 from model.weights import load_config
 
 # torch and vLLM's allocator say the one, vLLM's checks of its share of the GPU the other.

@@ -1,7 +1,7 @@
 """What vLLM needs before it is imported: its environment, one patch.
 
 `prepare_vllm()` does it in a rank, for an engine in this process; a variable that the user has set
-stays there. `servers/start.py` gives servers `ENVIRONMENT` and `SERVER_ENVIRONMENT`. All of it was
+stays there. `extras/servers/start.py` gives servers `ENVIRONMENT` and `SERVER_ENVIRONMENT`. All of it was
 needed with vLLM 0.32.0, the pinned release: look at each line again when the pin moves.
 """
 
@@ -28,7 +28,7 @@ RANK_ENVIRONMENT = {
 }
 SERVER_ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the routes that change weights
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked worker would not import servers/start.py, and so outlive it
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked worker would not import extras.servers.start, and outlive it
 }
 
 

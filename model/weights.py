@@ -29,9 +29,9 @@ from transformers.core_model_loading import WeightRenaming, dot_natural_key, ren
 from transformers.models.auto import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import cached_file
 
+from extras.models.vision import tower_of
 from fsdp_utils import fill_from_main, gather_from_ranks, is_main_process
 from model.sizes import HYBRIDS, MIXTURES, TEXT_ALONE, check_path, has_hub
-from model.vision import tower_of
 from runtime.progress import progress
 
 NAMES = ("model.safetensors", "model.safetensors.index.json")

@@ -41,18 +41,18 @@ from transformers.utils import logging
 
 from data import PromptData
 from engine.options import engine_options
+from extras.servers.start import SERVER
 from flags import EngineSettings, PromptFormat, Sampling
 from fsdp_utils import init_world
-from instruments.dry_run import config_of
-from instruments.history import read_metrics
-from instruments.plan_memory import CONTEXT, ENGINE_ASLEEP
 from model import head
 from model.attention import check_device, make_packing, packed_attention
 from model.packed import Segment
 from model.weights import open_weights
+from plan.dry_run import config_of
+from plan.memory import CONTEXT, ENGINE_ASLEEP
+from runtime.history import read_metrics
 from runtime.machine import check_compiler, check_driver
 from runtime.machine import check_gpu as check_one_gpu
-from servers.start import SERVER
 from smoke_inputs import SETUPS, make_config, make_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -94,7 +94,7 @@ class Place:
     """Where the checks run."""
 
     folder: Path
-    model: str | None  # the shape: a name of instruments/models.json or a folder; None: a tiny one
+    model: str | None  # the shape: a name of plan/models.json or a folder; None: a tiny one
     num_ranks: int
     is_cuda: bool
 
@@ -477,7 +477,7 @@ def write_report(place: Place) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", help="shape: a name of instruments/models.json or a folder; default: by the GPUs")
+    parser.add_argument("--model", help="shape: a name of plan/models.json or a folder; default: by the GPUs")
     parser.add_argument("--ranks", type=int, help="GPUs (CPU: processes) to use; default: all GPUs; 2 processes")
     parser.add_argument("--out_dir", type=Path, default=Path("runs/check_gpu"), help="folder, made anew")
     args = parser.parse_args()

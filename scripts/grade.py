@@ -15,15 +15,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from command_line import parser_of
 from flags import FLAGS as TRAINING_FLAGS
 from flags import GROUPS, INF, Grading, flag
+from gate.checks import check_ranges
 from grading import Case, Grade, key_text
 from grading.own import EXTRAS
-from inputs.checks import check_ranges
-from inputs.command_line import parser_of
-from inputs.sources import read_json_file
 from reward import Grader, workers_per_engine
 from runtime.files import atomic_write
+from sources import read_json_file
 
 # fmt: off
 FILES = [

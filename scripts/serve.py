@@ -17,11 +17,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from command_line import exit_with_error, parser_of
+from extras.servers.start import server_command, server_environment
 from flags import DTYPES, INF, EngineSettings, flag
-from inputs.checks import LOOPBACK, check_ranges, default_dtype
-from inputs.command_line import exit_with_error, parser_of
+from gate.checks import LOOPBACK, check_ranges, default_dtype
 from model.sizes import check_path
-from servers.start import server_command, server_environment
 
 # fmt: off
 FLAGS = {"server": [

@@ -17,15 +17,15 @@ from transformers import AutoConfig
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from batch import Row
+from command_line import parser_of
 from data import PromptData, describe_template
+from extras.models.vision import load_processor
+from extras.turns.episode import Turn, columns_for
+from extras.turns.turns import Turns
 from flags import FLAGS as TRAINING_FLAGS
 from flags import GROUPS, INF, Grading, PromptFormat, TurnLimits, flag
-from grading.episode import Turn, columns_for
-from inputs.checks import check_ranges, check_turns
-from inputs.command_line import parser_of
-from inputs.sources import read_system_prompt
-from model.vision import load_processor
-from turns import Turns
+from gate.checks import check_ranges, check_turns
+from sources import read_system_prompt
 
 # fmt: off
 DATA = [

@@ -21,7 +21,7 @@ game (docs/environments/guess_number.py) searches well, and the others repeat on
 The numbers are from 1 to 15, and the name of a game says nothing of its number.
 
 With --task hints it is the starting policy of scripts/tiny_sdpo_cpu.sh, which also reads hints: behind a problem with
-its solution, in the words of hints.py, five of six demonstrations think.
+its solution, in the words of extras/teacher/hints.py, five of six demonstrations think.
 
 The folder is in Hugging Face format (model, tokenizer with chat template), with train.jsonl and heldout.jsonl. All of
 it is a function of the flags. The held-out problems are in no demonstration and not in train.jsonl, also not with the
@@ -59,7 +59,7 @@ MODEL = {
 }  # fmt: skip
 BATCH_SIZE, NUM_GOOD = 64, 16  # demonstrations of an update; with a scratchpad, or of a careful player
 NUM_HINTED, NUM_HINTED_GOOD = 24, 20  # beside them: with a hint; with a scratchpad, too
-HINT = "\nCorrect solution:\n\n{}\n\nCorrectly solve the original question."  # as in hints.py
+HINT = "\nCorrect solution:\n\n{}\n\nCorrectly solve the original question."  # as in extras/teacher/hints.py
 HIGHEST, NUM_GUESSES = 15, 4  # the game's
 NAMES = [f"game{number}" for number in range(100, 1000)]
 PEAK_LR = 6e-3  # for Muon (the matrices inside the blocks) and for AdamW (embedding, norms, biases)

@@ -12,13 +12,13 @@ import pytest
 from transformers import AutoTokenizer
 
 import show_data
+from algorithm import algorithm_of
+from command_line import parse_flags
 from flags import free_on_resume
+from gate.checks import check_flags
+from gate.load_inputs import Inputs, load_inputs
 from helpers.made_up import write_lines
 from helpers.runs import ROOT, run_command, run_ranks, torchrun, training_flags
-from inputs.checks import check_flags
-from inputs.choices import algorithm_of
-from inputs.command_line import parse_flags
-from load_inputs import Inputs, load_inputs
 from run import open_run_folder
 
 IMAGE_ROW = b'{"problem": "<image>1+1", "answer": "2"}\n'

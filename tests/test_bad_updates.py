@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from algorithm import algorithm_of
 from batch import Update, pack
 from flags import Memory
 from helpers.made_up import ALONE, flags, load_policy, make_rollout
-from inputs.choices import algorithm_of
 from policy import Policy
 from runtime.start import RunError
 from schedule import UpdateStep

@@ -14,10 +14,10 @@ import torch
 
 import check_gpu
 from check_gpu import Line, Place, gap_lines
+from command_line import parse_flags
 from helpers.runs import ROOT, Forked, begin
-from inputs.command_line import parse_flags
-from instruments.dry_run import config_of, setup_of
-from instruments.plan_memory import misfits
+from plan.dry_run import config_of, setup_of
+from plan.memory import misfits
 
 
 def test_on_a_cpu_it_runs_what_a_cpu_can_and_says_so(tmp_path, monkeypatch, capsys):

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import checkpoint
 from batch import pack
 from engine.options import stop_ids
+from extras.models.vision import load_processor
 from flags import PromptFormat, Saving
 from helpers.made_up import ALONE, load_policy, make_rollout, unpacked_logprobs
 from helpers.runs import largest_file
-from model.vision import load_processor
 from model.weights import load_config, load_generation_config
 from runtime.files import DiskError, checkpoints, checksums, write_list
 from runtime.start import RunError

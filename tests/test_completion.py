@@ -5,12 +5,12 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from batch import Completion
+from extras.turns.turns import Episode, Turns
 from flags import Grading, PromptFormat, TurnLimits
 from grading import Case
 from grading.verifiers import BUILT_IN
 from helpers.made_up import byte_tokenizer
 from model.special_tokens import describe_tags
-from turns import Episode, Turns
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<|begin_of_thought|>", "<|python_tag|>", "[TOOL]"]
 OTHERS = ["<|im_start|>", "<|im_end|>", "<|Assistant|>", "<|eom|>", "<pad>"]

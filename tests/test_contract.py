@@ -26,15 +26,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config
 
+from command_line import parse_flags
 from engine import vllm_setup
 from engine.options import memory_errors
 from flags import EngineSettings
 from fsdp_utils import World, begin_gather, fill_from_main
+from gate.agreement import program_files
 from helpers.programs import GPUS
 from helpers.runs import PROGRAMS, ROOT, torchrun
-from inputs.command_line import parse_flags
-from instruments.dry_run import config_of
 from model.sizes import MIXTURES, NOT_ALIKE
+from plan.dry_run import config_of
 from smoke_inputs import SETUPS, make_model
 from test_setups import launched
 
@@ -302,12 +303,11 @@ CALLS = {
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights",
     ],
 }
-ROOMS = ("", "engine", "grading", "inputs", "instruments", "losses", "model", "runtime", "samplers", "servers")
 
 
 def calls() -> Iterator[tuple[str, str, int, list[str]]]:
     """(file:line, function, number of positional arguments, keywords) of each call in the program."""
-    for path in [path for room in ROOMS for path in (ROOT / room).glob("*.py")]:
+    for path in program_files():
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call):
                 continue
@@ -398,7 +398,7 @@ OBJECTS = {
 
 def foreign_uses() -> Iterator[tuple[str, str, ast.Call | None]]:
     """(file:line, place, call) of what the program imports of `FOREIGN`, and of each call under such a name."""
-    for path in [path for room in ROOMS for path in (ROOT / room).glob("*.py")]:
+    for path in program_files():
         places, tree = {}, ast.parse(path.read_text())  # the name here -> "module:" or "module:name."
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
@@ -529,7 +529,7 @@ def test_weights_cross_the_bus_in_the_dtype_that_they_have(num_ranks):
 
 
 def test_an_engine_of_llama_loses_nothing_in_its_sleep(tmp_path):
-    """Qwen2: tests/test_rollout.py; Qwen2.5-VL: tests/model/test_vision.py, which start such an engine anyway."""
+    """Qwen2: tests/test_rollout.py; Qwen2.5-VL: tests/extras/test_vision.py, which start such an engine anyway."""
     make_model(SETUPS["tulu8b_rlvr_7plus1"], tmp_path / "model")
     arguments = "engines:hidden", 1, 2, tmp_path / "found.pt", tmp_path / "model"
     done = torchrun(1, "tests/helpers/distributed.py", *arguments)

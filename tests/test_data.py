@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from data import PromptData, describe_template, order_of_epoch, render, template_value
+from extras.models.vision import Vision
 from flags import PromptFormat
 from helpers.made_up import (
     TOKENIZER,
@@ -29,7 +30,6 @@ from helpers.made_up import (
     write_parquet,
 )
 from helpers.runs import said
-from model.vision import Vision
 
 pytestmark = pytest.mark.usefixtures("cache")
 

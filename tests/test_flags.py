@@ -2,9 +2,9 @@
 
 import pytest
 
+from command_line import parse_flags
 from flags import FLAGS, GROUPS, AdamW, Lora, Memory, Sampling, free_on_resume
 from helpers.made_up import flags
-from inputs.command_line import parse_flags
 from schedule import make_plan
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import grpo
+from algorithm import algorithm_of
 from batch import pack
 from helpers.distributed import (
     ALGORITHMS,
@@ -20,7 +21,6 @@ from helpers.distributed import (
     rollout_of,
 )
 from helpers.made_up import load_policy
-from inputs.choices import algorithm_of
 from update import run_teacher, with_advantages
 
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-4}

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 import grpo
+from algorithm import CHOICES, algorithm_of, parameters_of
 from batch import Batch
+from extras.losses.gspo_token import gspo_token_ratio
 from grpo import Graded, Loss, Tokens, masked_sum, whitened
 from helpers.made_up import flags
-from inputs.choices import CHOICES, algorithm_of, parameters_of
-from losses.gspo_token import gspo_token_ratio
 
 Floats = list[float]
 LENGTHS = [12, 7, 3, 11, 5, 9, 2, 6]

@@ -52,8 +52,8 @@ HACKS = {  # what is put before which place of which file
         ("grading/verifiers.py", '    "math": verify_math', '    "threes": verify_threes,\n'),
     ],
     "data source": [
-        ("inputs/sources.py", "READERS: ", READER),
-        ("inputs/sources.py", '".jsonl": read', '".lines": read_lines, '),
+        ("sources.py", "READERS: ", READER),
+        ("sources.py", '".jsonl": read', '".lines": read_lines, '),
     ],
     "metric": [("metrics.py", '        "completion/tokens_max"', LEAST)],
     "flag of the algorithm": [
@@ -100,8 +100,8 @@ def run(copy: Path, *arguments: str) -> str:
 
 CHECKS = """
 import torch, grpo
-from inputs.choices import algorithm_of
-from inputs.command_line import parse_flags
+from algorithm import algorithm_of
+from command_line import parse_flags
 
 def algorithm(*changes):
     return algorithm_of(parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", *changes]))

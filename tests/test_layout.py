@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from algorithm import CHOICES, parameters_of
+from command_line import parse_flags
 from flags import FLAGS
-from inputs.choices import CHOICES, parameters_of
-from inputs.command_line import parse_flags
 
 ROOT = Path(__file__).parent.parent
 # Each file, and each room, imports what stands on lower floors; grading/ and runtime/ nothing of the program.
@@ -27,7 +27,7 @@ PROGRAM = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT
 
 
 def module_of(path: Path) -> str:
-    """`run.py` -> run, `runtime/files.py` -> runtime.files, `losses/__init__.py` -> losses."""
+    """`run.py` -> run, `runtime/files.py` -> runtime.files, `extras/losses/__init__.py` -> losses."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -117,9 +117,9 @@ def test_rooms_are_entered_by_their_doors():
     # Only the answer to --dry_run plans: the loop has the watch over memory, which compares a run with the plan.
     conditions = [node for node in NODES["command"] if isinstance(node, ast.If)]
     (answer,) = [node for node in conditions if ast.unparse(node.test).endswith(".dry_run")]
-    assert "instruments.dry_run" in imports(ast.walk(answer))
-    assert visitors("servers") == {"train_grpo": {"servers.engine"}}
-    assert visitors("samplers") == {"train_grpo": {"samplers.partial", "samplers.replay"}}
+    assert "plan.dry_run" in imports(ast.walk(answer))
+    assert visitors("servers") == {"train_grpo": {"extras.servers.engine"}}
+    assert visitors("samplers") == {"train_grpo": {"extras.samplers.partial", "extras.samplers.replay"}}
 
 
 def test_the_algorithm_imports_torch_and_the_batch():
@@ -131,7 +131,7 @@ def test_vllm_and_the_process_group_have_their_files():
     assert "vllm" in PACKAGES["rollout"]
     distributed = {name for name, source in SOURCES.items() if "torch.distributed" in source}
     # Beside the readers: a process group of the main rank and the workers of a generation server.
-    assert distributed <= {"fsdp_utils", "checkpoint", "runtime.start", "servers.weights"}
+    assert distributed <= {"fsdp_utils", "checkpoint", "runtime.start", "extras.servers.weights"}
 
 
 def parameters(function: ast.FunctionDef) -> list[ast.arg]:
@@ -141,7 +141,7 @@ def parameters(function: ast.FunctionDef) -> list[ast.arg]:
     return [each for each in found if each.arg not in ("self", "cls", "ctx")]
 
 
-ENTRIES = {"instruments.dry_run", "instruments.memory_watch"}  # the dry run's, which plans from flags
+ENTRIES = {"plan.dry_run", "watch.memory"}  # the dry run's, which plans from flags
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -180,8 +180,8 @@ def test_broad_excepts_are_only_around_code_of_others():
     """
     broad = r"except(?:\b[^:\n]*\b(?:Base)?Exception\b|:)"
     found = Counter(name for name, source in SOURCES.items() for _ in re.findall(broad, source))
-    around_users = {"data": 1, "inputs.choices": 3, "grading.pool": 1, "grading.tools": 2, "run": 1}
-    assert found == around_users | {"instruments.console": 1}
+    around_users = {"data": 1, "algorithm": 3, "grading.pool": 1, "extras.turns.tools": 2, "run": 1}
+    assert found == around_users | {"watch.console": 1}
     assert [name for name, found in IMPORTS.items() if "typing.Any" in found] == []
 
 

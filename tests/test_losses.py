@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from algorithm import algorithm_of
 from grading import Grade
 from grpo import Graded, Loss, Tokens, as_loss
 from helpers.made_up import flags, make_rollout
 from helpers.runs import ROOT
-from inputs.choices import algorithm_of
 from update import compute_advantages
 
 FOLDER = ROOT / "losses"

@@ -12,9 +12,9 @@ from batch import Update, pack, training_costs
 from fsdp_utils import World
 from grading import Grade
 from helpers.made_up import load_policy, make_grade, make_rollout
-from instruments.plan_setup import shape_of
-from instruments.plan_time import forward_flops
 from metrics import Work, merge_updates, peak_flops, rollout_metrics, stderr_of_mean, throughput
+from plan.setup import shape_of
+from plan.time import forward_flops
 from update import update_flops, work_of_step
 
 WORLD = World(trainer_rank=0, num_trainers=2, tp_size=1, device=torch.device("cpu"))

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from algorithm import algorithm_of
+from gate.checks import check_flags
 from grading.own import load_reference
 from grpo import Tokens, k3
 from helpers.distributed import on_ranks
 from helpers.made_up import flags
 from helpers.runs import ROOT, copy_at, metrics_of, torchrun, training_flags, without_times
-from inputs.checks import check_flags
-from inputs.choices import algorithm_of
 from run import Run
 from runtime.start import RunError
 

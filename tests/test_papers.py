@@ -15,13 +15,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import losses
+from algorithm import algorithm_of
 from batch import Rollout, Row
+from command_line import parse_flags
+from extras import losses
+from gate.checks import check_flags
 from helpers.made_up import RAGGED, load_policy, make_grade, make_model_of_family, make_rollout, unpacked_logprobs
 from helpers.runs import ROOT
-from inputs.checks import check_flags
-from inputs.choices import algorithm_of
-from inputs.command_line import parse_flags
 from test_update import train_step
 
 PAPERS = json.loads((ROOT / "docs" / "papers.json").read_text())

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 import evaluate
+from command_line import parse_flags
 from flags import FLAGS
+from gate.checks import check_flags
 from grading import Case
 from grading.score import RewardWorker
 from helpers.runs import ROOT, run_script
-from inputs.checks import check_flags
-from inputs.command_line import parse_flags
-from instruments.dry_run import dry_run
+from plan.dry_run import dry_run
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
 README = PAGES[0].read_text()

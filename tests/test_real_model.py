@@ -32,7 +32,7 @@ from flags import PromptFormat
 from helpers.made_up import command_line, make_row, policy_of, unpacked_logprobs, write_lines
 from helpers.made_up import flags as parsed
 from helpers.runs import ENVIRONMENT, ROOT, Forked, begin, launched, lines, metrics_of, without_times
-from instruments.rollout_files import file_of
+from watch.rollouts import file_of
 
 # Not a correct answer, but a number that differs from completion to completion.
 REWARD = "def score(completion, answer, columns):\n    return len(set(completion)) / 10\n"

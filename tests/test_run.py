@@ -22,18 +22,18 @@ from batch import Rollout, Row
 from data import PromptData
 from flags import Recording, free_on_resume
 from fsdp_utils import World
+from gate.agreement import digest
+from gate.load_inputs import check_replayed, samples_of
 from helpers.made_up import flags, make_rollout
 from helpers.runs import lines
-from inputs.agreement import digest
-from instruments.console import console_line
-from instruments.curves import seconds_of_phases
-from instruments.history import read_metrics
-from instruments.memory_watch import MemoryWatch
-from load_inputs import check_replayed, samples_of
 from reward import Grade
 from run import Run, open_run_folder
 from runtime.files import DiskError
+from runtime.history import read_metrics
 from warm_start import build_tokenizer
+from watch.console import console_line
+from watch.curves import seconds_of_phases
+from watch.memory import MemoryWatch
 
 UPDATE = {"policy/loss": 1.0, "optim/lr": 0.1, "optim/skipped_updates": 0.0}
 

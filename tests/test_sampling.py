@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from algorithm import algorithm_of
 from batch import OnFinished, Rollout, Row
 from data import PromptData
 from flags import Memory, Sampling
 from grading import Grade
 from helpers.made_up import ALONE, flags, make_grade, make_rollout, make_row
-from inputs.choices import algorithm_of
 from sampling import Draws, Sampler, choose_groups, has_signal_P, prompts_to_sample
 from schedule import make_plan
 from update import add_advantages, pack_updates

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from algorithm import algorithm_of
 from batch import Rollout
+from command_line import parse_flags
 from data import check_vocabulary
 from flags import Grading, Sampling
+from gate.load_inputs import load_inputs
 from grading import NOT_GRADED
 from helpers.distributed import TAUGHT, on_ranks, with_hints
 from helpers.made_up import (
@@ -34,9 +37,6 @@ from helpers.made_up import (
     write_lines,
 )
 from helpers.runs import training_flags
-from inputs.choices import algorithm_of
-from inputs.command_line import parse_flags
-from load_inputs import load_inputs
 from metrics import rollout_metrics
 from reward import Grader
 from update import add_reference, run_teacher

@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM
 
 import grpo
 import update
+from algorithm import algorithm_of
 from batch import Rollout, Update, pack, to_positions
 from flags import Memory
+from gate.load_inputs import check_columns
 from helpers.made_up import (
     ALONE,
     RAGGED,
@@ -31,8 +33,6 @@ from helpers.made_up import (
     unpacked_logprobs,
 )
 from helpers.runs import ROOT
-from inputs.choices import algorithm_of
-from load_inputs import check_columns
 from policy import Policy
 from runtime.start import RunError
 from schedule import make_plan

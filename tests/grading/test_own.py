@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from grading import Case, episode
+from extras.turns import episode
+from gate.load_inputs import own_files
+from grading import Case
 from grading.own import OwnReward, files_of, load_own, load_reference
 from grading.score import RewardWorker
 from helpers.runs import ROOT
-from load_inputs import own_files
 
 EXTRAS = {"prompt": "<user>", "token_ids": (7, 8), "num_tokens": 2, "max_tokens": 9, "is_truncated": True}
 CASES = [Case("ab", "4", {"level": 2, "answer": "four"}, **EXTRAS), Case("abc", "5", {"level": 3})]

@@ -34,7 +34,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
+from algorithm import algorithm_of
 from batch import Batch, Rollout, Row, Update
+from command_line import parse_flags
 from flags import Saving
 from fsdp_utils import (
     World,
@@ -48,6 +50,7 @@ from fsdp_utils import (
     shard,
     sum_over_trainers,
 )
+from gate.checks import check_flags
 from helpers.made_up import (
     RAGGED,
     build,
@@ -63,9 +66,6 @@ from helpers.made_up import (
     whole_update,
 )
 from helpers.runs import largest_file, torchrun
-from inputs.checks import check_flags
-from inputs.choices import algorithm_of
-from inputs.command_line import parse_flags
 from model.optimizer import ChunkedAdamW
 from policy import Policy, empty_policy, shard_and_fill
 from runtime.files import DiskError

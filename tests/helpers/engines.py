@@ -22,9 +22,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
 import rollout as rollout_module
+from algorithm import algorithm_of
 from batch import Rollout, Row
 from engine.drift import DriftGuard
 from engine.options import Demand, stop_ids
+from extras.models import lora as adapters
+from extras.samplers.partial import PartialSampler, num_unfinished_prompts
 from flags import MOST_LAG, EngineSettings, Sampling
 from fsdp_utils import World, gather_from_ranks
 from helpers.distributed import (
@@ -55,15 +58,12 @@ from helpers.made_up import (
     vision_flags,
     whole_update,
 )
-from inputs.choices import algorithm_of
-from model import lora as adapters
 from model.head import Kept, keep
 from model.sizes import HYBRIDS
 from model.weights import load_config
 from policy import Policy
 from rollout import Engine
 from runtime.start import RunError
-from samplers.partial import PartialSampler, num_unfinished_prompts
 from sampling import Draws
 from update import add_logprobs, logprobs_under
 

@@ -21,14 +21,14 @@ import numpy as np
 import torch
 from aiohttp import web
 
+from extras.servers.engine import ServerEngine
+from extras.servers.fleet import Fleet, Server
+from extras.servers.start import ServerProcess
+from extras.servers.weights import Gloo
 from flags import Sampling
 from helpers.made_up import flags, make_grade, make_row
 from policy import Policy
 from sampling import Draws, Sampler
-from servers.engine import ServerEngine
-from servers.fleet import Fleet, Server
-from servers.start import ServerProcess
-from servers.weights import Gloo
 from warm_start import build_tokenizer
 
 TOKEN = 7

@@ -25,16 +25,15 @@ from transformers import (
     Qwen3_5Config,
 )
 
+from algorithm import algorithm_of
 from batch import IMAGE, Batch, Rollout, Row, Sampled, Update, pack
+from command_line import parse_flags
 from data import PromptData
+from extras.models.lora import add_adapter
+from extras.models.vision import load_processor
 from flags import AdamW, Lora, Memory, PromptFormat
 from fsdp_utils import World, gather_from_ranks
 from grading import Grade
-from inputs.choices import algorithm_of
-from inputs.command_line import parse_flags
-from instruments.rollout_files import Keeper
-from model.lora import add_adapter
-from model.vision import load_processor
 from model.weights import fill
 from policy import Policy, add_images, build_policy, empty_policy
 from schedule import UpdateStep, make_plan
@@ -42,6 +41,7 @@ from smoke_inputs import SETUPS
 from smoke_inputs import make_model as make_smoke_model
 from update import UpdateGuard, add_gradients, logprobs_under, pack_updates, update_policy, with_advantages
 from warm_start import build_tokenizer
+from watch.rollouts import Keeper
 
 RAGGED = [12, 7, 3, 11, 5, 9, 2, 6]  # completion lengths
 ALONE = World(trainer_rank=0, num_trainers=1, tp_size=1, device=torch.device("cpu"))

@@ -68,8 +68,8 @@ def cooler(*flags: str) -> None:
 
 def late_start(first: str, second: str) -> None:
     """On two ranks: the main process comes late, and the nodes do not share a folder."""
-    import load_inputs as load
     from fsdp_utils import close_world, init_world
+    from gate import load_inputs as load
 
     rank = int(os.environ["RANK"])
     if rank == 0:
@@ -199,10 +199,10 @@ def resolved(kind: str, engines: str, output: str) -> None:
     import vllm.envs
 
     import rollout  # noqa: F401  it sets the environment of vLLM
+    from command_line import parse_flags
     from engine.options import Demand, engine_options, largest_share
     from flags import EngineSettings
     from fsdp_utils import World
-    from inputs.command_line import parse_flags
 
     found = {"log level": os.environ["VLLM_LOGGING_LEVEL"]}
     found["adds with FlashInfer"] = vllm.envs.VLLM_ALLREDUCE_USE_FLASHINFER

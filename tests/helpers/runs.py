@@ -33,8 +33,8 @@ from typing import BinaryIO
 import psutil
 import torch
 
+import extras.servers.start
 import run as run_records
-import servers.start
 from helpers.made_up import command_line
 
 ROOT = Path(__file__).parent.parent.parent
@@ -115,7 +115,7 @@ def run_fork(command: list[str], environment: dict[str, str], outputs: list[str]
         run_records.plot = lambda _: None
     if not has_own_workers:  # the warm process is the fork server, too
         forkserver._forkserver.ensure_running = lambda: None
-        servers.start.subprocess = SERVERS
+        extras.servers.start.subprocess = SERVERS
     imported = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
     become(imported | environment, outputs)
     is_warm = WARMED_BY in sys.modules or WARM not in environment
@@ -148,7 +148,7 @@ def run_server(flags: list[str], environment: dict[str, str], log: str, owner: i
     multiprocessing.get_context = lambda _: context_of("fork")
     torch._dynamo.config.disable = True  # the environment says so, but torch has been imported
     sys.argv[1:] = flags
-    runpy.run_module("servers.start", run_name="__main__")
+    runpy.run_module("extras.servers.start", run_name="__main__")
 
 
 class Forked(CONTEXT.Process):
@@ -167,7 +167,7 @@ class Forked(CONTEXT.Process):
 
 
 def fork_server(command: list[str], env: dict[str, str], stdout: BinaryIO, **_: object) -> Forked:
-    """In place of `subprocess.Popen` in servers/start.py."""
+    """In place of `subprocess.Popen` in extras/servers/start.py."""
     fork = Forked(target=run_server, args=(command[3:], env, stdout.name, os.getpid()))
     fork.start()
     return fork

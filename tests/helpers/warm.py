@@ -19,7 +19,7 @@ for name in (
     "transformers.models.qwen2.modeling_qwen2", "transformers.models.llama.modeling_llama",
     "torch.distributed.checkpoint._fsspec_filesystem",
     "vllm.entrypoints.launchers.api_server.entry", "vllm.v1.engine.async_llm", "vllm.v1.executor.multiproc_executor",
-    "servers.engine", "servers.weights", "torch.distributed.run", "grading.equality", "datasets",
+    "extras.servers.engine", "extras.servers.weights", "torch.distributed.run", "grading.equality", "datasets",
     "helpers.runs", "launch",
 ):  # fmt: skip
     import_module(name)

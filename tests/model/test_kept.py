@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import rollout as _  # noqa: F401  it prepares vLLM
+from algorithm import algorithm_of
 from batch import Rollout, Row
 from helpers.made_up import ALONE, flags, load_policy, make_rollout, train_once, whole_update
-from inputs.choices import algorithm_of
 from model import sizes
 from model.head import HeadOptions, chunked_logprobs, find_kept, keep
 from update import add_logprobs

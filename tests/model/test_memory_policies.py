@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from gate.checks import check_flags
 from helpers.distributed import ONCE, SMALL, on_ranks
 from helpers.made_up import flags
-from inputs.checks import check_flags
 
 
 @pytest.fixture(scope="module")

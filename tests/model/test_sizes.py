@@ -20,10 +20,10 @@ from transformers import (
 )  # fmt: skip
 
 import evaluate
+from gate.load_inputs import load_inputs
 from helpers.made_up import flags
-from instruments.dry_run import dry_run
-from load_inputs import load_inputs
 from model.sizes import HYBRIDS, MIXTURES, check_config, check_cpu_kernels, check_path
+from plan.dry_run import dry_run
 
 
 def check(config: PretrainedConfig, tensor_parallel_size: int = 1) -> None:

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import fsdp_utils
-import load_inputs as load
 import serve
 from fsdp_utils import allocator_settings
+from gate import load_inputs as load
 from helpers.made_up import flags
 from helpers.runs import PROGRAMS, run_command, torchrun
 from runtime import machine

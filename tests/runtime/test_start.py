@@ -15,7 +15,7 @@ BEGINS = """
 import atexit, multiprocessing, sys, time
 sys.path.insert(0, "{root}")
 from runtime.start import RunError, join_launcher
-from inputs.command_line import exit_with_error
+from command_line import exit_with_error
 join_launcher()
 """.replace("{root}", str(ROOT))
 FAILS = (

@@ -1,0 +1,101 @@
+"""--replay: trains on the completions that another run has kept, without an engine. docs/runs.md"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from batch import Rollout, Row
+from grading import Grade
+from runtime.files import cause, checkpoints
+from runtime.start import RunError
+from sampling import Sampler
+from watch.rollouts import FOLDER, file_of, steps_in
+
+
+class NoEngine:
+    """Stands for the engine with --replay, where nothing is sampled."""
+
+    seconds_E = np.zeros(1)
+
+    def begin(self, *_: object) -> None:
+        """Does nothing, as the other verbs of an engine."""
+
+    sync = sleep = close = begin
+
+
+@dataclass
+class ReplaySampler(Sampler):
+    """Fills steps with the groups that another run sampled."""
+
+    folder: Path = Path()
+
+    def sample_rounds(self, step: int) -> list[Rollout]:
+        rows = {row.where: row for row in self.data.rows}
+        rounds = read_rounds(self.folder, step, rows)
+        self.seconds_RE = [np.zeros(1) for _ in rounds]
+        return [self.as_training_data(rollout, step) for rollout in rounds]
+
+
+def read_rounds(out_dir: Path, step: int, rows: dict[str, Row]) -> list[Rollout]:
+    """The rounds of a step, as they were sampled and graded. `rows`: rows of the data, by their place in it.
+
+    Raises RunError if the data has other prompts.
+    """
+    import pyarrow.parquet
+
+    file = file_of(out_dir, step)
+    try:
+        table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True).read()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise RunError(
+            f"{file} cannot be read ({cause(error)}); begin later with --from_step, or end earlier."
+        ) from None
+    places = table["row"].to_pylist()
+    for where, ids in zip(places, table["prompt_ids"].to_numpy(), strict=True):
+        if where not in rows or not np.array_equal(rows[where].ids, ids):
+            raise RunError(f"{file}: {where} is another prompt in --train_data, or not in it; give that run's data.")
+    versions = list(table["versions"].to_numpy())
+    grades = [
+        Grade(record["reward"], record["reward_status"], json.loads(record["reward_parts"]), record["read_as"])
+        for record in table.select(["reward", "reward_status", "reward_parts", "read_as"]).to_pylist()
+    ]
+    step_rollout = Rollout(
+        rows=[rows[where] for where in places],
+        completions=list(table["token_ids"].to_numpy()),
+        rollout_logprobs=list(table["rollout_logprobs"].to_numpy()),
+        texts=table["completion"].to_pylist(),
+        is_truncated_B=table["is_truncated"].to_numpy(),
+        versions=None if versions[0] is None else versions,
+        is_sampled=list(table["is_sampled"].to_numpy()),
+        is_trained_B=np.ones(len(places), dtype=bool),
+        grades=grades,
+    )
+    round_B = table["round"].to_numpy()
+    return [step_rollout.select(np.flatnonzero(round_B == number)) for number in range(round_B.max() + 1)]
+
+
+def weights_of(folder: Path, first: int, last: int) -> tuple[int, Path | None]:
+    """The step before `first` and its checkpoint, with which a replay of these steps begins; (0, None): the model.
+
+    Raises RunError if not all of these steps are there, or not that checkpoint.
+    """
+    steps, saved = steps_in(folder), dict(checkpoints(folder))
+    if not steps:
+        raise RunError(f"--replay {folder}: there are no rollouts in {folder / FOLDER}; name the folder of a run.")
+    for step in range(first, last + 1):
+        if step not in steps:
+            raise RunError(
+                f"--replay {folder}: the rollouts of step {step} are missing; it has steps {steps[0]} to {steps[-1]}; "
+                "begin later with --from_step, end earlier with --stop_after."
+            )
+    if first > 1 and first - 1 not in saved:
+        possible = ", ".join(str(step + 1) for step in [0, *saved])
+        raise RunError(
+            f"--from_step {first}: {folder} has no checkpoint of step {first - 1}; "
+            f"steps that can be begun with: {possible}."
+        )
+    return first - 1, saved.get(first - 1)

@@ -1,0 +1,378 @@
+"""Checks of the flags. Each sentence says what was given, what is required, what to do. No torch: they come first."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shutil
+from itertools import chain, cycle, product
+from pathlib import Path
+from types import SimpleNamespace
+from urllib.parse import urlsplit
+
+from flags import FLAGS, GROUPS, INF, TINY, Flag
+from model.sizes import check_path
+from runtime.cards import gpu_figures
+from runtime.start import check_divides, launched_world_size
+from sources import name_of_source
+
+# What stored rollouts hold: who is compared with whom, tokens sampled under these limits, and their
+# rewards.
+FIXED_BY_ROLLOUTS = (
+    "prompts_per_step", "group_size", "temperature", "max_completion_tokens", "max_prompt_tokens", "stop_tokens",
+    "reward", "reward_timeout", "overlong_cache_tokens", "list_answers", "truncated", "dynamic_sampling",
+    "environment", "tools", "max_turns", "max_turn_tokens",
+)  # fmt: skip
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Flags of the first column do not go together with those of the second: one with a value if it has that value, one
+# without if it has not its default.
+CONTRADICTIONS = (
+    ("--top_p --top_k", "--engine --partial_rollouts --replay",
+     "which tokens the sampler kept is found by the trainer, with the weights that sampled, in its own step"),
+    ("--top_p --top_k", "--old_logprobs", "the pass for old log-probs finds what the sampler kept"),
+    ("--top_p --top_k", "--kl_over", "a part of the vocabulary alone is compared"),
+    ("--kl_over", "--kl_estimator --kl_clamp", "the KL over the vocabulary is exact"),
+    ("--kl_over", "--kl_in", "a reward takes the KL of sampled tokens"),
+    ("--drop_solved --dynamic_sampling", "--epochs --keep_last", "the steps of an epoch are no fixed number"),
+    ("--router_replay", "--engine --partial_rollouts --replay",
+     "routes are known of what an engine in the ranks samples, from beginning to end, in the step that trains on it"),
+    ("--hint_column", "--image_column", "hints are for prompts of text"),
+    ("--environment", "--tools", "an environment calls its tools itself"),
+    ("--system_prompt --image_column --template_args --environment --tools", "--prompt_format",
+     "the former needs a chat template"),
+    ("--environment --tools", "--partial_rollouts --image_column", "the latter is for completions of one turn"),
+    ("--partial_rollouts", "--image_column", "completions go on without images"),
+    ("--partial_rollouts", "--engine", "servers do the same by --in_flight"),
+    ("--partial_rollouts", "--replay", "nothing is sampled"),
+    ("--engine", "--image_column", "images are not sent to servers"),
+    ("--server_urls", "--generation_gpus", "the servers of the former run already"),
+    ("--lora_rank", "--param_dtype", "adapters are kept in float32, the rest in --dtype"),
+    ("--lora_rank", "--reference_every", "the reference is the policy with its adapter off, which never moves"),
+    ("--optimizer", "--param_dtype --offload=optimizer --reset_optimizer", "the latter is for adamw alone"),
+    ("--param_dtype=bfloat16", "--dtype=float32", "the latter computes more finely than the former stores"),
+    ("--head_dtype=bfloat16", "--dtype=float32", "the former would round what the latter computes"),
+    ("--advantage=maxrl", "--kl_in", "rewards must not be negative"),
+    ("--advantage=zero", "--kl_in", "nothing is trained on but the KL in the loss"),
+    ("--group_size=1", "--dynamic_sampling", "a group of one never has a signal"),
+)  # fmt: skip
+
+
+def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
+    """Raises ValueError for flags out of range, without effect, or in contradiction; see also `algorithm_of`."""
+    check_ranges(args, GROUPS)
+    check_path(args.model)
+    gpu_figures(args.plan_gpu)  # raises for one that is not known
+    if num_ranks is None:
+        for name in ("--plan_gpus", "--plan_nodes", "--json"):
+            if FLAGS[name].is_changed(args) and not args.dry_run:
+                raise ValueError(f"{name} has no effect without --dry_run; leave it out.")
+        num_ranks = launched_world_size()
+    check_batches(args, num_ranks)
+    check_turns(args)
+    flag = all_given(args)
+    checks = check_loss, check_groups, check_reward, check_hints, check_memory, check_servers, check_replay
+    for check in (*checks, check_evaluation):
+        check(args, flag)
+    check_tracker(args.track)
+
+
+def default_dtype(needs_bfloat16: bool = False) -> str:
+    """bfloat16 on GPUs, else float32, if it may be. The launch scripts count the GPUs; else there is nvidia-smi."""
+    has_gpus = shutil.which("nvidia-smi") and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    num_gpus = int(os.environ.get("NUM_GPUS") or bool(has_gpus))
+    return "bfloat16" if num_gpus or needs_bfloat16 else "float32"
+
+
+# Contradictions, by topic: each check raises ValueError for the first one. `flag.NAME` is the flag
+# as it was written.
+
+
+def check_loss(args: argparse.Namespace, flag: SimpleNamespace) -> None:
+    if 0 < args.dual_clip <= 1:
+        raise ValueError(f"{flag.dual_clip}: must be above 1, or 0 for none.")
+    if args.rollout_correction.endswith("mask") and args.rollout_correction_min >= args.rollout_correction_max:
+        raise ValueError(f"{flag.rollout_correction_min} must be below {flag.rollout_correction_max}.")
+    if args.old_logprobs == "rollout" and args.rollout_correction != "none":
+        raise ValueError(
+            f"{flag.old_logprobs} with {flag.rollout_correction}: the ratio is already that of trainer and sampler; "
+            "use --rollout_correction none."
+        )
+    if args.advantage == "maxrl" and re.search(r"\blength\b|:-", args.reward):
+        raise ValueError("--advantage maxrl needs rewards that are not negative; leave `length` and such weights out.")
+    if args.advantage == "zero" and not args.kl_coef:
+        raise ValueError("--advantage zero trains on nothing but the KL in the loss: give --kl_coef.")
+    if args.kl_over == "sampled" and args.advantage == "zero" and args.kl_estimator in ("k1", "none"):
+        raise ValueError(
+            f"{flag.kl_estimator} as a loss has a gradient of mean zero, so --advantage zero learns nothing; use k2."
+        )
+    if args.top_k == 1:
+        raise ValueError(f"{flag.top_k}: all completions of a group would be the same; use at least 2, or 0 for all.")
+    if (args.top_k or args.top_p < 1) and args.dtype != "float32":
+        raise ValueError(
+            f"{flag.top_k if args.top_k else flag.top_p} with {flag.dtype}: each side rounds bfloat16 in its own way, "
+            "and keeps other tokens (not on GPUs, then); leave one of them out."
+        )
+
+
+def check_groups(args: argparse.Namespace, flag: SimpleNamespace) -> None:
+    compares = args.advantage not in ("zero", "none", "reinforce++", "a_star_po") and ".py:" not in args.advantage
+    if args.group_size == 1 and compares:
+        raise ValueError(
+            f"--group_size 1 has nothing to compare with for {flag.advantage}; use 2 or more, or --advantage zero."
+        )
+    if args.kl_in == "reward" and args.advantage == "reinforce++" and args.policy_loss == "gspo":
+        raise ValueError(
+            "--policy_loss gspo needs one advantage a sequence, not reinforce++ with --kl_in reward; use gspo_token."
+        )
+    if args.advantage == "mt_grpo" and not args.environment:
+        raise ValueError("--advantage mt_grpo needs an --environment that rewards each turn; give one, or use grpo.")
+    is_on_policy = args.prompts_per_update == args.prompts_per_step and args.num_iterations == 1
+    if args.max_kl and is_on_policy and not args.lora_dropout:
+        raise ValueError(f"{flag.max_kl} has no effect with one update a step, whose KL is 0; leave it out.")
+
+
+def check_reward(args: argparse.Namespace, flag: SimpleNamespace) -> None:
+    is_ungraded = args.reward == "none" and not args.environment
+    if is_ungraded and args.advantage != "zero":
+        raise ValueError(
+            f"--reward none grades nothing for {flag.advantage} to compare; give --advantage zero, or a reward."
+        )
+    needs_reward = {
+        flag.dynamic_sampling: args.dynamic_sampling != "off",
+        flag.drop_solved: args.drop_solved > 0,
+        flag.truncated: args.truncated == "zero",
+        flag.eval_data: args.eval_data,
+    }
+    for written, is_used in needs_reward.items():
+        if is_ungraded and is_used:
+            raise ValueError(f"{written} needs a reward; leave it out, or give one, which --advantage zero only logs.")
+    if args.advantage == "zero" and args.reference in (None, args.model) and not args.hint_column:
+        raise ValueError(
+            "--advantage zero follows the reference, which is --model itself: give --reference, or --hint_column."
+        )
+    if args.overlong_cache_tokens and not re.search(r"\blength\b|@", args.reward):
+        raise ValueError(
+            f"{flag.overlong_cache_tokens} has no effect without the reward `length`; leave it out, or add that."
+        )
+    if args.overlong_cache_tokens and args.overlong_cache_tokens >= args.max_completion_tokens:
+        raise ValueError(
+            f"{flag.overlong_cache_tokens} makes all completions of {flag.max_completion_tokens} too long; use less."
+        )
+
+
+def check_hints(args: argparse.Namespace, flag: SimpleNamespace) -> None:
+    """Checks hints that a step makes; a hint in a column has nothing of its own to contradict."""
+    if not (args.hint_column or "").startswith("@"):
+        return
+    names = args.hint_column.split(",")
+    if not set(names) <= {"@group", "@feedback"}:
+        raise ValueError(f"{flag.hint_column}: use a column, or @group, @feedback or both, with a comma between them.")
+    if args.kl_in == "reward":
+        raise ValueError(f"{flag.hint_column} is for --kl_in loss, where completions without a hint have no KL.")
+    if "@group" in names and (args.group_size == 1 or args.reward == "none" and not args.environment):
+        raise ValueError(
+            f"{flag.hint_column} takes another completion that is correct; "
+            f"give a reward, and a --group_size of 2 or more, not {flag.reward} and {flag.group_size}."
+        )
+    if "@feedback" in names and ".py:" not in args.reward and not args.environment:
+        raise ValueError(
+            f"{flag.hint_column} with {flag.reward}, which says nothing in words; "
+            "give a function of your own that returns 'feedback', too (docs/rewards.md)."
+        )
+    if "@feedback" in names and args.replay:
+        raise ValueError(f"{flag.hint_column} with {flag.replay}: rollouts keep no feedback; leave one of them out.")
+
+
+def check_turns(args: argparse.Namespace) -> None:
+    for reference in (args.environment or args.tools or "").split(","):
+        if reference and not re.fullmatch(r".+\.py:\w+", reference):
+            raise ValueError(f"{reference!r} in --environment or --tools: needed is FILE.py:NAME.")
+
+
+def check_memory(args: argparse.Namespace, flag: SimpleNamespace) -> None:
+    if args.reference_every and args.reference not in (None, args.model):
+        raise ValueError(
+            f"{flag.reference_every} moves a reference that began as --model; leave it out, or {flag.reference}."
+        )
+    if args.lora_rank and args.offload_reference and args.reference in (None, args.model):
+        raise ValueError(
+            f"--offload_reference has no effect with {flag.lora_rank}; leave it out: the reference is the policy with "
+            "its adapter off."
+        )
+
+
+def check_servers(args: argparse.Namespace, flag: SimpleNamespace) -> None:
+    if args.engine == "colocated":
+        return
+    gpus, urls, size = args.generation_gpus, args.server_urls, args.tensor_parallel_size
+    for url in map(urlsplit, urls):
+        if url.scheme not in ("http", "https") or not url.hostname or url.path.strip("/"):
+            raise ValueError(f"{flag.server_urls}: needed is http://HOST:PORT for each.")
+    if urls and not args.dry_run and not os.environ.get("VLLM_API_KEY"):
+        raise ValueError(
+            "--server_urls: set VLLM_API_KEY to the key of the servers, which scripts/serve.py prints or was given."
+        )
+    if len(gpus) % size:
+        raise ValueError(
+            f"{flag.generation_gpus}: {len(gpus)} GPUs are no whole number of servers of {size}; give a multiple."
+        )
+
+
+def check_replay(args: argparse.Namespace, flag: SimpleNamespace) -> None:
+    if not args.replay:
+        return
+    if os.path.realpath(args.replay) == os.path.realpath(args.out_dir):
+        raise ValueError(f"{flag.replay} is --out_dir, too; name another folder for what is trained now.")
+    file = Path(args.replay) / "config.json"
+    try:
+        replayed = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError):
+        raise ValueError(f"{flag.replay}: {file} cannot be read; name the folder of a run.") from None
+    if args.reference_every and args.from_step > 1 and not replayed.get("reference_every"):
+        raise ValueError(
+            f"{flag.reference_every} with {flag.from_step}: the checkpoints of --replay hold no reference; begin at 1."
+        )
+    if replayed.get("top_p", 1) < 1 or replayed.get("top_k"):
+        raise ValueError(f"{flag.replay}: its rollouts do not say what --top_p or --top_k kept; name a run without.")
+    for name in FIXED_BY_ROLLOUTS:
+        if name in replayed and replayed[name] != getattr(args, name):
+            written, value = getattr(flag, name), replayed[name]
+            raise ValueError(f"{written}: the rollouts of --replay were made with {value}; give that.")
+
+
+def check_evaluation(args: argparse.Namespace, flag: SimpleNamespace) -> None:
+    if args.eval_data and not (args.eval_every or args.eval_before_training or args.replay):
+        raise ValueError(
+            f"{flag.eval_data} is never evaluated; give --eval_every or --eval_before_training, or leave it out."
+        )
+    if args.keep_best is None:
+        return
+    metrics = []
+    for source, k in zip(args.eval_data, cycle(args.eval_samples), strict=False):
+        figures = [f"avg@{k}"]
+        if k > 1:
+            figures += [*(f"pass@{i}" for i in ks_of_pass(k)), f"maj@{k}"]
+        metrics += [f"eval/{name_of_source(source)}/{figure}" for figure in figures]
+    if args.keep_best not in metrics:
+        advice = f"use one of {', '.join(metrics)}" if metrics else "name held-out problems with --eval_data"
+        raise ValueError(f"{flag.keep_best} is not evaluated; {advice}.")
+    if not args.eval_every or not args.save_every or args.save_every % args.eval_every:
+        raise ValueError(
+            f"{flag.keep_best} needs a value for each checkpoint, not {flag.save_every} and {flag.eval_every}; "
+            "make the first a multiple."
+        )
+
+
+def check_tracker(track: str) -> None:
+    if track == "none":
+        return
+    if importlib.util.find_spec(track) is None:
+        raise ValueError(f"--track {track}: its package is not installed; run `pip install {track}`.")
+    needs_key = track == "wandb" and os.environ.get("WANDB_MODE", "online") == "online"
+    has_key = os.environ.get("WANDB_API_KEY") or (Path.home() / ".netrc").exists()  # where `wandb login` writes it
+    if needs_key and not has_key:
+        raise ValueError("--track wandb: no key is known; run `wandb login`, set WANDB_API_KEY or WANDB_MODE=offline.")
+
+
+def ks_of_pass(num_samples: int) -> list[int]:
+    """The k of pass@k: 2, 4, 8, ... and the number of samples."""
+    return sorted({2**i for i in range(1, num_samples.bit_length())} | {num_samples} - {1})
+
+
+def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> None:
+    """Raises ValueError for a value out of its range, for a flag without effect, and for `CONTRADICTIONS`."""
+    for flag in chain.from_iterable(groups.values()):
+        value = flag.of(args)
+        for number in value if isinstance(value, list) else [value]:
+            if flag.within and number is not None:
+                check_range(flag, number)
+        partners = [FLAGS[name] for name in flag.only_with.split()]
+        if partners and flag.is_changed(args) and not any(partner.is_changed(args) for partner in partners):
+            needed = " or ".join(map(as_needed, partners))
+            raise ValueError(
+                f"{given(flag, args)} has no effect here, only with {needed}: {leave(flag)}, or change the other."
+            )
+    for firsts, seconds, reason in CONTRADICTIONS:
+        for pair in product(firsts.split(), seconds.split()):
+            if all(is_given(each, args) for each in pair):
+                both = " with ".join(given(FLAGS[each.partition("=")[0]], args) for each in pair)
+                raise ValueError(f"{both}: {reason}; leave one of them out.")
+
+
+def is_given(written: str, args: argparse.Namespace) -> bool:
+    """Whether FLAG=VALUE has this value, or FLAG not its default. A program may lack the flag."""
+    name, _, value = written.partition("=")
+    if not hasattr(args, name.removeprefix("--")):
+        return False
+    return str(FLAGS[name].of(args)) == value if value else FLAGS[name].is_changed(args)
+
+
+def as_needed(flag: Flag) -> str:
+    """The flag with a value that another flag needs, for example: --engine server, --lora_rank above 0."""
+    needed = f"{flag.name} {flag.choices[-1]}" if flag.choices else flag.name
+    return f"{needed} above 0" if flag.default == 0 else needed
+
+
+def check_range(flag: Flag, number: float) -> None:
+    low, high = flag.within
+    if not (low <= number <= high and number < INF):  # also true for nan
+        bounds = "above 0" if low == TINY else f"at least {low:g}"
+        bounds += " and finite" * (number == INF) if high == INF else f" and at most {high:.7g}"
+        raise ValueError(f"{flag.name} {number:g}: must be {bounds}.")
+
+
+def given(flag: Flag, args: argparse.Namespace) -> str:
+    """The flag as it was written."""
+    value = flag.of(args)
+    if value is True:
+        return flag.name
+    values = value if isinstance(value, list) else [value]
+    return " ".join([flag.name, *map(str, values)])
+
+
+def all_given(args: argparse.Namespace) -> SimpleNamespace:
+    """All flags that there are, as they were written."""
+    names = [name.removeprefix("--") for name in FLAGS]
+    return SimpleNamespace(**{name: given(FLAGS[f"--{name}"], args) for name in names if hasattr(args, name)})
+
+
+def leave(flag: Flag) -> str:
+    """How to say that the default should stay."""
+    return f"leave it at {flag.default}" if flag.default else "leave it out"
+
+
+def ranks_per_engine(args: argparse.Namespace, num_ranks: int | None = None) -> int:
+    """Ranks that see the same completions and grade them once: servers are to all ranks as one engine."""
+    return args.tensor_parallel_size if args.engine == "colocated" else num_ranks or launched_world_size()
+
+
+def check_batches(args: argparse.Namespace, num_ranks: int) -> None:
+    """Raises ValueError for batches that cannot be divided, and for a length of training that is not clear."""
+    prompts, size = args.prompts_per_step, ranks_per_engine(args, num_ranks)
+    check_divides("--tensor_parallel_size", size, "the world size", num_ranks)
+    check_divides("--shard_ranks", args.shard_ranks or 1, "the world size", num_ranks)
+    num_engines = num_ranks // size
+    if prompts % num_engines:
+        below = prompts // num_engines * num_engines
+        near = f"{below} or {below + num_engines}" if below else num_engines
+        raise ValueError(
+            f"--prompts_per_step {prompts} is not divisible by {num_engines} engines "
+            f"({num_ranks} ranks / --tensor_parallel_size {size}); use {near}."
+        )
+    check_divides("--prompts_per_update", args.prompts_per_update, "--prompts_per_step", prompts)
+    longest = args.max_prompt_tokens + args.max_completion_tokens
+    if args.micro_batch_tokens < longest:
+        raise ValueError(
+            f"--micro_batch_tokens {args.micro_batch_tokens} cannot hold one sequence of --max_prompt_tokens "
+            f"{args.max_prompt_tokens} + --max_completion_tokens {args.max_completion_tokens}; "
+            f"use at least {longest}."
+        )
+    num_lengths = 3 - [args.total_steps, args.epochs, args.total_episodes].count(None)
+    if num_lengths != 1:
+        raise ValueError(f"{num_lengths} of --total_steps, --epochs, --total_episodes were given; give exactly one.")
+    completions = prompts * args.group_size
+    if args.total_episodes is not None and args.total_episodes < completions:
+        raise ValueError(f"--total_episodes {args.total_episodes} is less than one step; use at least {completions}.")

@@ -1,0 +1,144 @@
+"""`train_grpo.py --dry_run`: what a run amounts to and whether it fits. It needs no GPU, no weights and no data.
+
+The exit code is 0 if the run fits and 3 if not. `setup_of` reads the flags, `plan_memory.py` has
+the bytes, `plan_time.py` the seconds, `plan_advice.py` what would have to change, `plan_report.py`
+what is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import math
+from pathlib import Path
+
+from transformers import AutoConfig, PretrainedConfig
+
+from algorithm import algorithm_of
+from extras.models.lora import target_names
+from extras.models.vision import check_images
+from flags import EngineSettings, Lora, Memory, PromptFormat, Saving
+from fsdp_utils import is_main_process
+from gate.checks import check_flags, launched_world_size
+from model.sizes import check_config, check_experts
+from model.weights import load_config, model_of_shapes
+from plan.setup import GIB, Hardware, RunShape, Setup, shape_of
+from plan.table import report_of, text_of
+from runtime.cards import gpu_figures
+from runtime.machine import local_world_size
+from schedule import make_plan
+from sources import parse_source
+
+TABLE = Path(__file__).parent / "models.json"
+NETWORK_SPEED = 50e9  # bytes per second between nodes, one way, for each GPU: a card of 400 Gbit/s each
+# Data set that is not on the disk -> its rows.
+ROWS = json.loads(TABLE.with_name("data_sets.json").read_text("utf-8"))
+
+
+def dry_run(args: argparse.Namespace) -> int:
+    """Prints the report and returns the exit code. Raises ValueError for a run that could not start on any machine."""
+    report = report_of(setup_of(args, config_of(args.model)))
+    if is_main_process():
+        print(json.dumps(report, indent=2) if args.json else text_of(report))
+    return 0 if report["fits"] else 3
+
+
+def config_of(model: str) -> PretrainedConfig:
+    """The config in a folder, in `models.json`, or else on the hub. Raises ValueError."""
+    table = json.loads(TABLE.read_text("utf-8"))
+    if model in table and not Path(model).exists():
+        own = table[model]
+        same = table.get(own.pop("as", None), {})
+        return AutoConfig.for_model(**same | own)
+    try:
+        return load_config(model)
+    except (ValueError, OSError) as error:
+        near = ", ".join(difflib.get_close_matches(model, table, n=5, cutoff=0))
+        raise ValueError(f"{str(error).splitlines()[0]} Known without network are, for example, {near}.") from None
+
+
+def rows_of(train_data: list[str]) -> int | None:
+    """Training rows by #ROWS, lines on the disk and the table; None if those of a source are not known."""
+    total = 0
+    for source in train_data:
+        path, split, count = parse_source(source)
+        if count is None and Path(path).is_file() and path.endswith(".jsonl"):
+            count = sum(1 for line in Path(path).read_bytes().splitlines() if line.strip())
+        elif count is None:
+            count = ROWS.get(f"{path}@{split or 'train'}", ROWS.get(Path(path).stem))
+        if count is None:
+            return None
+        total += count
+    return total
+
+
+def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
+    """The flags as a Setup. Raises ValueError for flags that contradict each other, the model or the hardware."""
+    gpus = args.plan_gpus or launched_world_size()
+    nodes = args.plan_nodes
+    if not nodes:
+        nodes = 1 if args.plan_gpus else gpus // local_world_size()
+    if gpus % nodes:
+        raise ValueError(f"--plan_gpus {gpus} is not divisible by --plan_nodes {nodes}; it counts GPUs of all nodes.")
+    check_flags(args, gpus)
+    limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
+    check_config(args.model, config, limits, args.tensor_parallel_size)
+    check_experts(args.model, config, args.router_replay)
+    check_images(args.model, config, PromptFormat.from_flags(args))
+    model, lora = shape_of(config, args.model), Lora.from_flags(args)
+    if lora.lora_rank:
+        target_names(model_of_shapes(args.model, config), lora.lora_targets)
+    algorithm_of(args)  # raises for choices that do not exist, or flags without effect
+    num_rows = args.plan_rows or rows_of(args.train_data)
+    if num_rows is None and args.epochs is not None:
+        raise ValueError(
+            f"--epochs {args.epochs}: how many rows --train_data {' '.join(args.train_data)} has is not known here; "
+            "give --plan_rows."
+        )
+    plan = make_plan(args, args.prompts_per_step if num_rows is None else num_rows)
+    has_kl = args.kl_coef != 0
+    needs_first = args.num_iterations > 1 or (has_kl and args.kl_in == "reward") or lora.lora_dropout > 0
+    needs_first |= args.top_k > 0 or args.top_p < 1
+    run = RunShape.from_flags(
+        args, num_rows=num_rows, has_kl=has_kl, over_vocabulary=args.kl_over == "vocabulary",
+        mean_prompt_tokens=mean_tokens("prompt", args.plan_prompt_tokens, args.max_prompt_tokens),
+        mean_completion_tokens=mean_tokens("completion", args.plan_completion_tokens, args.max_completion_tokens),
+        needs_first_logprobs=needs_first,
+        num_checkpoints=most_checkpoints(Saving.from_flags(args), min(plan.total_steps, args.stop_after or math.inf)),
+    )  # fmt: skip
+    engine = EngineSettings.from_flags(args, max_model_len=sum(limits))
+    generation_gpus = 0
+    if args.engine == "server":
+        num_servers = max(1, len(args.server_urls))
+        generation_gpus = len(args.generation_gpus) or num_servers * args.tensor_parallel_size
+    gpu_memory, flops, memory_speed, link_speed, host_speed = gpu_figures(args.plan_gpu)
+    hardware = Hardware(
+        name=args.plan_gpu, gpus=gpus, nodes=nodes,
+        gpu_bytes=gpu_memory * GIB, host_bytes=args.plan_host_memory_gib * GIB,
+        flops=flops * 1e12, flops_share=args.plan_flops_share, memory_speed=memory_speed * 1e12,
+        link_speed=link_speed * 1e9, network_speed=NETWORK_SPEED, host_speed=host_speed * 1e9,
+        generation_gpus=generation_gpus,
+    )  # fmt: skip
+    teacher = None
+    if has_kl and args.reference and args.reference != args.model:
+        teacher = shape_of(config_of(args.reference), args.reference)
+    return Setup(
+        model=model, memory=Memory.from_flags(args), lora=lora, engine=engine, plan=plan, run=run, hardware=hardware,
+        teacher=teacher,
+    )  # fmt: skip
+
+
+def mean_tokens(kind: str, mean: float | None, limit: int) -> float:
+    """The mean length that the flags assume, by default half of the limit. Raises ValueError for one above it."""
+    if mean is not None and mean > limit:
+        raise ValueError(f"--plan_{kind}_tokens {mean:g} is the mean; use at most --max_{kind}_tokens {limit}.")
+    return limit / 2 if mean is None else mean
+
+
+def most_checkpoints(saving: Saving, last_step: float) -> int:
+    """Checkpoints on the disk at a time: those that are kept, the best one, and the one that is being written."""
+    num_saves = math.ceil(last_step / (saving.save_every or last_step))
+    if not saving.keep_checkpoints:
+        return num_saves
+    return min(num_saves, saving.keep_checkpoints + 1 + (saving.keep_best is not None))

@@ -1,0 +1,440 @@
+"""The memory that a run takes: formulas for each phase, in bytes. Pure functions of a `Setup`.
+
+Read `gpu_phases` (one GPU), `host_phases` (one node) and `checkpoint_bytes` (disk) first. The
+formulas of the passes were fitted to the storages of the real model; `benchmarks/bench_memory.py`
+compares them with real updates. They assume several micro-batches per update, full of completion
+tokens. --micro_batch_tokens does not bound attention's copy of shared keys and values: for it,
+groups of the shortest completions are assumed.
+"""
+
+from __future__ import annotations
+
+import math
+
+from model.sizes import HEAD_CHUNK_LOGITS, MOST_ON_GPU, OPTIMIZER_CHUNK
+from plan.setup import GIB, Setup
+
+REDUCE = 4  # gradients are reduced in fp32
+FRAGMENTATION = 1.05  # what torch's allocator holds, over the live tensors
+CONTEXT = 2.5 * GIB  # per GPU: CUDA context, NCCL buffers, workspaces of the matrix products
+# The engine beside weights and cache, without and with CUDA graphs. vLLM's pull request 11743
+# logged 2.95 + 1.27 GiB.
+ENGINE_WORKING = {True: 2.5 * GIB, False: 4.0 * GIB}
+# NCCL buffers, graphs. vLLM's issue 47654 logged 1.4 GiB of these.
+ENGINE_ASLEEP = {True: 0.5 * GIB, False: 2.0 * GIB}
+# Bytes of a parameter -> bytes of an element that the optimizer works on: fp32 copies or moments.
+CHUNK_BYTES = {2: 28, 4: 8}
+SHORT_CACHE = 1 / 8  # share of the sequences: with less the engine reads its weights for a few tokens at a time
+# Host RAM of one rank without weights: libraries, CUDA's host side, pinned buffers, the rollout. One
+# rank on an H100 took 11.2 to 12.4 GiB; several share what they map of libraries.
+PROCESS_HOST = 12 * GIB
+
+Parts = dict[str, float]  # bytes by what they are for
+# The engine's parts.
+ENGINE = ("engine weights", "engine working", "KV cache", "engine asleep", "weights arriving")
+
+
+def total(parts: Parts) -> float:
+    return sum(parts.values())
+
+
+def without(parts: Parts, *names: str) -> Parts:
+    return {name: size for name, size in parts.items() if name not in names}
+
+
+def without_zeros(phases: dict[str, Parts]) -> dict[str, Parts]:
+    return {phase: {name: size for name, size in parts.items() if size} for phase, parts in phases.items()}
+
+
+def largest(moments: list[Parts]) -> Parts:
+    return max(moments, key=total)
+
+
+def needed(parts: Parts) -> float:
+    """Bytes that a GPU must have for these tensors: the trainer's allocator does not fragment the engine's share."""
+    engine = sum(parts.get(name, 0) for name in ENGINE)
+    return FRAGMENTATION * total(without(parts, *ENGINE)) + engine + CONTEXT
+
+
+def gpu_phases(setup: Setup) -> dict[str, Parts]:
+    """Phase -> what a GPU holds at its peak."""
+    m = setup.model
+    updating = static_parts(setup, on_host=False)
+    static = without(updating, "gradients")
+    awake = engine_parts(setup)
+    asleep = {"engine asleep": ENGINE_ASLEEP[setup.engine.enforce_eager]}
+    tensor = max(m.table, m.largest)
+    loaded = tensor * (setup.compute_bytes if setup.has_lora else setup.trained_bytes)
+    if setup.has_reference_model:
+        loaded = max(loaded, tensor * setup.reference_itemsize)
+    # The largest parameter and its shard; the next one is gathered while the engine copies this
+    # one.
+    gathered = setup.compute_bytes * (tensor * (1 + 1 / setup.num_shards) + m.largest)
+    # vLLM pads a table whose rows are no multiple of 64, and keeps it to the end of a sync: the
+    # head comes beside it.
+    padded = 0 if m.is_tied or m.vocab % 64 == 0 else setup.table_bytes
+    passes = largest([logprobs_peak(setup), logprobs_peak(setup.reference_setup)])
+    phases = {
+        "load": largest([static, without(static, "optimizer") | {"one tensor": loaded}]),
+        "rollout": static | awake,
+        "logprobs": static | passes | shards_from_host(setup) | asleep,
+        "update": static | update_peak(setup) | asleep,
+        "optimizer": updating | optimizer_peak(setup) | asleep,
+        "sync": static | {"gathered": gathered} | without(awake, "KV cache") | {"weights arriving": padded},
+    }
+    if setup.has_servers:
+        del phases["rollout"]
+        phases = {name: without(parts, *ENGINE) for name, parts in phases.items()}
+        # A server takes a tensor at a time, and keeps the layer that it is in.
+        arriving = setup.table_bytes + setup.compute_bytes * m.layer_parameters / setup.run.tensor_parallel_size
+        phases["server"] = awake | {"weights arriving": arriving + padded}
+    if (not setup.run.has_kl or setup.run.over_vocabulary) and not setup.old_logprob_passes:
+        del phases["logprobs"]
+    return without_zeros(phases)
+
+
+def static_parts(setup: Setup, on_host: bool) -> Parts:
+    """Bytes that outlast a phase: on one GPU, or in the host RAM of one node."""
+    parts = {"parameters": setup.stored_bytes, "gradients": setup.gradient_bytes, "optimizer": setup.state_bytes}
+    offloaded = {"none": [], "optimizer": ["optimizer"], "all": [*parts]}[setup.memory.offload]
+    if setup.has_reference_model:
+        parts["reference"] = setup.reference_bytes
+    if setup.memory.offload_reference:
+        offloaded.append("reference")
+    ranks = setup.hardware.ranks_per_node if on_host else 1
+    return {name: size * ranks / setup.num_shards for name, size in parts.items() if (name in offloaded) == on_host}
+
+
+def shards_from_host(setup: Setup) -> Parts:
+    """Bytes on one GPU of the shards that are on their way in a pass: of a layer, and of the next one."""
+    if setup.memory.offload == "all":
+        model = setup.model
+    elif setup.has_reference_model and setup.memory.offload_reference:
+        model = setup.reference_setup.model
+    else:
+        return {}
+    return {"shards from host": model.layer_parameters * setup.compute_bytes / setup.num_shards * 2}
+
+
+def engine_parts(setup: Setup) -> Parts:
+    """Bytes on one GPU of the awake engine. It takes its whole share of the GPU: the rest of it is KV cache."""
+    weights = setup.weight_bytes / setup.run.tensor_parallel_size
+    working = ENGINE_WORKING[setup.engine.enforce_eager]
+    share = setup.engine.gpu_memory_utilization * setup.hardware.gpu_bytes
+    cache = max(share - weights - working, 0.0)
+    return {"engine weights": weights, "engine working": working, "KV cache": cache}
+
+
+def cache_bytes_per_token(setup: Setup) -> float:
+    """Keys and values of a token on one GPU of its engine, which divides them by heads."""
+    parts = min(setup.run.tensor_parallel_size, setup.model.kv_heads)
+    return setup.model.kv_per_token * setup.compute_bytes / parts
+
+
+def sequence_bytes(setup: Setup, length: float) -> float:
+    """What a sequence of this length takes of the cache on one GPU of its engine."""
+    return length * cache_bytes_per_token(setup) + setup.model.state_bytes / setup.run.tensor_parallel_size
+
+
+def sequences_at_once(setup: Setup) -> float:
+    """Sequences of the full model length that fit into one engine's cache. Below 1 vLLM does not start."""
+    sequence = sequence_bytes(setup, setup.engine.max_model_len)
+    return engine_parts(setup)["KV cache"] / sequence
+
+
+def short_of_states(setup: Setup) -> list[str]:
+    """A sentence if a cache with states has fewer blocks than sequences may run: with CUDA graphs vLLM refuses that.
+
+    Read in its source (config/compilation.py). A block has a page for each layer of attention, as large as a state.
+    """
+    m = setup.model
+    if not m.state_bytes or setup.engine.enforce_eager:
+        return []
+    block = m.state_bytes * m.attention_layers / (2 * m.layers - m.attention_layers) / setup.run.tensor_parallel_size
+    wanted, held = min(setup.completions_per_engine, MOST_ON_GPU), engine_parts(setup)["KV cache"] // block
+    if held >= wanted:
+        return []
+    return [
+        f"GPU, rollout: the cache has {held:g} blocks of {block / 2**20:.0f} MiB for {wanted:g} sequences; "
+        "raise --gpu_memory_utilization, sample fewer at a time, or give --enforce_eager"
+    ]
+
+
+def short_cache(setup: Setup) -> list[str]:
+    """A warning if the cache holds less than `SHORT_CACHE` of what an engine would run at a time."""
+    wanted = min(setup.completions_per_engine, MOST_ON_GPU)
+    held = sequences_at_once(setup)
+    if 1 <= held < SHORT_CACHE * wanted:
+        return [f"the cache holds {held:.1f} of an engine's {wanted:g} sequences"]
+    return []
+
+
+def misfits(setup: Setup, free: float | None = None) -> list[str]:
+    """A sentence for each phase that does not fit; [] if all do.
+
+    `free`: bytes of the GPU that nobody has taken; then tensors alone count, without what is kept in reserve.
+    """
+    h = setup.hardware
+    sentences = []
+    for name, parts in gpu_phases(setup).items():
+        if free is None:
+            size, room = needed(parts), h.gpu_bytes
+        elif name == "server":  # its GPU is another one
+            continue
+        else:
+            size, room = total(parts), free
+        if size > room:
+            sentences.append(
+                f"GPU, {name}: needs {size / GIB:.1f} GiB of {room / GIB:.1f}, {(size - room) / GIB:.1f} GiB too many"
+            )
+    if sequences_at_once(setup) < 1:
+        share = setup.engine.gpu_memory_utilization
+        engine = total(without(engine_parts(setup), "KV cache"))
+        sentences.append(
+            f"GPU, rollout: --gpu_memory_utilization {share:g} is {share * h.gpu_bytes / GIB:.1f} GiB, "
+            f"of which the engine needs {engine / GIB:.1f} without its cache: "
+            f"not enough for one sequence of {setup.engine.max_model_len} tokens"
+        )
+    else:
+        sentences += short_of_states(setup)
+    for name, parts in host_phases(setup).items():
+        size = total(parts if free is None else without(parts, "processes"))
+        if size > h.host_bytes:
+            sentences.append(f"host RAM, {name}: needs {size / GIB:.0f} GiB of {h.host_bytes / GIB:.0f} on each node")
+    return sentences
+
+
+# The passes ----------------------------------------------------------------------------------------------------------
+
+
+def update_peak(setup: Setup) -> Parts:
+    """Bytes on one GPU at most in a backward pass, with the gradients of an earlier micro-batch.
+
+    The largest of five moments: the head, with what all layers keep; the last layer; the layer before it, while the
+    last one is reduced; the reduction of embedding and head; where they are tied, the sum of their gradients.
+    """
+    m, tokens, compute = setup.model, setup.counted_tokens, setup.compute_bytes
+    is_once = setup.memory.communicate_once
+    root = compute * m.root_parameters
+    layer = compute * (m.layer_parameters + setup.adapter_per_layer)
+    one = root + (m.layers if is_once else 1) * layer  # gathered at a time
+    two = one if is_once else one + layer
+    if setup.memory.gradient_checkpointing:
+        kept_name, kept = "checkpoints", 2 * tokens * m.hidden  # a layer's input
+    else:
+        kept_name, kept = "activations", saved_per_layer(setup)
+    last_norm = (8 if setup.has_lora else 10) * tokens * m.hidden
+    head_gradient = setup.head_gradient_bytes
+    trained_per_layer = setup.adapter_per_layer if setup.has_lora else m.layer_parameters
+    in_layer = {"one layer": backward_of_layer(setup), "gathered": two}
+    head = {kept_name: m.layers * kept + last_norm, "gathered": one, "logits": head_bytes(setup)}
+    moments = [
+        head | teacher_parts(setup),
+        {kept_name: m.layers * kept} | in_layer | {"reduction": head_gradient},
+        {kept_name: (m.layers - 1) * kept} | in_layer | {"reduction": head_gradient + REDUCE * trained_per_layer},
+    ]
+    if setup.run.over_vocabulary:  # the pass of the reference, before that of the policy
+        moments.append(logprobs_peak(setup.reference_setup))
+    if not setup.has_lora:
+        moments.append({"gathered": is_once * one, "reduction": root_reduction(setup)})
+        if m.is_tied:  # two gradients, and their sum
+            reduction = 3 * setup.table_bytes + REDUCE * m.layer_parameters
+            moments.append({"gathered": one if is_once else root, "reduction": reduction})
+    if is_once:  # shards of them come only as whole ones go, in the last backward pass
+        return largest(moments) | {"gradients, whole": REDUCE * setup.trainable}
+    return {"gradients": gradients_in_passes(setup)} | largest(moments)
+
+
+def root_reduction(setup: Setup) -> float:
+    """Bytes on one GPU while the gradients of embedding, head and last norm are reduced."""
+    trained = setup.model.root_trained
+    itemsize = REDUCE
+    if setup.trained_bytes == 2 and not has_sums_apart(setup):  # cast, to be added to the shard
+        itemsize += setup.compute_bytes
+    reduced = itemsize * trained / setup.num_shards + setup.table_bytes * (setup.num_shards > 1)
+    unreduced = (trained - setup.model.hidden) * setup.compute_bytes
+    return REDUCE * trained + max(unreduced, reduced)
+
+
+def teacher_parts(setup: Setup) -> Parts:
+    """The last hidden states and the head of a reference that is followed over the vocabulary: the head keeps them."""
+    if not setup.run.over_vocabulary:
+        return {}
+    teacher = setup.reference_setup.model
+    numbers = (setup.memory.micro_batch_tokens + teacher.vocab) * teacher.hidden
+    return {"teacher": numbers * setup.compute_bytes}
+
+
+def has_sums_apart(setup: Setup) -> bool:
+    """Whether FSDP keeps apart, in fp32 and on the GPU, what copies of the policy add up in the last micro-batch."""
+    return setup.num_shards < setup.hardware.gpus and not setup.memory.communicate_once
+
+
+def gradients_in_passes(setup: Setup) -> float:
+    """Bytes on one GPU of the gradients' shards."""
+    shards = static_parts(setup, on_host=False).get("gradients", 0)
+    if not has_sums_apart(setup):
+        return shards
+    sums = REDUCE * setup.trainable / setup.num_shards
+    return sums + shards if setup.trained_bytes < REDUCE else sums
+
+
+def logits_at_once(setup: Setup) -> int:
+    """Logits that are made at a time."""
+    vocab = setup.model.vocab
+    return min(setup.memory.micro_batch_tokens, HEAD_CHUNK_LOGITS // vocab) * vocab
+
+
+def head_bytes(setup: Setup) -> float:
+    """The head's peak: logits that their gradient replaces, and the weight's gradient. Over the vocabulary there may be
+    four fp32 numbers a logit: two of each model.
+    """
+    logit = 16 if setup.run.over_vocabulary else logit_peak(setup)
+    return setup.head_gradient_bytes + logit * logits_at_once(setup)
+
+
+def logit_peak(setup: Setup) -> int:
+    """Bytes of a logit, and 3 for pieces in eager mode or the cast of its gradient."""
+    return 3 + setup.logit_bytes
+
+
+def backward_of_layer(setup: Setup) -> float:
+    """Bytes of a layer in its backward pass: the largest of MLP, attention, and weights with the norm's gradients."""
+    m, tokens, compute = setup.model, setup.counted_tokens, setup.compute_bytes
+    norms = 9 if setup.has_lora else 11
+    mlp = tokens * (4 * m.intermediate + (2 + 4 * m.experts) * m.hidden)  # gradients of experts' inputs and outputs
+    weights = 0
+    if not setup.has_lora:
+        matrix = compute * m.largest
+        mlp += matrix
+        matrices = matrix * (1.5 if m.experts else 3)  # gate and up are one stack of experts
+        weights = max(compute * m.layer_parameters, matrices + 30 * tokens * m.hidden)
+    # Copies of keys and values, and their gradients; with grouped queries first a gradient for each
+    # query head.
+    copies = setup.keys_per_position * (8 * m.kv + (4 * m.q if m.kv < m.q else 0))
+    attention = tokens * (copies + 12 * m.q + 4 * m.head_dim + norms * m.hidden + head_norms(setup))
+    attention = max(attention, row_tokens(setup) * (7 * m.hidden + 8 * m.linear_keys + 100 * m.linear_values))
+    saved = saved_per_layer(setup)
+    if setup.memory.gradient_checkpointing:
+        return max(mlp + saved, attention, weights)
+    return max(mlp, attention - saved, weights)
+
+
+def row_tokens(setup: Setup) -> float:
+    """Tokens in the rows of linear attention, which repeat a shared prompt, at most; 0 without it.
+
+    What they take is that of transformers' own code; with flash-linear-attention it is less.
+    """
+    return setup.counted_tokens * setup.keys_per_position if setup.model.linear_values else 0
+
+
+def saved_per_layer(setup: Setup) -> float:
+    """Bytes that the backward pass of a layer needs from its forward pass, without recomputation."""
+    m = setup.model
+    tokens = setup.counted_tokens
+    norms = m.norms * (4 if setup.has_lora else m.norm_bytes)  # a frozen norm does not need its normalized input
+    copies = m.experts * (2 if setup.has_lora else 4)  # of experts, which are frozen beside adapters, the outputs alone
+    mlp = 8 * m.intermediate + (4 + copies + norms) * m.hidden
+    keys = 4 * m.kv * setup.keys_per_position
+    attention = tokens * (4 * m.q + keys + 4 * m.heads + head_norms(setup))
+    linear = row_tokens(setup) * (2 * m.hidden + 8 * m.linear_keys + 84 * m.linear_values)
+    saved = tokens * mlp + max(attention, linear)
+    if setup.has_lora and setup.lora.lora_dropout:
+        # An adapter keeps its input after dropout, and the mask (one byte a number), not the input
+        # before.
+        inputs = sum(m.projections[name][0] for name in setup.lora_targets)
+        saved += tokens * (3 * inputs - 2 * m.intermediate - 4 * m.hidden)
+    return saved + tokens * 2 * setup.lora.lora_rank * len(setup.lora_targets)
+
+
+def head_norms(setup: Setup) -> int:
+    """Bytes that the norms of a token's queries and keys save: their input in fp32, and normalized as in `norms`."""
+    m = setup.model
+    return m.has_head_norms * (4 if setup.has_lora else m.norm_bytes) * (m.q + m.kv)
+
+
+def logprobs_peak(setup: Setup) -> Parts:
+    """Bytes on one GPU at most in a pass without gradients: at its start, in a layer or in the head."""
+    m = setup.model
+    tokens = setup.counted_tokens
+    root = setup.compute_bytes * m.root_parameters
+    layer = setup.compute_bytes * m.layer_parameters
+    kept = 0  # the layers that stay gathered, and FSDP's buffer of the last one
+    is_of_policy = setup.old_logprob_passes > 0 or not setup.has_reference_model
+    if setup.memory.communicate_once and is_of_policy:
+        kept = m.layers * layer
+    mlp = tokens * ((8 if setup.has_lora else 6) * m.intermediate + 8 * (1 + m.experts) * m.hidden)
+    kernel = 4 * m.q + 4 * m.kv * (1 + setup.keys_per_position)
+    norm = 10 * m.q * m.has_head_norms
+    attention = tokens * (6 * m.hidden + 4 * m.head_dim + max(kernel, norm))
+    attention = max(attention, row_tokens(setup) * (2 * m.hidden + 57 * m.linear_values))
+    embedded = tokens * (2 * m.hidden + 4 * m.head_dim)
+    return largest([
+        {"gathered": 2 * (root + layer), "one layer": embedded},
+        {"gathered": root + max(3 * layer, kept), "one layer": max(mlp, attention)},
+        {
+            "gathered": root + layer + kept,
+            "logits": logit_peak(setup) * logits_at_once(setup),
+            "one layer": 2 * tokens * m.hidden,
+        },
+    ])  # fmt: skip
+
+
+def optimizer_peak(setup: Setup) -> Parts:
+    """Bytes on one GPU that the optimizer takes where it works in chunks: bf16 parameters, or state on the host."""
+    m = setup.model
+    offload = setup.memory.offload
+    if offload == "all" or (offload == "none" and setup.trained_bytes == 4):
+        return {"one chunk": 0}
+    chunk = min(OPTIMIZER_CHUNK, max(m.table, m.largest) / setup.num_shards)
+    return {"one chunk": CHUNK_BYTES[setup.trained_bytes] * chunk}
+
+
+# Host RAM and disk ---------------------------------------------------------------------------------------------------
+
+
+def host_phases(setup: Setup) -> dict[str, Parts]:
+    """Phase -> bytes of host RAM on one node, which is taken to hold all generation servers."""
+    processes = (setup.hardware.ranks_per_node + setup.hardware.generation_gpus) * PROCESS_HOST
+    static = static_parts(setup, on_host=True)
+    stored = setup.compute_bytes if setup.has_lora else setup.trained_bytes
+    itemsizes = {"parameters": stored, "gradients": setup.trained_bytes, "reference": setup.reference_itemsize}
+    rounding = 0
+    for name, itemsize in itemsizes.items():
+        rounding += static.get(name, 0) * (pinned_share(setup, itemsize) - 1)
+    kept = {"processes": processes} | static | {"rounding of pinned memory": rounding}
+    read = {"weights, read": max(setup.model.table, setup.model.largest) * stored}
+    written = {"the policy, gathered on rank 0": setup.weight_bytes}
+    phases = {"load": without(kept, "gradients") | read, "run": kept, "checkpoint": kept | written}
+    return without_zeros(phases)
+
+
+def pinned_share(setup: Setup, itemsize: int) -> float:
+    """The page-locked memory of FSDP's shards over their bytes: torch rounds each shard up to a power of two
+    (CachingHostAllocator.h). The optimizer's state is pinned in place, without rounding.
+    """
+    m = setup.model
+    matrices = [(m.num_projections[name], inputs * outputs) for name, (inputs, outputs) in m.projections.items()]
+    matrices.append((2, m.table))
+    if m.experts:
+        matrices += [(m.layers, m.largest), (m.layers, m.largest / 2)]  # gate and up; down
+    pinned = held = 0
+    for count, numbers in matrices:
+        shard = numbers * itemsize / setup.num_shards
+        pinned += count * 2 ** math.ceil(math.log2(shard))
+        held += count * shard
+    return pinned / held
+
+
+def checkpoint_bytes(setup: Setup) -> float:
+    """On disk: the policy in --dtype; for a resume the trained parameters as kept, the optimizer's state, and a
+    reference that moves.
+    """
+    adapter = setup.gradient_bytes if setup.has_lora else 0  # once more, in peft's format
+    reference = setup.reference_bytes if setup.memory.reference_every else 0
+    return setup.weight_bytes + setup.gradient_bytes + setup.state_bytes + adapter + reference
+
+
+def disk_bytes(setup: Setup) -> float:
+    """On disk, for all checkpoints that are there at a time."""
+    return setup.run.num_checkpoints * checkpoint_bytes(setup)

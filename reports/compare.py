@@ -1,0 +1,267 @@
+"""Is the difference between two sides noise? `python report.py --compare a1 a2 a3 -- b1 b2 b3` says so, in words.
+
+The steps of a run depend on each other, so a run is one draw: each gives one number for each
+metric, its mean over the last tenth of its points and over all of them. Two sides are compared by
+
+- Student's interval of the differences of pairs, if both have the same seeds;
+- Welch's interval, if the seeds differ; the variance of several runs stands for that of a single one, too;
+- the sampling error of a held-out accuracy, if each has a single run and both have evaluated the same problems: that of
+  their differences (Miller 2024, arXiv 2411.00640). What another seed would give is not known then.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+
+import numpy as np
+
+from runtime.history import History, but_for_the_seed, in_columns, read_lines
+
+Side = list[History]  # the runs of A, or of B
+# * stands for any text.
+METRICS = ("reward/mean", "eval/*/avg@*", "completion/tokens_mean", "policy/kl_ref", "policy/entropy")
+GRADED_BY = ("--reward", "--list_answers", "--environment", "--tools")
+SAMPLED_BY = ("--temperature", "--top_p", "--top_k", "--max_completion_tokens")
+EVAL_SAMPLED_BY = ("--eval_temperature", "--eval_top_p", "--eval_max_completion_tokens")
+MEASURED_BY = {  # namespace of metrics whose verdict is "better" or "worse" -> flags that decide what they measure
+    "reward": (*GRADED_BY, *SAMPLED_BY, "--train_data", "--truncated", "--overlong_cache_tokens"),
+    "eval": (*GRADED_BY, *EVAL_SAMPLED_BY, "--eval_data"),
+}
+COPIED = ("reward/", "completion/")  # metrics that a replay does not measure
+TITLES = {  # the points are cut into so many parts, of which the last one is taken
+    10: "At the end: mean of the last tenth of the points that all runs have.",
+    1: "Over the whole curve: mean of all points that all runs have.",
+}
+CONFIDENCE = 0.95
+
+
+def namespace(name: str) -> str:
+    """The part of a metric's name before the first slash."""
+    return name.partition("/")[0]
+
+
+def mean_over(run: History, name: str, steps: list[int]) -> float:
+    points = run.points(name)
+    return float(np.mean([points[step] for step in steps]))
+
+
+def difference(a: Side, b: Side, name: str, steps: list[int]) -> tuple[float, float, float]:
+    """The metric's means over these steps on both sides, and half the width of the interval of B - A.
+
+    The last is nan if no error is known.
+    """
+    means_a = [mean_over(run, name, steps) for run in a]
+    means_b = [mean_over(run, name, steps) for run in b]
+    margin = math.nan
+    if shared_seeds(a, b):
+        mean_by_seed = {run.seed: mean for run, mean in zip(b, means_b, strict=True)}
+        pairs = zip(a, means_a, strict=True)
+        margin = margin_of_mean([mean_by_seed[run.seed] - mean for run, mean in pairs])
+    elif len(a) + len(b) > 2:
+        margin = margin_of_difference(means_a, means_b)
+    elif namespace(name) == "eval":
+        margin = margin_of_problems(a[0], b[0], name, steps)
+    return float(np.mean(means_a)), float(np.mean(means_b)), margin
+
+
+def shared_seeds(a: Side, b: Side) -> bool:
+    """Whether both sides have the same seeds, each once, and at least two."""
+    seeds = {run.seed for run in a}
+    return seeds == {run.seed for run in b} and len(a) == len(b) == len(seeds) >= 2
+
+
+def common_steps(runs: Side, name: str) -> list[int]:
+    """The steps where every run has a number: runs may differ in length and in the period of evaluation.
+
+    [] if step 0 is the only one: an evaluation before training says nothing of the runs.
+    """
+    steps = sorted(set.intersection(*(set(run.points(name)) for run in runs)))
+    return steps if steps != [0] else []
+
+
+def margin_of_problems(a: History, b: History, name: str, steps: list[int]) -> float:
+    """Half of the interval that another draw of held-out problems leaves; nan if both have not answered the same."""
+    scores_a = problem_scores(a, name, steps)
+    scores_b = problem_scores(b, name, steps)
+    if scores_a.keys() != scores_b.keys():
+        return math.nan
+    return margin_of_mean([scores_b[problem] - score for problem, score in scores_a.items()])
+
+
+def problem_scores(run: History, name: str, steps: list[int]) -> dict[tuple[str, str], float]:
+    """(row, answer) of a held-out problem -> its mean score in these evaluations; {} without their completions."""
+    set_name = name.split("/")[1]
+    scores: dict[tuple[str, str], list[float]] = {}
+    for step in steps:
+        for completion in read_lines(run.folder / "eval" / f"step_{step}" / f"{set_name}.jsonl"):
+            parts = list(completion["reward_parts"].values())
+            score = parts[0] if parts else 0.0  # the first verifier's, as in evaluate.py
+            scores.setdefault((completion["row"], str(completion["answer"])), []).append(score)
+    return {problem: float(np.mean(values)) for problem, values in scores.items()}
+
+
+def t_quantile(confidence: float, freedom: float) -> float:
+    """The t that Student's |T| stays below with this probability; degrees of freedom: 1 or more, also fractions.
+
+    With T = sqrt(freedom) tan(angle), the density of the angle is proportional to cos(angle)^(freedom-1).
+    """
+    angles = np.linspace(0.0, math.pi / 2, 10_001)
+    density = np.cos(angles) ** (freedom - 1)
+    mass = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    return math.sqrt(freedom) * math.tan(np.interp(confidence * mass[-1], mass, angles))
+
+
+def margin_of_mean(values: list[float]) -> float:
+    """Half of Student's interval of the mean (1908); nan for fewer than two values."""
+    if len(values) < 2:
+        return math.nan
+    return t_quantile(CONFIDENCE, len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+
+
+def margin_of_difference(a: list[float], b: list[float]) -> float:
+    """Half of Welch's interval (1947) of mean(b) - mean(a): the variances may differ.
+
+    One value on one side: the variance of the other side is taken for both, s sqrt(1 + 1/n). One on each: nan.
+    """
+    if min(len(a), len(b)) < 2:
+        several = max(a, b, key=len)
+        return margin_of_mean(several) * math.sqrt(len(several) + 1)
+    variance_a = float(np.var(a, ddof=1)) / len(a)  # the variance of the mean
+    variance_b = float(np.var(b, ddof=1)) / len(b)
+    variance = variance_a + variance_b
+    if variance == 0:
+        return 0.0
+    freedom = variance**2 / (variance_a**2 / (len(a) - 1) + variance_b**2 / (len(b) - 1))
+    return t_quantile(CONFIDENCE, freedom) * math.sqrt(variance)
+
+
+def compare(a: Side, b: Side) -> str:
+    """The whole answer; each side holds at least one run. Raises ValueError if a side holds a run twice."""
+    for side in (a, b):
+        if len({run.folder.resolve() for run in side}) < len(side):
+            raise ValueError(f"{', '.join(str(run.folder) for run in side)}: one run is there twice; name each once.")
+    runs = [*a, *b]
+    replays = [str(run.folder) for run in runs if run.config.get("replay")]
+    names = sorted(set().union(*(run.names for run in runs)))
+    if replays:
+        names = [name for name in names if not name.startswith(COPIED)]
+    steps = {}
+    for pattern in METRICS:
+        steps |= {name: common_steps(runs, name) for name in fnmatch.filter(names, pattern)}
+    if not steps:
+        return f"Nothing to compare: no run has one of {', '.join(METRICS)}."
+    differences = differing([a[0], b[0]])
+    changes = [f"{name} {there!r} -> {here!r}" for name, (there, here) in differences.items()]
+    changed = ", ".join(changes) or "the same flags"
+    lines = [*described("A", a), *described("B", b), f"From A to B: {changed}.", *cost(a, b), method(a, b)]
+    unlike = {kind: not_alike(kind, [a[0], b[0]], differences) for kind in MEASURED_BY}
+    for parts, title in TITLES.items():
+        rows = [["", "A", "B", "B - A, and what holds"]]
+        for name, common in steps.items():
+            if not common:
+                continue
+            last_steps = common[-math.ceil(len(common) / parts) :]
+            row = verdict(name, *difference(a, b, name, last_steps), "B" if len(runs) > 2 else "run B")
+            if reasons := unlike.get(namespace(name)):
+                row[-1] = f"not measured alike: {', '.join(reasons)}"
+            rows.append([name, *row])
+        lines += ["", title, *in_columns(rows)]
+    lines += ["", f"In brackets: {CONFIDENCE:.0%} confidence intervals; one of twenty misses the truth."]
+    if replays:
+        lines.append(f"Rewards and lengths are left out: a replay ({', '.join(replays)}) copies those of its run.")
+    if missing := [name for name, common in steps.items() if not common]:
+        lines.append(f"Not compared, because no step of training has it in every run: {', '.join(missing)}.")
+    return "\n".join(lines)
+
+
+def not_alike(kind: str, runs: Side, differences: dict[str, list[object]]) -> list[str]:
+    """The differences that change what these metrics measure; for contents, those of a file that such a flag names.
+
+    A held-out accuracy is the score of the first verifier of --reward, without its weight.
+    """
+    flags = MEASURED_BY[kind]
+    named = str([run.config.get(flag[2:]) for run in runs for flag in flags])
+    names = [name for name in differences if name in flags or name.removeprefix("contents of ") in named]
+    if kind == "eval" and "--reward" in names:
+        verifier = re.compile(r"[^,:]*((?<=\.py):\w+)?")
+        first = {verifier.match(reward or "")[0] for reward in differences["--reward"]}
+        if len(first) == 1:
+            names.remove("--reward")
+    return names
+
+
+def verdict(name: str, a: float, b: float, margin: float, side: str) -> list[str]:
+    """Both means, and what holds. `side`: how B is called."""
+    value = b - a
+    size = max(abs(a), abs(b))
+    digits = 5 if size < 0.1 else 3 if size < 10 else 2
+    plain = f".{digits}f"
+    signed = "+" + plain
+    means = [format(a, plain), format(b, plain)]
+    if math.isnan(margin):
+        return [*means, f"{value:{signed}}: its error is not known"]
+    if value == margin == 0:
+        return [*means, "the same"]
+    if abs(value) <= margin:
+        holds = f"no difference can be seen; one of {margin:{plain}} or more would show"
+    elif namespace(name) in MEASURED_BY:
+        holds = f"{side} is better" if value > 0 else f"{side} is worse"
+    else:
+        holds = f"{side} is higher" if value > 0 else f"{side} is lower"
+    return [*means, f"{value:{signed}} ({value - margin:{signed}} to {value + margin:{signed}}): {holds}"]
+
+
+def cost(a: Side, b: Side) -> list[str]:
+    """A sentence on completions and seconds of the common steps, means over the runs of a side; [] where unknown."""
+    steps = common_steps([*a, *b], "time/step_s")
+    count_a, seconds_a = np.mean([run.cost(steps) for run in a], axis=0)
+    count_b, seconds_b = np.mean([run.cost(steps) for run in b], axis=0)
+    if not (count_a and seconds_a and count_b and seconds_b):
+        return []
+    return [
+        f"Cost of the {len(steps)} steps that all runs have: "
+        f"A {count_a:,.0f} completions in {seconds_a:,.0f} s, B {count_b:,.0f} in {seconds_b:,.0f} s; "
+        f"B sampled {count_b / count_a:.2g} x as many and took {seconds_b / seconds_a:.2g} x as long."
+    ]
+
+
+def described(side: str, runs: Side) -> list[str]:
+    """Lines that name the side's runs, and say why they are no repetitions of one."""
+    texts = [f"{run.folder} (seed {run.seed}, to step {run.last_step})" for run in runs]
+    lines = [f"{side}: {', '.join(texts)}"]
+    if len({run.seed for run in runs}) < len(runs):
+        lines.append(f"{side} has the same seed twice: these runs are no independent repetitions.")
+    if differences := differing(runs):
+        lines.append(f"{side}'s runs differ in more than the seed: {', '.join(differences)}.")
+    return lines
+
+
+def differing(runs: Side) -> dict[str, list[object]]:
+    """Flag -> its value in each of the runs, where they differ in more than the seed; file -> digest of its contents.
+
+    If not all of them name a file, the flag is the difference, and the contents are not listed.
+    """
+    flags = [but_for_the_seed(run.config) for run in runs]
+    values = {f"--{name}": [own.get(name) for own in flags] for name in sorted(set().union(*flags))}
+    contents = [run.contents for run in runs]
+    for name in contents[0]:
+        digests = [own.get(name) for own in contents]
+        if None not in digests:
+            values[name] = digests
+    return {name: given for name, given in values.items() if any(value != given[0] for value in given)}
+
+
+def method(a: Side, b: Side) -> str:
+    """The sentence on how the intervals are made."""
+    if shared_seeds(a, b):
+        return "Both sides have the same seeds: intervals are of the differences of pairs."
+    if len(a) + len(b) == 2:
+        return (
+            "One seed each: a verdict on two runs, not on what they differ by; "
+            "intervals hold the error of the evaluation; what another seed gives is not known."
+        )
+    if min(len(a), len(b)) == 1:
+        return "One side has one run: its variance is taken to be that of the other side."
+    return "The seeds differ, or do not make pairs: Welch's intervals."

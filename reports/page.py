@@ -1,0 +1,90 @@
+"""The page that compares runs: one HTML file that needs neither a server nor a network. `report.py` is its door.
+
+`samples.py` packs the stored completions. `template.html`, `page.css` and the scripts show all of
+it, one script for each section; the curves are drawn by uPlot (`vendor/`).
+
+What a model has written cannot run as code: all data is embedded in base64, which has no character
+of HTML; the scripts write text as text; and the page's Content-Security-Policy admits no others, by
+their hashes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from pathlib import Path
+
+from reports.samples import embed, pack_samples, rounded
+from runtime.files import write
+from runtime.history import History, but_for_the_seed, read_config, read_lines
+from watch.reference import published_curves
+
+FOLDER = Path(__file__).parent
+FILES = ("vendor/uPlot.min.css", "vendor/uPlot.iife.min.js", "page.css")
+SCRIPTS = ("curves.js", "overview.js", "differences.js", "samples.js", "page.js")  # one script, started by the last
+BYTES_OF_SAMPLES = 18_500_000  # so that a page stays below 20 MB
+
+
+def write_page(file: Path, metrics: dict[Path, list[dict[str, float]]]) -> None:
+    """Writes the page of these runs: folder -> the lines of its metrics.jsonl."""
+    runs = []
+    chunks = {}
+    names = [folder.absolute().name for folder in metrics]
+    num_sampled = sum(any((folder / "rollouts").glob("step_*.parquet")) for folder in metrics)
+    for index, (folder, lines) in enumerate(metrics.items()):
+        run = describe(folder, lines)
+        run["name"] = names[index] if names.count(names[index]) == 1 else str(folder)
+        run["samples"], chunks_by_step = pack_samples(folder, BYTES_OF_SAMPLES // max(num_sampled, 1))
+        runs.append(run)
+        for step, chunk in chunks_by_step.items():
+            chunks[f"samples-{index}-{step}"] = chunk
+    chunks["runs"] = embed({"runs": runs, "seed_groups": seed_groups(runs)})
+    write(file, fill_template(chunks))
+
+
+def describe(folder: Path, lines: list[dict[str, float]]) -> dict:
+    """The run as the page shows it, without its samples."""
+    starts = read_lines(folder / "starts.jsonl")
+    code = {}
+    hardware = None
+    if starts:
+        start = starts[-1]
+        patch = folder / f"changes_{start.get('time')}.patch"
+        changes = hashlib.sha256(patch.read_bytes()).hexdigest()[:10] if patch.exists() else "none"
+        code = {"commit": start.get("commit"), "uncommitted changes": changes, **start.get("packages", {})}
+        if "device" in start:
+            hardware = f"{start['world_size']} × {start['device']}"
+    names = dict.fromkeys(name for line in lines for name in line if name != "step")
+    run = History(folder, read_config(folder), lines)
+    return {
+        "folder": str(folder),
+        "config": run.config,
+        "code": code | run.contents,
+        "hardware": hardware,
+        "steps": [line["step"] for line in lines],
+        "metrics": {name: [rounded(line.get(name)) for line in lines] for name in names},
+        "published": published_curves(run),
+    }
+
+
+def seed_groups(runs: list[dict]) -> list[list[int]]:
+    """Indices of the runs that differ by their seed alone: same code, same flags but for seed and folders."""
+    groups: dict[str, list[int]] = {}
+    for index, run in enumerate(runs):
+        same = json.dumps([but_for_the_seed(run["config"]), run["code"]], sort_keys=True)
+        groups.setdefault(same if run["config"] else f"run {index}", []).append(index)
+    return list(groups.values())
+
+
+def fill_template(chunks: dict[str, str]) -> str:
+    """template.html with style, scripts and data in their places."""
+    texts = {Path(name).name: (FOLDER / name).read_text("utf-8") for name in FILES}
+    texts["scripts"] = "\n".join((FOLDER / name).read_text("utf-8") for name in SCRIPTS)
+    hashes = [hashlib.sha256(texts[name].encode()).digest() for name in ("uPlot.iife.min.js", "scripts")]
+    texts["hashes"] = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in hashes)
+    scripts = [f'<script type="text/plain" id="{name}">{chunk}</script>' for name, chunk in chunks.items()]
+    texts["data"] = "\n".join(scripts)
+    template = (FOLDER / "template.html").read_text("utf-8")
+    return re.sub(r"\{\{ (.+?) \}\}", lambda match: texts[match[1]], template)

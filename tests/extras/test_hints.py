@@ -1,0 +1,137 @@
+"""Hints that a step makes of its own completions: who gets which, in which words; and the loss that follows from them,
+by the definition, in SDPO's form.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from algorithm import algorithm_of
+from batch import Rollout, Row
+from extras.teacher.hints import Hints
+from flags import PromptFormat
+from grading import Grade
+from helpers.made_up import (
+    ALONE,
+    CHAT_TEMPLATE,
+    byte_tokenizer,
+    flags,
+    load_policy,
+    make_rollout,
+    train_once,
+    user,
+    whole_update,
+)
+from update import add_reference
+
+TOKENIZER = byte_tokenizer("<bos>" + CHAT_TEMPLATE)
+BEHIND = "\n\nCorrectly solve the original question."
+SOLUTION = "\nCorrect solution:\n\n{}" + BEHIND
+FEEDBACK = "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{}" + BEHIND
+
+
+def graded(rewards: list[int], texts: list[str], said: list[str], group_size: int = 4) -> Rollout:
+    """Completions of these texts to the questions 0?, 1?, ...; 1 is correct."""
+    rollout = make_rollout([3] * len(rewards), group_size=group_size)
+    rows = [Row(user(f"{i}?"), "", {}, "") for i in range(len(rewards) // group_size)]
+    pairs = zip(rewards, said, strict=True)
+    grades = [Grade(x, "ok", {"score": x}, feedback=feedback) for x, feedback in pairs]
+    return replace(rollout, rows=[rows[b // group_size] for b in range(len(rewards))], texts=texts, grades=grades)
+
+
+def hinted(names: str, rollout: Rollout, most: int = 1000) -> tuple[list[str | None], dict[str, float]]:
+    """What the reference reads behind the question, None where there is no hint; and the metrics."""
+    made, metrics = Hints(tuple(names.split(",")), PromptFormat(max_prompt_tokens=most), TOKENIZER).add(rollout, 4)
+    found = []
+    for b, row in enumerate(made.rows):
+        assert (row.hinted_ids is not None) == made.is_hinted_B[b] and row.ids is rollout.rows[b].ids
+        text = None if row.hinted_ids is None else TOKENIZER.decode(row.hinted_ids)
+        found.append(text and text.removeprefix(f"<bos>[user]{b // 4}?").removesuffix("[assistant]"))
+    return found, metrics
+
+
+def test_a_hint_is_another_completion_or_what_the_reward_says():
+    """The first correct one of the group, never itself, without its thought; or the feedback; or none."""
+    texts = ["a", "<think>b</think> c{}", "d", "e", *"fghi", "j", "k", "l<bos>", "m"]
+    said = ["no a", "", " ", "no e", "no f", *[""] * 7]
+    rollout = graded([0, 1, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0], texts, said)
+    c, e, feedback = SOLUTION.format("c{}"), SOLUTION.format("e"), FEEDBACK.format
+    alone = [None] * 4  # a completion that holds what only the template writes is no hint
+    assert hinted("@group", rollout) == ([c, e, c, c, *[None] * 4, *alone], {"distill/frac_hinted": 4 / 12})
+    says = [feedback("no a"), *[None] * 3, feedback("no f"), *[None] * 3, *alone]  # e is correct
+    assert hinted("@feedback", rollout)[0] == says
+    assert hinted("@group,@feedback", rollout)[0] == [c, e, c, c, *says[4:]]
+    assert hinted("@feedback,@group", rollout)[0] == [says[0], e, c, c, *says[4:]]
+    length = len(TOKENIZER(f"[user]0?{c}[assistant]")["input_ids"])
+    assert hinted("@group", rollout, length - 1)[0] == [None, e, *[None] * 10], "the others are too long by one token"
+
+
+CASES = {
+    "SDPO": {"advantage": "zero", "kl_over": "vocabulary", "kl_direction": "jsd"},
+    "each alike": {"advantage": "zero", "kl_estimator": "k2", "loss_aggregation": "seq_mean_token_mean"},
+    "beside a reward, prompts shared": {"kl_estimator": "k1", "share_prompts": True, "micro_batch_tokens": 40},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_a_hint_a_completion_has_no_kl(case, policy, qwen3_policy):
+    """Loss and gradient are those of the definition: a mean over the completions that have a hint. To 2e-6."""
+    lengths, has_hint = [5, 7, 3, 6], [True, False, True, True]
+    rng = np.random.default_rng(1)
+    hints = [rng.integers(0, 64, 2 + b) for b in range(4)]
+    rollout = make_rollout(lengths, group_size=2)
+    rows = [Row([], "", {}, "", ids=row.ids) for row in rollout.rows]
+    for b in np.flatnonzero(has_hint):
+        rows[b] = replace(rows[b], hinted_ids=np.append(rows[b].ids, hints[b]))
+    rollout = replace(rollout, rows=rows, is_hinted_B=np.array(has_hint))
+    if "advantage" in CASES[case]:
+        rollout = replace(rollout, advantages=[np.zeros(n, np.float32) for n in lengths])
+    args = flags(model=policy, kl_coef=0.5, group_size=2, prompts_per_step=2, max_grad_norm=1e9, **CASES[case])
+    model, reference = load_policy(policy), load_policy(qwen3_policy)
+    update = add_reference(whole_update(rollout, args, model, ALONE), reference, algorithm_of(args))
+    gradients = {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.register_step_pre_hook(
+        lambda *_: gradients.update((name, x.grad.clone()) for name, x in model.named_parameters())
+    )
+    metrics = train_once(model, optimizer, update, args)
+
+    plain = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    teacher = AutoModelForCausalLM.from_pretrained(qwen3_policy, dtype=torch.float32)
+    losses, kls = [], []
+    for row, completion, advantages in zip(rows, rollout.completions, rollout.advantages, strict=True):
+        own, theirs = ([*ids, *completion] for ids in (row.ids, row.ids if row.hinted_ids is None else row.hinted_ids))
+        log_p, log_q = (
+            model(torch.tensor([tokens])).logits[0, -len(completion) - 1 : -1].log_softmax(-1)
+            for model, tokens in ((plain, own), (teacher, theirs))
+        )
+        log_q = log_q.detach()
+        at_labels = torch.arange(len(completion)), torch.from_numpy(completion).long()
+        p, q = log_p[at_labels], log_q[at_labels]
+        log_m = ((log_p.exp() + log_q.exp()) / 2).log()
+        jsd = 0.5 * (log_p.exp() * (log_p - log_m)).sum(-1) + 0.5 * (log_q.exp() * (log_q - log_m)).sum(-1)
+        kls.append({"SDPO": jsd, "each alike": (p - q) ** 2 / 2}.get(case, p - q))
+        losses.append(-(p - p.detach()).exp() * torch.from_numpy(advantages))
+    with_hint = [kl for kl, has in zip(kls, has_hint, strict=True) if has]
+    if case == "each alike":
+        wanted = 0.5 * torch.stack([kl.mean() for kl in with_hint]).mean()
+    else:
+        wanted = torch.cat(losses).mean() + 0.5 * torch.cat(with_hint).mean()
+    wanted.backward()
+    assert metrics["policy/loss"] == pytest.approx(wanted.item(), abs=2e-6)
+    assert metrics["optim/grad_norm"] > 0.01
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(gradients[f"model.{name}"], parameter.grad, atol=2e-6, rtol=1e-4)
+
+
+def test_a_step_without_a_hint_teaches_nothing(policy):
+    args = flags(model=policy, kl_coef=0.5, advantage="zero", kl_over="vocabulary", prompts_per_step=8, group_size=1)
+    rollout = make_rollout()
+    rollout = replace(rollout, is_hinted_B=np.zeros(8, bool), advantages=[0 * each for each in rollout.advantages])
+    model = load_policy(policy)
+    update = add_reference(whole_update(rollout, args, model, ALONE), load_policy(policy), algorithm_of(args))
+    metrics = train_once(model, torch.optim.SGD(model.parameters()), update, args)
+    assert metrics["optim/grad_norm"] == metrics["policy/loss"] == metrics["distill/kl"] == 0

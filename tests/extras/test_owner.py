@@ -1,0 +1,256 @@
+"""A generation server has one run's weights, fits it, is left in order at the end, and ends when it is asked to."""
+
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import urllib.request
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+import train_grpo
+from extras.servers.engine import build_servers
+from extras.servers.fleet import Fleet, Server
+from extras.servers.start import server_environment
+from flags import EngineSettings, Sampling, Servers
+from helpers.fake_servers import DESCRIPTION, HAS, INPUTS, KEY, A, B, FakeServer, engine_of, synced
+from helpers.made_up import ALONE, load_policy, make_model, make_row
+from helpers.runs import ENVIRONMENT, ROOT, wait_for
+from runtime.start import RunError
+
+
+@pytest.fixture
+def server():
+    server = FakeServer(0.001)
+    yield server
+    server.kill()
+
+
+def run_of(run, server, **more):
+    """The engine of a run on a server that stays up."""
+    return engine_of(Server(server.url, server.url), run=run, **more)
+
+
+@pytest.mark.parametrize("when", ["sampling", "between", "at the end"])
+def test_the_first_of_two_runs_on_one_server_ends(when, server):
+    """Two runs on one server: the first ends and names the second, which goes on. Whether the first samples
+    meanwhile, sends its next weights afterwards, or only ends.
+    """
+    sampling = Sampling(2, 1.0, 2000 if when == "sampling" else 5)  # tokens of a ms each
+    with ExitStack() as second_run:
+        with run_of(A, server) as first:
+            synced(first)
+            if when == "sampling":
+                first.begin([make_row([1])], sampling, (1, 1))
+                wait_for(lambda: server.tokens > 0)
+            second = synced(second_run.enter_context(run_of(B, server)))
+            asked = len(server.asked)
+            if when != "at the end":
+                said = f"{server.url} was lost .*: it has weights of the run {re.escape(B)}; give each run servers of"
+                with pytest.raises(RunError, match=said):
+                    first.sample([make_row([1])], sampling, (1, 1)) if when == "sampling" else synced(first)
+        assert set(server.asked[asked:]) <= {"weight_info", "metrics"}, "the first changes nothing any more"
+        synced(second).sample([make_row([1])], Sampling(2, 1.0, 5), (1, 1))
+        assert not second.fleet.error
+
+
+def test_a_run_that_names_a_server_twice_is_refused(server):
+    other_name = Server("localhost", server.url.replace("127.0.0.1", "localhost"))
+    with engine_of(Server(server.url, server.url), other_name) as engine, pytest.raises(RunError) as error:
+        synced(engine)
+    assert "by another name; give each server once." in str(error.value)
+
+
+def test_a_run_that_lacks_a_server_leaves_the_others_alone(server):
+    """A run that cannot use one server leaves the others to the run that has them."""
+    with run_of(B, server) as second:
+        synced(second)
+        asked = len(server.asked)
+        servers, said = (Server(server.url, server.url), Server("x", "http://127.0.0.1:9")), "x cannot be used"
+        with engine_of(*servers, timeout=1.0) as first, pytest.raises(RunError, match=said):
+            synced(first)
+        assert set(server.asked[asked:]) <= {"collective_rpc", "metrics"}
+        synced(second)
+
+
+@pytest.mark.parametrize("changes", [{"--max_model_len": 65}, {"--head_dtype": "bfloat16"}, {"--model": "Qwen3"}])
+def test_servers_that_do_not_fit_keep_their_weights(changes, server):
+    """A server that does not fit is refused before its weights change."""
+    ((name, needed),) = changes.items()
+    said = f"^{server.url} cannot be used: it does not fit this run: it has {name} {HAS[name]}, needed is {needed}.$"
+    with run_of(A, server, needed=HAS | changes) as engine, pytest.raises(RunError, match=said):
+        synced(engine)
+    assert set(server.asked) == {"collective_rpc"}
+    with run_of(A, server, needed=HAS | {"--max_model_len": 32}) as engine:
+        synced(engine)
+
+
+def test_a_run_asks_its_servers_for_model_length_and_dtypes(tmp_path, monkeypatch):
+    """A run starts its servers, asks them for model, length and dtypes, and has a name."""
+    given, started, log = [], [], SimpleNamespace(world=ALONE, out_dir=tmp_path, say=print)
+    folder = make_model(tmp_path / "model")
+    monkeypatch.setattr("extras.servers.engine.Fleet", lambda **settings: given.append(settings))
+    monkeypatch.setattr(
+        "extras.servers.engine.start_server", lambda *them: started.append(them) or SimpleNamespace(url="")
+    )
+    for head_dtype, gpus, size in ((None, (), 1), ("float32", (4, 5, 6, 7), 2)):  # on CPUs their number counts
+        settings, servers = EngineSettings(96, "bfloat16", head_dtype), Servers(gpus, (), size, in_flight=False)
+        build_servers(str(folder), settings, servers, INPUTS, DESCRIPTION, log, 0)
+    names = [[server.name for server in settings["servers"]] for settings in given]
+    assert names == [["server 0"], ["server 0", "server 1"]]
+    assert [log.name for *_, log, _ in started] == ["0.log", "0.log", "1.log"]
+    model = "Qwen2ForCausalLM of 2 layers, hidden size 64, vocabulary of 64"
+    needed = {"--model": model, "--max_model_len": 96, "--dtype": "bfloat16", "--head_dtype": "bfloat16"}
+    assert [settings["needed"] for settings in given] == [needed, needed | {"--head_dtype": "float32"}]
+    assert given[0]["run"] == f"{tmp_path} on {socket.gethostname()} (process {os.getpid()})"
+
+
+@pytest.mark.parametrize("hangs", ["pause", "init_weight_transfer_engine"])
+def test_after_a_signal_a_transfer_that_hangs_ends_the_run(hangs, server, monkeypatch, capsys):
+    """After a signal, a transfer that stands still ends the run."""
+    ended, is_requested = Future(), threading.Event()
+    monkeypatch.setattr("extras.servers.fleet.LEAVE", 0.3)
+    monkeypatch.setattr("extras.servers.fleet.LOOK", 0.05)
+    monkeypatch.setattr("os._exit", ended.set_result)
+    monkeypatch.setattr("extras.servers.fleet.requested", is_requested.is_set)
+    with run_of(A, server) as engine:
+        if hangs != "init_weight_transfer_engine":
+            synced(engine)
+        server.hangs = hangs
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(synced, engine)
+            wait_for(lambda: hangs in {path.partition("?")[0] for path in server.asked[-3:]})
+            time.sleep(1.0)
+            assert not ended.done(), "without a signal it may take its time"
+            is_requested.set()
+            assert ended.result(30.0) == 1
+            said = "was lost amid a transfer of weights: the transfer stands still, and SIGTERM asks the run to end"
+            assert said in capsys.readouterr().err
+            server.event.set()
+
+
+def test_failures_during_a_connection_that_hangs_are_noticed(server, monkeypatch):
+    """A server that fails while it connects is noticed, although the connection hangs. As over NCCL, where nothing
+    ends a main rank that waits for the others.
+    """
+    hangs, ended = threading.Event(), Future()
+    monkeypatch.setattr("extras.servers.fleet.LEAVE", 0.1)
+    monkeypatch.setattr("os._exit", ended.set_result)
+    monkeypatch.setattr("extras.servers.fleet.open_link", lambda *_: hangs.wait(60.0))
+    server.meet = lambda info: 1 / 0
+    with run_of(A, server) as engine:
+        with pytest.raises(RunError, match="lost amid a transfer of weights: /init_weight_transfer_engine answers"):
+            synced(engine)
+        assert ended.result(30.0) == 1
+        hangs.set()
+
+
+def test_both_sides_close_the_transfer_at_the_end(server):
+    """At the end both sides close the transfer of a server that stays up."""
+    closed = []
+    with run_of(A, server) as engine:
+        synced(engine)
+        (seen,) = engine.fleet.servers
+        seen.link = SimpleNamespace(destroy=lambda: closed.append(list(server.asked)))
+        asked = len(server.asked)
+    asked_last = [path for path in server.asked[asked:] if path != "metrics"]
+    assert asked_last == ["weight_info", "shutdown_weight_transfer_engine"]
+    assert len(closed) == 1 and "shutdown_weight_transfer_engine" in closed[0][asked:]
+    assert callable(PyNcclCommunicator.destroy), "what closes the main rank's side on CUDA"
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_gpu_segments_can_expand_without_an_engine_in_the_ranks(replays, tmp_path, monkeypatch):
+    """On GPUs memory segments can expand, also without an engine in the ranks."""
+    given = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", given.append)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    log = SimpleNamespace(world=SimpleNamespace(is_main=False, device=torch.device("cpu")), out_dir=tmp_path)
+    if replays:
+        train_grpo.build_engine(SimpleNamespace(replay="runs/x"), INPUTS, None, log, 0)
+    else:
+        build_servers("", EngineSettings(96), Servers((), (), 1, in_flight=False), INPUTS, DESCRIPTION, log, 0)
+    assert given == ["expandable_segments:True"]
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_a_server_spawns_workers_without_the_ranks_allocator(name, monkeypatch):
+    """A server spawns its workers, and has no allocator settings of the ranks. vLLM captures no CUDA graphs under
+    expandable segments where a server spans GPUs.
+    """
+    monkeypatch.setenv(name, "expandable_segments:True")
+    environment = server_environment("nccl")
+    assert name not in environment and environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+
+
+PATHS = (
+    "/collective_rpc", "/pause", "/resume", "/finish_weight_update", "/init_weight_transfer_engine", "/weight_info",
+    "/inference/v1/generate", "/v1/models", "/health", "/metrics", "/metrics/", "/version", "/docs", "/openapi.json",
+    "/ping", "/server_info", "/absent", "//pause", "/v1/../pause",
+)  # fmt: skip
+STRANGERS = [
+    (method, key) for method in ("GET", "POST", "OPTIONS", "PUT") for key in ("", "Bearer ", "Bearer wrong", KEY)
+]
+CLOSED = {(path, 401) for path in PATHS}
+
+
+def status_of(url: str, method: str, key: str) -> int:
+    headers = {"Authorization": key, "Origin": "http://x", "Access-Control-Request-Method": "POST"}
+    request = urllib.request.Request(url, method=method, data=b'{"method": "own_fit"}', headers=headers)
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=60)
+    return refused.value.code
+
+
+def test_real_servers_have_one_run_and_end_on_sigterm(tmp_path, monkeypatch):
+    """A real server has one run, tells what it is, and ends on SIGTERM amid a transfer. The run hangs then, and a
+    request waits for its weights; no process of the server may stay.
+    """
+    folder = make_model(tmp_path / "model")
+    monkeypatch.setattr(Fleet, "_leave", lambda _: None)  # this process stays
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = f"--model {folder} --max_model_len 64 --dtype float32 --port {port}"
+    command = [sys.executable, "scripts/serve.py", *flags.split()]
+    with (tmp_path / "log").open("w") as log:
+        process = psutil.Popen(command, cwd=ROOT, env=ENVIRONMENT | {"VLLM_API_KEY": KEY}, stdout=log, stderr=log)
+    policy, url = load_policy(str(folder), torch.float32), f"http://127.0.0.1:{port}"
+    model = "Qwen2ForCausalLM of 2 layers, hidden size 64, vocabulary of 64"
+    has = {"--model": model, "--max_model_len": 64, "--dtype": "float32", "--head_dtype": "float32"}
+    try:
+        with engine_of(Server(url, url), needed=has, policy=policy) as engine:
+            engine.sync(policy.full_weights())
+            assert {(path, status_of(f"{url}{path}", *how)) for path in PATHS for how in STRANGERS} == CLOSED
+            engine.sync(policy.full_weights())
+            engine.begin([make_row([1, 2])], Sampling(8, 1.0, 60), (1, 1))
+            with engine_of(Server(url, url), run=B, policy=policy) as second:
+                second.sync(policy.full_weights())
+                with pytest.raises(RunError, match="it has weights of the run /runs/b on node-b"):
+                    engine.sample([make_row([1, 2])], Sampling(8, 1.0, 60), (1, 1))
+                second.sync(policy.full_weights())
+                second.sample([make_row([1, 2])], Sampling(2, 1.0, 5), (1, 1))
+        said, too_long = "--max_model_len 64, needed is 65", has | {"--max_model_len": 65}
+        with engine_of(Server(url, url), run=B, needed=too_long) as engine, pytest.raises(RunError, match=said):
+            synced(engine)
+        with engine_of(Server(url, url), run="c", needed=has, policy=policy) as engine:
+            engine.sync(policy.full_weights())
+            engine.fleet.call(engine.fleet.prepare(engine.weights, engine.device, engine.version))
+            engine.fleet.send(next(policy.full_weights())[1])
+            processes = [process, *process.children(recursive=True)]
+            process.terminate()
+            _, left = psutil.wait_procs(processes, timeout=10.0)
+            assert not left
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()

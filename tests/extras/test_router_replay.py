@@ -1,0 +1,145 @@
+"""Router replay (R3, arXiv 2510.11370): the trainer sends each token to the experts that took it in the engine.
+
+Its own routes change no bit, wrong ones much. Where the engine's routers are a little off, as by bf16, the gap is
+smaller with replay, also while both are trained.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig
+
+from algorithm import algorithm_of
+from batch import Batch, Completion, Rollout, Update, pack
+from extras.turns.turns import Episode
+from helpers.distributed import on_ranks
+from helpers.made_up import flags, load_policy, make_model_of_family, make_rollout
+from model.sizes import check_experts
+from policy import Policy
+from test_families import FAMILIES, MIXTURES
+from update import logprobs_under, with_advantages
+
+NUM_EXPERTS = 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixtures")
+    for name in MIXTURES:
+        model_type, changes = FAMILIES[name]
+        make_model_of_family(folder / name, model_type, **changes)
+    return folder
+
+
+def with_own_routes(policy: Policy, rollout: Rollout) -> Rollout:
+    """The rollout with what the policy's routers choose by themselves; a layer without experts has zeros."""
+    batch, chosen = pack(rollout, list(range(len(rollout.rows)))), {}
+    hooks = [
+        layer.mlp.gate.register_forward_hook(lambda router, inputs, output, i=i: chosen.update({i: output[2]}))
+        for i, layer in enumerate(policy.layers)
+        if hasattr(layer.mlp, "experts")
+    ]
+    with torch.no_grad():
+        policy(batch, 1.0)
+    for hook in hooks:
+        hook.remove()
+    routes_LNA = [chosen.get(i, torch.zeros_like(next(iter(chosen.values())))) for i in range(len(policy.layers))]
+    routes = torch.stack(routes_LNA, dim=1).numpy().astype(np.uint8)
+    return replace(rollout, routes=np.split(routes, np.cumsum(batch.lengths_S)[:-1]))
+
+
+def changed(rollout: Rollout, dtype: type = np.uint8) -> Rollout:
+    """The rollout with the wrong experts."""
+    return replace(rollout, routes=[((each + 1) % NUM_EXPERTS).astype(dtype) for each in rollout.routes])
+
+
+def batches_of(rollout: Rollout, group_size: int) -> list[Batch]:
+    return [with_advantages(rollout, pack(rollout, each, group_size)) for each in ([0, 1, 2, 3], [4, 5, 6, 7])]
+
+
+def scores_and_gradients(policy: Policy, batches: list[Batch]) -> Iterator[torch.Tensor]:
+    """Both batches are computed before the first one's backward pass begins."""
+    policy.zero_grad()
+    logprobs = [policy(batch, 1.0).logprobs_N for batch in batches]
+    sum((each * batch.advantages_N).sum() for each, batch in zip(logprobs, batches, strict=True)).backward()
+    yield from logprobs
+    for parameter in policy.parameters():
+        yield parameter.grad.clone()
+
+
+def are_equal(one: Iterator[torch.Tensor], other: Iterator[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_own_routes_change_no_bit_and_wrong_ones_do(name, folder):
+    """Own routes change no bit of log-probs and gradients, also where completions share a prompt and layers are
+    computed again; the routers learn. Wrong ones change the log-probs by 0.1 and more.
+    """
+    policy, recomputing = (load_policy(folder / name, gradient_checkpointing=x) for x in (False, True))
+    sampled = make_rollout([9, 14, 3, 12, 7, 1, 20, 5], prompt_length=6, group_size=4)
+    own = with_own_routes(policy, sampled)
+    for group_size in (1, 4):
+        free = list(scores_and_gradients(policy, batches_of(sampled, group_size)))
+        assert are_equal(free, scores_and_gradients(policy, batches_of(own, group_size)))
+        # More than 256 experts have two bytes.
+        forced = list(scores_and_gradients(policy, batches_of(changed(own, np.uint16), group_size)))
+        assert (forced[0] - free[0]).abs().max() > 0.1
+        assert are_equal(forced, scores_and_gradients(recomputing, batches_of(changed(own), group_size)))
+        assert policy.layers[1].mlp.gate.weight.grad.abs().max() > 0
+
+
+def test_the_reference_routes_by_itself(folder):
+    """The old policy replays, the reference does not."""
+    policy, algorithm = load_policy(folder / "OLMoE"), algorithm_of(flags())
+    sampled = make_rollout([9, 14, 3, 12, 7, 1, 20, 5], prompt_length=6)
+    free, wrong = (batches_of(each, 1)[:1] for each in (sampled, changed(with_own_routes(policy, sampled))))
+    found = {}
+    for field in ("ref_logprobs_N", "old_logprobs_N"):
+        both = [logprobs_under(policy, field, Update(each, 1, 1), algorithm).batches[0] for each in (free, wrong)]
+        found[field] = torch.equal(*(getattr(batch, field) for batch in both))
+    assert found == {"ref_logprobs_N": True, "old_logprobs_N": False}
+
+
+def test_a_turn_keeps_the_routes_by_which_it_was_sampled():
+    """The next turn reads it again, and may find other experts; what came after its last token is new."""
+    episode, ids = Episode(row=SimpleNamespace(ids=np.arange(3))), [1, 2]
+    first, second = (np.full((count, 1, 1), value, dtype=np.uint8) for count, value in ((3 + 2 - 1, 7), (3 + 6 - 1, 8)))
+    episode.add(Completion(ids, [0.0] * 2, [], routes=first), "", is_sampled=True)
+    episode.add(Completion(ids, [0.0] * 2, []), "", is_sampled=False)
+    episode.add(Completion(ids, [0.0] * 2, [], routes=second), "", is_sampled=True)
+    assert episode.routes.flatten().tolist() == [7, 7, 7, 7, 8, 8, 8, 8]
+
+
+def test_a_dense_model_is_refused():
+    with pytest.raises(ValueError, match=r"--router_replay: --model m \(qwen3\) has no experts .*; leave it out\.$"):
+        check_experts("m", AutoConfig.for_model("qwen3"), router_replay=True)
+    check_experts("m", AutoConfig.for_model("qwen3"), router_replay=False)
+    check_experts("m", AutoConfig.for_model("qwen3_moe"), router_replay=True)
+
+
+@pytest.fixture(scope="module")
+def found(folder):
+    """Two ranks, each with an engine: routes have to travel."""
+    return on_ranks(2, "routes:replayed", folder / "Qwen3-MoE")
+
+
+def test_the_engine_says_which_experts_took_each_token(found):
+    """It says so of every token that it has computed, also of prompts that it has found in its cache. In fp32 they are
+    the trainer's own: replay leaves the gap where it is.
+    """
+    assert found["routes here"] == [list(range(8)), list(range(8, 16))], "an engine's leader alone has its sequences'"
+    assert [each.shape for each in found["routes"]] == [(length, 2, 2) for length in found["lengths"][:8]]
+    assert found["clean"] < 1e-6 and abs(found["clean"] - found["clean, free"]) < 1e-9
+    assert found["wrong"] > 0.03
+
+
+def test_replay_narrows_the_gap_to_an_engine_of_noisy_routers(found):
+    """What is left is in the weights of the experts, which are those of the trainer's own logits."""
+    assert found["noisy"] < 0.6 * found["noisy, free"]
+    assert np.mean(found["trained"]) < 0.6 * np.mean(found["trained, free"])
+    assert found["moved"] > 0.01, "an update that moves nothing would show nothing"

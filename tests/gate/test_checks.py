@@ -1,0 +1,158 @@
+"""Mistakes in the flags are refused with a way out, before torch is imported."""
+
+import json
+import sys
+
+import pytest
+
+from command_line import parse_flags
+from gate.checks import check_flags
+from helpers.made_up import flags
+from helpers.runs import said
+
+NO_STEPS = "(without --total_steps)"
+VOCABULARY, NO_REWARD = "--kl_coef 1 --kl_over vocabulary", "--advantage zero --kl_coef 1 --reward none"
+MOVING = "--kl_coef 1 --reference_every 5"
+CUT = "--dtype float32 --top_k 20"
+BEST = "--keep_best eval/d/avg@1 --eval_data x/d.jsonl"
+MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
+    (1, "--group_size 1", "--group_size 1 has nothing to compare with for --advantage grpo; use 2 or more"),
+    (1, "--reference r", "--reference r has no effect here, only with --kl_coef above 0"),
+    (1, "--kl_coef 1 --kl_direction forward", "--kl_direction forward .* only with --kl_over vocabulary: leave it at"),
+    (1, f"{VOCABULARY} --kl_in reward", "--kl_over vocabulary with --kl_in reward: a reward takes the KL of sampled"),
+    (1, f"{VOCABULARY} --kl_estimator k2", "--kl_over vocabulary with --kl_estimator k2: .* exact; leave"),
+    (1, "--advantage zero", "--advantage zero trains on nothing but the KL in the loss: give --kl_coef"),
+    (1, "--advantage zero --kl_coef 1 --kl_estimator k1", "gradient of mean zero, .* learns nothing; use k2"),
+    (1, "--advantage zero --kl_coef 1 --kl_estimator none", "--kl_estimator none .* learns nothing; use k2"),
+    (1, "--advantage zero --kl_coef 1", "--advantage zero follows the reference, which is --model itself: give"),
+    (1, "--reward none", "--reward none grades nothing for --advantage grpo to compare; give --advantage zero"),
+    (1, f"{NO_REWARD} --dynamic_sampling reward", "--dynamic_sampling reward needs a reward"),
+    (1, f"{NO_REWARD} --eval_data d --eval_every 1", "--eval_data d needs a reward; leave it out, or give one"),
+    (1, "--kl_coef 1 --hint_column h --image_column i", "--hint_column h with --image_column i: .* leave one of them"),
+    (1, "--reference_every 5", "--reference_every 5 has no effect here, only with --kl_coef above 0"),
+    (1, f"{MOVING} --lora_rank 8", "--lora_rank 8 with --reference_every 5: .* adapter off, which never"),
+    (1, f"{MOVING} --reference r", "--reference_every 5 moves a reference that began as --model; .* or --reference r"),
+    (1, "--kl_coef 1 --reference_mixup 0.5", "--reference_mixup 0.5 .* only with --reference_every above 0"),
+    (1, "--kl_coef 1 --hint_column @groups", "--hint_column @groups: use a column, or @group, @feedback or both"),
+    (1, "--kl_coef 1 --hint_column @group --kl_in reward", "--hint_column @group is for --kl_in loss"),
+    (1, f"{NO_REWARD} --hint_column @group", "--hint_column @group .*; give a reward, .* not --reward none"),
+    (1, "--kl_coef 1 --hint_column @feedback", "@feedback with --reward exact, which says nothing in words; give"),
+    (8, "--prompts_per_step 100 --prompts_per_update 100", "--prompts_per_step 100 .* 8 engines .*; use 96 or 104"),
+    (2, "--prompts_per_step 3 --prompts_per_update 3", "--prompts_per_step 3 .* 2 engines .*; use 2 or 4"),
+    (2, "--prompts_per_step 12 --prompts_per_update 8", "_update 8 .*--prompts_per_step 12; .* 1, 2, 3, 4, 6, 12"),
+    (1, "--tensor_parallel_size 2", "--tensor_parallel_size 2 .* world size 1; use one of 1"),
+    (4, "--shard_ranks 3", "--shard_ranks 3 does not divide the world size 4; use one of 1, 2, 4"),
+    (1, "--micro_batch_tokens 100", "--micro_batch_tokens 100 cannot hold one sequence .* 2048"),
+    (1, "--max_kl 0.1", "--max_kl 0.1 has no effect with one update a step.*; leave it out"),
+    (1, "--epochs 2", "2 of --total_steps.* exactly one"),
+    (1, NO_STEPS, "0 of --total_steps.* exactly one"),
+    (1, f"{NO_STEPS} --total_episodes 100", "--total_episodes 100 is less than one step.* at least 256"),
+    (1, f"{NO_STEPS} --dynamic_sampling correct --epochs 2", "--dynamic_sampling correct with --epochs 2: .* no fixed"),
+    (1, "--router_replay --partial_rollouts", "--router_replay with --partial_rollouts: routes are known of what"),
+    (1, "--router_replay --engine server", "--router_replay with --engine server: .*; leave one of them out"),
+    (1, "--router_replay --replay runs/x", "--router_replay with --replay runs/x: "),
+    (1, "--eval_every 5", "--eval_every 5 has no effect here, only with --eval_data: leave"),
+    (1, "--keep_best eval/d/avg@1", "--keep_best eval/d/avg@1 is not evaluated; .* with --eval_data"),
+    (1, f"{BEST} --eval_samples 3 --eval_every 1", "not evaluated; .*/avg@3, .*/pass@2, .*/pass@3, eval/d/maj@3"),
+    (1, f"{BEST} --eval_every 10 --save_every 15", "each checkpoint, not --save_every 15 .*_every 10; .* a multiple"),
+    (1, "--temperature 0.001", "--temperature 0.001: must be at least 0.01 and at most 2"),
+    (1, "--learning_rate nan", "--learning_rate nan: must be at least 0"),
+    (1, "--learning_rate inf", "--learning_rate inf: must be at least 0 and finite"),
+    (1, "--learning_rate -1e-5", "--learning_rate -1e-05: must be at least 0"),
+    (1, "--clip_high -.5E+1", "--clip_high -5: must be at least 0"),
+    (1, "--dual_clip -inf", "--dual_clip -inf: must be at least 0"),
+    (1, "--reward_timeout inf", "--reward_timeout inf: must be above 0 and at most 1000000"),
+    (1, "--plan_gpu H300", "--plan_gpu H300: use B200-180GB, .*, RTX3090-24GB, or memory, dense bf16 speed"),
+    (1, "--plan_gpu A100", "--plan_gpu A100: use A100-80GB, A100-40GB, or memory"),
+    (1, "--plan_gpu 24GiB:0TFLOPs:1TBs", "--plan_gpu 24GiB:0TFLOPs:1TBs: use .*, such as 23.5GiB:71TFLOPs:0.94TBs"),
+    (1, "--plan_gpu 24GiB:1.2.3TFLOPs:1TBs", "--plan_gpu 24GiB:1.2.3TFLOPs:1TBs: use "),
+    (1, "--reward_timeout 0", "--reward_timeout 0: must be above 0 and at most 1000000"),
+    (1, "--eval_data d --eval_samples 1 0", "--eval_samples 0: must be at least 1"),
+    (1, "--param_dtype bfloat16 --dtype float32", "--param_dtype bfloat16 with --dtype float32: .* finely"),
+    (1, "--param_dtype bfloat16 --lora_rank 8", "--lora_rank 8 with --param_dtype bfloat16: adapters are"),
+    (1, "--head_dtype bfloat16 --dtype float32", "--head_dtype bfloat16 with --dtype float32: .* would round"),
+    (1, "--offload_reference --lora_rank 8 --kl_coef 1", "--offload_reference has no effect .* adapter"),
+    (1, "--lora_alpha 16", "--lora_alpha 16.0 has no effect .* --lora_rank above 0: leave it at 32"),
+    (1, "--dual_clip 0.5", "--dual_clip 0.5: must be above 1"),
+    (1, "--old_logprobs rollout --rollout_correction token_mask", "--old_logprobs rollout with .*_mask: .*tion none"),
+    (1, "--advantage maxrl --reward math,length", "--advantage maxrl needs rewards that are not negative"),
+    (1, "--rollout_correction token_mask --rollout_correction_min 2.5", "_min 2.5 must be below .*_max 2"),
+    (1, "--advantage reinforce++ --policy_loss gspo --kl_coef 1 --kl_in reward", "gspo .*; use gspo_token"),
+    (1, "--dynamic_sampling reward --group_size 1 --advantage none", "--group_size 1 with --dynamic_sampling reward"),
+    (1, "--dynamic_sampling correct --keep_last", "--dynamic_sampling correct with --keep_last: the steps"),
+    (1, "--replay r --partial_rollouts", "--partial_rollouts with --replay r: nothing is sampled"),
+    (1, "--top_p 0", "--top_p 0: must be above 0 and at most 1"),
+    (1, "--top_p 0.9 --dtype bfloat16", "--top_p 0.9 with --dtype bfloat16: each side rounds bfloat16 .*; leave"),
+    (1, "--top_k 1", "--top_k 1: all completions of a group would be the same; use at least 2"),
+    (1, f"{CUT} --engine server", "--top_k 20 with --engine server: .* the weights that sampled"),
+    (1, f"{CUT} --partial_rollouts", "--top_k 20 with --partial_rollouts: "),
+    (1, f"{CUT} --replay r", "--top_k 20 with --replay r: "),
+    (1, f"{CUT} --old_logprobs rollout", "--top_k 20 with --old_logprobs rollout: "),
+    (1, f"{CUT} {VOCABULARY}", "--top_k 20 with --kl_over vocabulary: a part of the vocabulary"),
+    (1, "--replay ./o", "--replay ./o is --out_dir, too; name another folder"),
+    (1, "--prompt_format raw --system_prompt a", "--system_prompt a with --prompt_format raw: the former needs a"),
+    (1, "--partial_rollouts --engine server", "--partial_rollouts with --engine server: .* --in_flight"),
+    (1, "--partial_rollouts --image_column i", "--partial_rollouts with --image_column i: .*; leave one of"),
+    (1, "--steps_ahead 1", "only with --engine server"),
+    (1, "--engine server --image_column image", "images are not sent to servers"),
+    (1, "--engine server --server_urls http://127.0.0.1:1 --generation_gpus 7", "--generation_gpus 7: .* run already"),
+    (1, "--engine server --server_urls 127.0.0.1:1", "needed is http://HOST:PORT"),
+    (1, "--engine server --generation_gpus 5 6 7 --tensor_parallel_size 2", "no whole number of servers of 2"),
+    (1, "--reward math,length --overlong_cache_tokens 16 --max_completion_tokens 16", "all completions of .* too long"),
+    (1, "--overlong_cache_tokens 5", "has no effect without the reward `length`"),
+    (1, "--eval_data x.jsonl", "--eval_data x.jsonl is never evaluated"),
+    (None, "--plan_gpus 4", "--plan_gpus has no effect without --dry_run"),
+    (1, "--replay nowhere", "nowhere/config.json cannot be read"),
+]
+
+
+def check(given: str, num_ranks: int) -> None:
+    length = "" if given.startswith(NO_STEPS) else "--total_steps 10"
+    given = given.removeprefix(NO_STEPS)
+    check_flags(parse_flags(f"--model m --train_data d --out_dir o {length} {given}".split()), num_ranks)
+
+
+@pytest.mark.parametrize(("num_ranks", "given", "words"), MISTAKES)
+def test_contradictory_flags_are_named_with_a_way_out(num_ranks, given, words):
+    """Flags that contradict each other are named, with a way out."""
+    with pytest.raises(ValueError, match=words) as error:
+        check(given, num_ranks)
+    assert str(error.value).endswith(".") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 20}])
+def test_rollouts_of_a_part_of_the_vocabulary_are_not_replayed(cut, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(cut))
+    with pytest.raises(ValueError, match="--replay .*: its rollouts do not say what --top_p or --top_k kept; name"):
+        check_flags(flags(replay=tmp_path))
+
+
+def test_keep_best_takes_a_metric_that_each_checkpoint_has():
+    """The best checkpoint is chosen by a metric that is evaluated for each checkpoint."""
+    evaluated = {"eval_data": "owner/sums@test[:9]", "eval_samples": 4, "eval_every": 5, "save_every": 10}
+    check_flags(flags(**evaluated, keep_best="eval/sums_test[:9]/maj@4"))
+
+
+def test_the_engines_are_counted_not_the_ranks(monkeypatch):
+    changes = {"prompts_per_step": 4, "prompts_per_update": 4}
+    check_flags(flags(**changes, tensor_parallel_size=2), num_ranks=8)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    check_flags(flags(**changes, tensor_parallel_size=2))
+    with pytest.raises(ValueError, match="8 engines"):
+        check_flags(flags(**changes))
+
+
+def test_a_choice_that_argparse_knows_ends_the_program(capsys):
+    for wrong in ({"kl_in": "rewards"}, {"dtype": "float16"}, {"group_size": "8.5"}):
+        with pytest.raises(SystemExit):
+            flags(**wrong)
+    assert "invalid choice: 'float16' (choose from " in capsys.readouterr().err
+
+
+def test_flags_are_read_without_torch():
+    program = (
+        "import sys; from gate.checks import check_flags; from command_line import parse_flags; "
+        "check_flags(parse_flags(sys.argv[1:])); print('torch' in sys.modules)"
+    )
+    required = "--model m --train_data d --out_dir o --total_steps 1"
+    assert said([sys.executable, "-c", program, *required.split()]) == "False\n"

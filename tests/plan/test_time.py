@@ -1,0 +1,209 @@
+"""Times: what cache, lengths, GPUs, servers and copies of the policy do to a step, and what is counted as work."""
+
+import functools
+import itertools
+from dataclasses import replace
+
+import pytest
+from transformers import Qwen2Config
+
+from command_line import parse_flags
+from engine.options import Demand, engine_options
+from flags import EngineSettings
+from model.sizes import MOST_ON_GPU
+from plan.dry_run import config_of, setup_of
+from plan.memory import ENGINE, cache_bytes_per_token, checkpoint_bytes, gpu_phases, host_phases, without
+from plan.setup import Setup
+from plan.table import report_of, text_of
+from plan.time import (
+    link_speed,
+    micro_batches,
+    phase_seconds,
+    rollout_seconds,
+    running_sequences,
+    step_seconds,
+    traffic,
+)
+
+COMMON = "--train_data x#10000 --out_dir o --total_steps 1 --gradient_checkpointing --kl_coef 0.01 --plan_gpus 8 "
+SETUPS = {
+    "short": "Qwen/Qwen2.5-7B --prompts_per_step 1024 --max_prompt_tokens 512 --max_completion_tokens 1024",
+    "long": "Qwen/Qwen2.5-7B --prompts_per_step 128 --max_completion_tokens 16384 --micro_batch_tokens 18432",
+    "few": "Qwen/QwQ-32B --prompts_per_step 8 --group_size 4 --tensor_parallel_size 8 --enforce_eager",
+    "one_gpu": "Qwen/Qwen2.5-1.5B --prompts_per_step 64 --plan_gpus 1 --lora_rank 32 --plan_gpu RTX4090-24GB",
+    "servers": "Qwen/Qwen3-4B-Base --prompts_per_step 24 --group_size 16 --max_completion_tokens 8192 "
+    "--micro_batch_tokens 10240 --plan_gpus 2",
+    "copies": "Qwen/Qwen2.5-7B --prompts_per_step 256 --plan_gpus 16 --plan_nodes 2",
+}
+SERVERS = "--engine server --generation_gpus 2 3 4 5 6 7 "
+PARAMETERS = 7_615_616_512  # Qwen2.5-7B has so many
+
+
+@functools.cache
+def plan(name: str, more: str = "") -> Setup:
+    args = parse_flags(f"{COMMON} --model {SETUPS[name]} {more}".split())
+    return setup_of(args, config_of(args.model))
+
+
+@pytest.mark.parametrize("name", list(SETUPS)[:4])
+def test_more_cache_is_never_slower(name):
+    """From none at all; and much faster, where more sequences run at a time."""
+    setup = plan(name)
+    found = [replace(setup, engine=replace(setup.engine, gpu_memory_utilization=x / 100)) for x in range(1, 101)]
+    seconds, running = list(map(rollout_seconds, found)), list(map(running_sequences, found))
+    assert all(more <= less for less, more in itertools.pairwise(seconds)), seconds
+    assert running[0] == 1 < running[-1] and seconds[-1] < 0.5 * seconds[0]
+
+
+def test_compile_leaves_a_third_of_the_bytes_between_products():
+    """With --compile a third of the bytes between the layers' matrix products is left. By hand, of a 7B model in
+    bf16 with recomputed layers: four passes of bytes, of which two thirds go.
+    """
+    lengths = "--plan_prompt_tokens 200 --plan_completion_tokens 800 --plan_gpu H100-80GB"
+    eager, compiled = (phase_seconds(plan("short", f"{lengths} {flag}")) for flag in ("", "--compile"))
+    position_bytes = 28 * (84 * 3584 + 20 * (3584 + 512) + 10 * 18944)
+    saved = 1024 * 8 / 8 * 1000 * position_bytes * 2 / 3 / (3.35e12 * 0.8)
+    assert eager["update"] - compiled["update"] == pytest.approx(4 * saved)
+    assert eager["logprobs"] - compiled["logprobs"] == pytest.approx(saved), "of the reference"
+    fp32_head = phase_seconds(plan("short", f"{lengths} --head_dtype float32"))
+    more = 1024 * 800 * 6 * 152064 / (3.35e12 * 0.8)
+    assert fp32_head["update"] - eager["update"] == pytest.approx(2 * more)
+
+
+def test_each_token_of_the_longest_completion_reads_the_weights():
+    """A full engine reads the weights for each token of its longest completion. 32 completions of 8 GPUs that all
+    fit: as many steps as the longest completion has tokens; no step is skipped.
+    """
+    setup = plan("few", "--plan_completion_tokens 256 --plan_prompt_tokens 1024")
+    assert running_sequences(setup) == 32
+    weights = 1024 * 2 * setup.model.parameters / 8 / (0.6 * 3.35e12)
+    cache = 32 * 256 * (1024 + 256 / 2) * cache_bytes_per_token(setup) / (0.6 * 3.35e12)
+    host = 1024 * (0.015 + 2 * 64 * 15e-6)
+    assert rollout_seconds(setup) == pytest.approx(weights + cache + host, rel=0.03), "and prompts, links"
+
+
+@pytest.mark.parametrize(("prompts", "running"), [(8, 64), (1024, MOST_ON_GPU)])
+def test_the_plan_has_the_sequences_that_the_engine_starts_with(prompts, running, monkeypatch):
+    """The engine is planned with the number of sequences that it is started with. Not vLLM's default, which
+    depends on the GPU (256 on an A100, 1,024 on an H100).
+    """
+    monkeypatch.setattr("engine.options.load_config", lambda path: Qwen2Config())
+    for gpu in ("A100-80GB", "H100-80GB"):
+        short = "--max_prompt_tokens 64 --max_completion_tokens 64"
+        found = plan("short", f"--prompts_per_step {prompts} {short} --plan_gpus 1 --plan_gpu {gpu}")
+        options = engine_options("m", EngineSettings(128), is_cuda=True, tp_size=1, demand=Demand(prompts * 8))
+        assert running_sequences(found) == options["max_num_seqs"] == running
+
+
+def test_mean_lengths_are_half_of_the_limits_unless_given():
+    """Mean lengths are half of the limits, unless they are given."""
+    half, given = plan("long"), plan("long", "--plan_prompt_tokens 100 --plan_completion_tokens 3000.5")
+    assert (half.run.mean_prompt_tokens, half.run.mean_completion_tokens) == (512, 8192)
+    assert (given.run.mean_prompt_tokens, given.run.mean_completion_tokens) == (100, 3000.5)
+    assert phase_seconds(given)["update"] < 0.5 * phase_seconds(half)["update"]
+
+
+@pytest.mark.parametrize(("length", "expected"), [(3000, 32), (1024, 10), (256, 3)])
+def test_micro_batches_hold_whole_sequences(length, expected):
+    """256 completions on 8 GPUs, caps of 4096 tokens: one of 3000 alone; else half a sequence of room is left."""
+    cap = "--max_prompt_tokens 1024 --max_completion_tokens 3072 --micro_batch_tokens 4096 --prompts_per_step 32"
+    means = f"--plan_prompt_tokens 128 --plan_completion_tokens {length - 128}"
+    assert micro_batches(plan("short", f"{cap} {means}")) == expected
+
+
+@pytest.mark.parametrize(("mean", "is_faster"), [(2000, True), (16384, False)])
+def test_partial_rollouts_pay_where_a_few_completions_are_long(mean, is_faster):
+    ways = [plan("long", f"--plan_completion_tokens {mean} {more}") for more in ("", "--partial_rollouts")]
+    without, partial = map(step_seconds, ways)
+    assert partial < 0.8 * without if is_faster else partial == pytest.approx(without)
+
+
+# Generation servers: whose memory is whose, who waits for whom --------------------------------------------------------
+
+
+def test_ranks_hold_no_engine_and_servers_nothing_of_the_trainer():
+    setup, colocated = plan("servers", SERVERS), plan("servers")
+    phases, alone = gpu_phases(setup), gpu_phases(colocated)
+    assert "rollout" not in phases
+    for name in phases.keys() - {"server"}:
+        assert phases[name] == without(alone[name], *ENGINE)
+    engine_parts = {part: size for part, size in alone["rollout"].items() if part in ENGINE}
+    assert without(phases["server"], "weights arriving") == engine_parts and phases["server"]["weights arriving"] > 0
+    assert host_phases(setup)["run"]["processes"] > host_phases(colocated)["run"]["processes"]
+    moved = [traffic(each)["to servers"] for each in (setup, colocated)]
+    assert moved == [6 * setup.model.parameters * 2, 0], "the main rank sends to each server"
+
+
+@pytest.mark.parametrize(
+    ("more", "gpus"), [("--generation_gpus 2 3 4 5", 4), ("--dry_run --server_urls http://localhost:1", 2), ("", 2)]
+)
+def test_servers_are_counted_by_gpus_by_urls_or_by_their_number(more, gpus):
+    setup = plan("servers", f"--engine server --tensor_parallel_size 2 {more}")
+    assert (setup.hardware.gpus, setup.hardware.generation_gpus, setup.num_engines) == (2, gpus, gpus // 2)
+
+
+def test_a_step_ahead_takes_the_time_of_the_slower_side():
+    """With sampling a step ahead, a step takes as long as the slower of the two sides, and the sync."""
+    setup = plan("servers", SERVERS + "--steps_ahead 1")
+    seconds = phase_seconds(setup)
+    train = sum(seconds.values()) - seconds["rollout"] - seconds["sync"]
+    assert step_seconds(setup) == pytest.approx(max(seconds["rollout"], train) + seconds["sync"])
+    on_policy = replace(setup, plan=replace(setup.plan, steps_ahead=0))
+    assert step_seconds(on_policy) == pytest.approx(sum(seconds.values()))
+
+
+def test_in_flight_two_steps_ahead_nobody_waits_for_the_longest():
+    """With --in_flight and two steps ahead, nobody waits for the longest completion. One step ahead it does not
+    help: the step after is begun when this one is complete.
+    """
+    ways = ("--steps_ahead 1", "--steps_ahead 1 --in_flight", "--steps_ahead 2", "--steps_ahead 2 --in_flight")
+    one, one_in_flight, two, two_in_flight = (rollout_seconds(plan("servers", SERVERS + way)) for way in ways)
+    assert one == one_in_flight == two > 1.2 * two_in_flight
+    text = text_of(report_of(plan("servers", SERVERS + "--steps_ahead 4 --in_flight")))
+    assert "on 2 + 6 x H100-80GB" in text and "6 servers of 1 GPU," in text
+
+
+# Copies of the policy (--shard_ranks): what GPUs and nodes hold, which way the collectives go ------------------------
+
+
+def copies(more: str = "", network: float = 50e9) -> Setup:
+    setup = plan("copies", more)
+    return replace(setup, hardware=replace(setup.hardware, network_speed=network))
+
+
+@pytest.mark.parametrize("shard_ranks", [8, 2])
+def test_a_gpu_holds_its_share_of_one_copy_which_is_written_once(shard_ranks):
+    found = copies(f"--shard_ranks {shard_ranks}")
+    assert found.hardware.gpus == 16
+    parts = gpu_phases(found)["optimizer"]
+    expected = {"parameters": 4, "gradients": 4, "optimizer": 8, "reference": 2}  # bytes of a parameter
+    assert {name: parts[name] * shard_ranks / PARAMETERS for name in expected} == expected
+    assert report_of(found)["completions_per_update_and_gpu"] == 2048 / 16, "each GPU trains its own"
+    assert checkpoint_bytes(found) == checkpoint_bytes(copies()) == PARAMETERS * (2 + 4 + 8)
+
+
+def test_a_node_holds_as_many_copies_as_its_gpus_make_up():
+    """Two nodes of 8: one copy on both, one on each, two on each."""
+    moved = "--offload all --offload_reference "
+    found = [host_phases(copies(moved + more)) for more in ("", "--shard_ranks 8", "--shard_ranks 4")]
+    for name, size in (("parameters", 4), ("gradients", 4), ("optimizer", 8), ("reference", 2)):
+        assert [phases["run"][name] / (size * PARAMETERS) for phases in found] == [0.5, 1, 2], name
+
+
+def test_a_copy_exchanges_gradients_and_weights_within_its_ranks():
+    """A ring: each GPU sends (n - 1) / n of what it gathers."""
+    whole, shared = (traffic(copies(more)) for more in ("", "--shard_ranks 8"))
+    micro_batches = whole["reduce-scatter"] / (4 * PARAMETERS * 15 / 16)
+    assert shared["reduce-scatter"] == pytest.approx(micro_batches * 4 * PARAMETERS * 7 / 8)
+    assert shared["sync"] == pytest.approx(2 * PARAMETERS * 7 / 8)
+
+
+@pytest.mark.parametrize(
+    ("members", "speed"),
+    [
+        (8, 450e9),  # a node: NVLink
+        (16, 8 * 10e9 * 2 * 15 / 16),  # both nodes: 8 cards carry the half that each node lacks
+    ],
+)
+def test_a_collective_is_as_fast_as_what_it_goes_over(members, speed):
+    assert link_speed(copies(network=10e9), members) == pytest.approx(0.7 * speed)

@@ -1,0 +1,284 @@
+"""The page that compares runs: its size and build time, what it embeds, and how it behaves in a real browser."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import shutil
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select, WebDriverWait
+
+from helpers.made_up import GROUP_SIZE, HOSTILE, SMILE, make_rollouts, make_run, make_vocabulary
+from helpers.runs import said
+from reports.page import seed_groups, write_page
+from reports.samples import pack_samples
+from runtime.history import read_metrics
+
+FLAGS = [
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update",
+]  # fmt: skip
+
+
+def write(file: Path, *runs: Path) -> Path:
+    write_page(file, {run: read_metrics(run) for run in runs})
+    return file
+
+
+@pytest.fixture(scope="module")
+def three_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """500 steps each. a and b differ by their seed, c by a flag and its code. a has 10,000 completions of 50 steps."""
+    root = tmp_path_factory.mktemp("runs")
+    runs = [make_run(root / "a", 1), make_run(root / "b", 2), make_run(root / "c", 3, patch=HOSTILE, clip_high=0.28)]
+    make_rollouts(runs[0], list(range(10, 501, 10)), prompts=25, tokens=300, vocabulary=make_vocabulary(151_000))
+    return runs
+
+
+@pytest.fixture(scope="module")
+def big_page(three_runs: list[Path]) -> Path:
+    return write(three_runs[0].parent / "report.html", *three_runs)
+
+
+def header_of(packed: str) -> dict:
+    raw = zlib.decompress(base64.b64decode(packed))
+    return json.loads(raw[4 : 4 + int.from_bytes(raw[:4], "little")])
+
+
+def headers(file: Path) -> dict[str, dict]:
+    """Name -> header of each chunk that is embedded."""
+    chunks = re.findall(r'<script type="text/plain" id="(.*?)">(.*?)</script>', file.read_text())
+    return {name: header_of(packed) for name, packed in chunks}
+
+
+def test_ten_thousand_completions_take_less_than_20_MB(big_page):
+    assert big_page.stat().st_size < 20e6
+    found = headers(big_page)
+    steps = found["runs"]["runs"][0]["samples"]["steps"]
+    assert steps == list(range(10, 501, 10)), "nothing is left out"
+    assert sum(len(found[f"samples-0-{step}"]["rows"]) for step in steps) == 10_000
+
+
+@pytest.mark.parametrize(("budget", "fewest", "kept"), [(9_000_000, 20, 25), (1_000_000, 15, 3)])
+def test_over_the_budget_whole_groups_of_all_the_run_are_kept(three_runs, budget, fewest, kept):
+    """Over the budget, whole groups are kept, of steps from the whole run."""
+    found, chunks = pack_samples(three_runs[0], budget)
+    assert (found["num_steps"], found["num_groups"], found["groups"]) == (50, 25, kept)
+    steps = found["steps"]
+    assert fewest <= len(steps) < 50 and steps[-1] == 500 and steps[0] <= 50
+    assert max(np.diff(steps)) <= 40, "they are spread over the run"
+    for step in steps:
+        groups = [row["group"] for row in header_of(chunks[step])["rows"]]
+        assert [groups.count(group) for group in dict.fromkeys(groups)] == [GROUP_SIZE] * kept
+    assert budget / 2 < sum(map(len, chunks.values())) <= budget
+
+
+def test_files_that_cannot_be_read_are_left_out_and_named(tmp_path, capsys):
+    run = make_run(tmp_path / "run", steps=5)
+    make_rollouts(run, [1, 2, 3, 4], prompts=2, tokens=30, vocabulary=make_vocabulary(400))
+    files = {step: run / "rollouts" / f"step_{step}.parquet" for step in range(1, 5)}
+    content = bytearray(files[2].read_bytes())
+    content[len(content) // 3] ^= 255
+    files[2].write_bytes(content)
+    files[3].write_bytes(files[3].read_bytes()[:5000])
+    pq.write_table(pq.read_table(files[4]).drop_columns("reward"), files[4])  # a file of another program
+    (run / "rollouts" / "tokens.parquet").write_bytes(b"no table")
+    found = headers(write(tmp_path / "page.html", run))["runs"]["runs"][0]["samples"]
+    assert found["steps"] == [1] and not found["has_tokens"]
+    names = re.findall(r"warning: .*/(\S+)\.parquet cannot be read and is left out: \S", capsys.readouterr().out)
+    assert sorted(names) == ["step_2", "step_3", "step_4", "tokens"]
+
+
+def test_runs_that_differ_by_their_seed_alone_are_one_group():
+    def run(seed: int, commit: str = "a", **flags: object) -> dict:
+        config = {"seed": seed, "out_dir": f"runs/{seed}", "model": f"runs/policy_seed{seed}", "kl_coef": 0.1} | flags
+        return {"config": config, "code": {"commit": commit}}
+
+    assert seed_groups([run(1), run(2), run(11)]) == [[0, 1, 2]]
+    for other_seeds in (
+        run(2, kl_coef=0.2), run(2, commit="b"),
+        run(2, model="runs/policy_seed21"), run(2, model="Qwen2-4B"),  # there the 2 is no seed
+        {"config": {}, "code": {}},
+    ):  # fmt: skip
+        assert seed_groups([run(1), other_seeds]) == [[0], [1]]
+
+
+def test_training_does_not_pay_for_the_page():
+    program = "import sys, run; print(sys.modules.keys() & {'pyarrow', 'matplotlib', 'reports.page'})"
+    assert said([sys.executable, "-c", program]) == "set()\n"
+
+
+# In a browser ---------------------------------------------------------------------------------------------------------
+
+
+class Browser:
+    """A page in Chromium, and what a user does with it."""
+
+    def __init__(self, driver: webdriver.Chrome) -> None:
+        self.driver, self.run = driver, driver.execute_script
+
+    def open(self, file: Path, width: int = 1280, dark: bool = False) -> None:
+        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+        self.driver.get(file.as_uri())
+        self.wait("document.querySelectorAll('.completion').length === 8 || document.querySelector('#samples .note')")
+
+    def wait(self, condition: str) -> None:
+        WebDriverWait(self.driver, 60, 0.05).until(lambda _: self.run(f"return {condition}"), condition)
+
+    def wait_for(self, status: str) -> None:
+        self.wait(f"document.querySelector('[role=status]').textContent.includes({status!r})")
+
+    def choose(self, label: str, text: str) -> None:
+        """Chooses an option that begins so."""
+        select = Select(self.driver.find_element(By.XPATH, f"//label[span='{label}']/select"))
+        select.select_by_visible_text(next(each.text for each in select.options if each.text.startswith(text)))
+
+    def find(self, css: str, index: int = 0) -> webdriver.remote.webelement.WebElement:
+        return self.driver.find_elements(By.CSS_SELECTOR, css)[index]
+
+    def all(self, css: str) -> list[str]:
+        """The text of all such elements."""
+        return self.run(f"return [...document.querySelectorAll({css!r})].map((each) => each.textContent)")
+
+    def check(self) -> None:
+        """No script has failed, and nothing is wider than the screen."""
+        assert [entry["message"] for entry in self.driver.get_log("browser")] == []
+        assert self.run("return document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not chromium or not chromedriver:
+        reason = "there is no Chromium here (Debian: apt-get install chromium chromium-driver)"
+        assert "NEEDS_BROWSER" not in os.environ, reason
+        pytest.skip(reason)
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in [*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(chromedriver))
+    yield Browser(driver)
+    driver.quit()
+
+
+@pytest.fixture(scope="module", params=[1280, 360])
+def opened(request, browser, big_page) -> tuple[Browser, int]:
+    """The page of three runs on a wide, light screen and on a narrow, dark one."""
+    browser.open(big_page, request.param, dark=request.param == 360)
+    return browser, request.param
+
+
+def test_tokens_are_coloured_by_the_stored_log_probs(opened, three_runs):
+    browser, _ = opened
+    row = pq.read_table(three_runs[0] / "rollouts" / "step_500.parquet").slice(2, 1).to_pylist()[0]
+    spans = "document.querySelectorAll('.tokens')[2].querySelectorAll('span')"
+    classes = browser.run(f"return [...{spans}].map((span) => span.className)")
+    levels = {"l0": (0.91, 1), "l1": (0.51, 0.89), "l3": (0.06, 0.19), "l4": (0.011, 0.049)}
+    for level, (low, high) in levels.items():
+        shown = [name for name, x in zip(classes, row["rollout_logprobs"], strict=True) if low < np.exp(x) < high]
+        assert set(shown) <= {level}, level
+    assert {"l0", "l1", "l2", "l3"} <= set(classes)
+    browser.find(".tokens", 2).send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    shown = browser.find("#tip").text
+    assert float(re.search(r"log-prob (\S+),", shown)[1]) == pytest.approx(row["rollout_logprobs"][1], abs=0.02)
+    browser.check()
+
+
+def test_a_models_text_is_shown_and_never_runs_as_code(opened):
+    """What a model has written is shown as text and never runs."""
+    browser, _ = opened
+    hostile, smiling = browser.all(".tokens")[:2]
+    assert hostile.startswith(HOSTILE)
+    assert smiling.startswith(f"{SMILE} is the answer\nand a new line, {SMILE}"), "a character of four tokens is whole"
+    for place in (".completion dt", ".completion dd", ".badge", "#samples code", "details .text", "td code", "option"):
+        assert any("<img src=x onerror" in text for text in browser.all(place)), place
+    assert browser.all("img, main script") == [] and browser.run("return window.hacked") is None
+    browser.check()
+    code = "const s = document.createElement('script'); s.textContent = 'window.hacked = 1'; document.body.append(s);"
+    assert browser.run(f"{code} return window.hacked") is None, "the page's policy admits its own scripts alone"
+    assert len(browser.driver.get_log("browser")) == 1
+
+
+def test_overview_curves_and_differences_are_shown(opened):
+    browser, width = opened
+    titles = " ".join(browser.all("figure h3"))
+    for word in ("Reward", "eval/math500/avg@4", "KL", "Entropy", "MFU", "reward/part/format", "Another metric"):
+        assert word in titles
+    assert len(browser.all(".chart canvas")) == len(browser.all("figure"))
+    # a and b are one line with a band, c is another: with standard errors of reward and evaluation, without of the KL.
+    lines = "return [0, 1, 4].map((i) => charts[i].plot.series.length - 1)"
+    assert browser.run(lines) == [3 + 3, 3 + 3, 3 + 1]
+    browser.find("input[type=checkbox]").click()
+    assert browser.run(lines) == [3 * 3, 3 * 3, 3]
+    browser.find(".key", 2).click()
+    assert browser.run(lines) == [2 * 3, 2 * 3, 2]
+    browser.choose("Smoothing", "21")
+    assert browser.run("const y = charts[0].plot.data[1]; return Math.abs(y[300] - y[299])") < 0.02, "no noise"
+    browser.choose("Another metric", "completion/frac_truncated")
+    assert browser.run("return charts.at(-1).plot.data[1].slice(30)") == pytest.approx([0.05] * 470)
+    browser.run("document.querySelectorAll('.chart')[1].focus()")
+    browser.find(".chart", 1).send_keys(Keys.ARROW_LEFT, Keys.ARROW_LEFT)
+    browser.wait("document.querySelector('#tip').textContent.startsWith('step 475')")
+    assert any(re.match(r"of these, sample(20|19.9|20.1) s · 5[23]%", row) for row in browser.all("#overview tbody tr"))
+    flags = browser.all("#differences .scroll:first-of-type tbody tr")
+    assert flags[1:3] == ["--seed123", "--clip_high0.20.20.28"]
+    assert re.fullmatch("uncommitted changesnonenone[0-9a-f]{10}", flags[3])
+    page_color = browser.run("return getComputedStyle(document.body).backgroundColor")
+    assert page_color == ("rgb(20, 23, 27)" if width == 360 else "rgb(246, 247, 249)")
+    browser.check()
+
+
+def test_samples_are_chosen_filtered_and_searched(opened):  # the last one: it changes what is shown
+    browser, _ = opened
+    assert browser.all("#samples p")[2].startswith("Step 500, group 0")
+    browser.choose("Step", "30")
+    browser.wait_for("200 completions in 25 groups.")
+    browser.choose("Verdict", "incorrect")
+    browser.wait_for("pass the filters")
+    shown = len(browser.all(".completion"))
+    assert len(browser.all(".completion .bad")) == shown < 8 and browser.all(".completion .good") == []
+    browser.choose("Verdict", "any")
+    browser.choose("Length", "truncated")
+    browser.wait_for("50 completions")
+    assert len(browser.all(".completion")) == browser.all(".completion .warn").count("truncated") == 2
+    browser.choose("Length", "any")
+    browser.find("input[type=search]").send_keys("IS THE ANSWER")
+    browser.choose("Step", "all steps")
+    browser.wait_for("50 completions in 50 groups")
+    assert "".join(browser.all(".tokens .found")) in (" is the answer", "is the answer")
+    browser.find("button[title='Next group']").click()
+    assert browser.all("#samples p")[2].startswith("Step 20, group 0")
+    browser.find("input[type=search]").send_keys("no such text")
+    browser.wait_for("0 completions in 0 groups")
+    assert browser.all(".completion") == []
+    browser.check()
+
+
+def test_what_is_missing_is_said(browser, tmp_path):
+    (tmp_path / "empty").mkdir()
+    alone = make_run(tmp_path / "alone", steps=3)
+    make_rollouts(alone, [1], prompts=2, tokens=30, vocabulary=make_vocabulary(400))
+    (alone / "rollouts" / "tokens.parquet").unlink()
+    for runs in ([tmp_path / "empty"], [alone, tmp_path / "empty"]):
+        browser.open(write(tmp_path / f"{len(runs)}.html", *runs))
+        notes = " ".join(browser.all(".note, #samples p"))
+        missing = "No step is logged", "no config.json", "No completions"
+        assert all(words in notes for words in (missing if len(runs) == 1 else ["no rollouts/tokens.parquet"]))
+        browser.check()
+    assert browser.all(".tokens")[0].startswith(HOSTILE), "without its tokens it is the stored text"

@@ -1,0 +1,164 @@
+"""The choices of the algorithm: names, flags without effect, and functions of the user's own."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from algorithm import CHOICES, algorithm_of, summary
+from command_line import parse_flags
+from gate.checks import check_flags
+from grpo import Algorithm, Graded, Tokens, as_loss
+from helpers.made_up import flags
+
+
+def algorithm_with(given: str) -> Algorithm:
+    args = parse_flags(f"--model m --train_data d --out_dir o --total_steps 10 {given}".split())
+    check_flags(args, num_ranks=1)
+    return algorithm_of(args)
+
+
+OWN = '''"""Losses of one's own."""
+from __future__ import annotations
+import torch
+from grpo import Loss, token_ratio
+from scale_of_loss import SCALE
+
+def good(t, *, clip_low, power=2, scale=SCALE):
+    """-A x logprob^power. The rest is not said."""
+    return Loss(-scale * t.advantages * t.logprobs**power - clip_low, token_ratio(t.logprobs, t.old_logprobs))
+def no_default(t, *, power): return t.logprobs**power
+def tensor(t): return -t.advantages * t.logprobs
+def wrong_shape(t): return t.logprobs.sum()
+def not_finite(t): return t.logprobs / 0
+def no_gradient(t): return t.advantages
+def detached(x): return x.detach() ** 2
+def metric_of_one(t): return Loss(t.logprobs, metrics={"x": t.advantages.mean()})
+def no_reference(t): return t.logprobs - t.ref_logprobs
+def no_such_field(t): return t.logprob
+def three_of_group(g): return (g.rewards_PG * g.parts["exact"])[:, :3]
+def of_completions(g, *, advantage_eps): return g.rewards_PG * 2 + advantage_eps
+def of_tokens(g): return g.returns_T * 3
+def squared(x, *, kl_clamp): return x**2 * kl_clamp
+'''
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch) -> str:
+    # In a process of its own each test would find its own neighbour.
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr("grading.own.FOLDERS", set())
+    monkeypatch.delitem(sys.modules, "scale_of_loss", raising=False)
+    (tmp_path / "my_loss.py").write_text(OWN)
+    (tmp_path / "scale_of_loss.py").write_text("SCALE = 2.0\n")
+    (tmp_path / "broken.py").write_text("import no_such_module\n")
+    (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
+    return str(tmp_path / "my_loss.py")
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ("--advantage rloo --advantage_ddof 0", "--advantage_ddof 0 has no effect .*leave it at 1"),
+    ("--policy_loss sapo --clip_high 0.28", "--clip_high 0.28 .*cispo"),
+    ("--sapo_tau_neg 2", "--sapo_tau_neg 2.0 .* --policy_loss sapo"),
+    ("--loss_constant_tokens 100", "--loss_constant_tokens 100 .*seq_mean_token_sum_norm: leave it out"),
+    ("--rollout_correction token_truncate --rollout_correction_min 0.1", "--rollout_correction_min 0.1 .*mask"),
+    ("--advantage ppo", "--advantage ppo: use grpo, .* or FILE.py:FUNCTION"),
+    ("--loss_aggregation my.py:mean", "--loss_aggregation my.py:mean: use token_mean, "),
+    ("--policy_loss broken.py:f", "broken.py:f cannot be loaded: ModuleNotFoundError.*no_such_module"),
+    ("--policy_loss leaves.py:f", "leaves.py:f cannot be loaded: SystemExit: 3"),
+    ("--policy_loss my_loss.py:f", "my_loss.py has no function or class 'f'; it has good, no_default, .*, squared.$"),
+    ("--policy_loss my_loss.py:metric_of_one", r"metric x: returned the shape \[\].* of the shape \[7\]"),
+    ("--policy_loss my_loss.py:no_such_field", "'Tokens' object has no attribute 'logprob'"),
+    ("--advantage my_loss.py:three_of_group --group_size 5", r"the shape \[1, 3\].* of the shape \[10\] or \[1, 5\]"),
+    ("--advantage my_loss.py:three_of_group --reward math", "fails on a trial .*KeyError: 'exact'"),
+    ("--policy_loss my_loss.py:no_default", "no_default: its parameter power is no flag; give it a default"),
+    ("--policy_loss my_loss.py:wrong_shape", r"the shape \[\].* of the shape \[7\]"),
+    ("--policy_loss my_loss.py:not_finite", "not_finite returned values that are not finite"),
+    ("--policy_loss my_loss.py:no_gradient", "without a gradient"),
+    ("--kl_coef 1 --kl_estimator my_loss.py:detached", "--kl_estimator.*without a gradient"),
+])  # fmt: skip
+def test_a_missing_useless_or_failing_choice_is_refused(given, said, own, monkeypatch):
+    """A choice that does not exist, a flag without effect, and a function that fails are each refused with the
+    reason.
+    """
+    monkeypatch.chdir(Path(own).parent)
+    with pytest.raises(ValueError, match=said) as error:
+        algorithm_with(given)
+    text = str(error.value)
+    is_quoted = "cannot be loaded: " in text or " fails on a trial " in text  # the error of their code stands last
+    assert "\n" not in text and (is_quoted or text.endswith("."))
+
+
+def test_what_goes_together_is_accepted(own):
+    for given in (
+        "--policy_loss gspo --clip_low 3e-4 --clip_high 4e-4 --dual_clip 3",
+        "--kl_coef 0.1 --kl_estimator k3+ --kl_clamp 0",
+        "--advantage reinforce++ --policy_loss gspo_token --kl_coef 0.1 --kl_estimator k1 --kl_in reward",
+        "--rollout_correction sequence_mask --rollout_correction_min 0.1 --rollout_correction_max 3",
+        # A flag that only a function of one's own uses has an effect.
+        f"--policy_loss {own}:good --advantage rloo --clip_low 0.3",
+        f"--policy_loss {own}:no_reference --kl_coef 0.1",
+        f"--advantage {own}:of_completions --policy_loss reinforce --advantage_eps 1e-3",
+    ):
+        algorithm_with(given)
+
+
+def test_the_log_states_every_choice_in_words():
+    """The log states every choice in words, and nothing that has no effect."""
+    said = algorithm_with(
+        "--advantage reinforce++ --policy_loss cispo --clip_low 1 --clip_high 4 --kl_coef 0.01 --kl_in reward "
+        "--loss_aggregation seq_mean_token_sum_norm --max_completion_tokens 77 --rollout_correction token_mask"
+    ).description
+    for chosen in (
+        "--advantage reinforce++ --advantage_ddof 1 --advantage_eps 1e-06", "--kl_estimator k3 --kl_clamp 10.0",
+        "--policy_loss cispo --clip_low 1.0 --clip_high 4.0",
+        "--loss_aggregation seq_mean_token_sum_norm --loss_constant_tokens 77",
+        "--rollout_correction token_mask --rollout_correction_min 0.5 --rollout_correction_max 2.0",
+    ):  # fmt: skip
+        name, choice = chosen.split()[:2]
+        assert f" {chosen}: {summary(CHOICES[name][choice])}; " in said
+    assert "--kl_coef 0.01 --kl_in reward" in said
+    by_default = algorithm_with("").description
+    assert "--kl_estimator" not in by_default and "--rollout_correction" not in by_default
+
+
+def test_each_choice_has_a_whole_first_sentence():
+    for sentence in (summary(function) for choices in CHOICES.values() for function in choices.values()):
+        assert len(sentence) > 5 and sentence.count("(") == sentence.count(")"), sentence
+
+
+def tokens(number: int = 3) -> Tokens:
+    logprobs, old, rollout = -torch.arange(1.0, 3 * number + 1).view(3, number)
+    mask, ids = torch.ones(number, dtype=torch.bool), torch.zeros(number, dtype=torch.int64)
+    return Tokens(
+        logprobs=logprobs.requires_grad_(), old_logprobs=old, rollout_logprobs=rollout, mask=mask, sequence_ids=ids,
+        advantages=torch.tensor([1.0, -1.0, 0.5]),
+    )  # fmt: skip
+
+
+def test_a_users_loss_takes_flags_and_may_return_values_alone(own):
+    """A user's own loss takes flags and its own defaults, and may return its values alone."""
+    algorithm = algorithm_with(f"--policy_loss {own}:good --clip_low 0.25")
+    assert f"--policy_loss {own}:good --clip_low 0.25: -A x logprob^power;" in algorithm.description
+    expected = [-2 * a * x**2 - 0.25 for a, x in zip([1, -1, 0.5], [-1, -2, -3], strict=True)]
+    for chosen, values in ((algorithm, expected), (algorithm_with(f"--policy_loss {own}:tensor"), [1, -2, 1.5])):
+        loss = as_loss(chosen.policy_loss(t := tokens()), t)
+        assert loss.per_token.tolist() == values and not loss.is_low.any() and not loss.is_high.any()
+        assert loss.ratio.tolist() == pytest.approx([20.085537] * 3), "the token ratio, for the metrics"
+
+
+def test_a_users_advantage_is_of_completions_or_of_tokens(own):
+    """A user's own advantage has a value for each completion or for each token; a KL estimate may be the user's
+    own, too.
+    """
+    returns, is_trained = torch.tensor([1.0, 1.0, 0.0]), torch.ones(3).bool()
+    graded = Graded(
+        rewards_PG=torch.tensor([[1.0, 0.0]]), returns_T=returns, lengths_B=torch.tensor([2, 1]), mask_T=is_trained
+    )
+    algorithm = algorithm_of(flags(advantage=f"{own}:of_completions", advantage_eps=0.5))
+    assert algorithm.advantage(graded).tolist() == [[2.5, 0.5]]
+    assert algorithm_of(flags(advantage=f"{own}:of_tokens")).advantage(graded).tolist() == [3, 3, 0]
+    squared = algorithm_of(flags(kl_coef=0.1, kl_estimator=f"{own}:squared", kl_clamp=5)).kl_estimator
+    assert squared(torch.tensor([2.0])).tolist() == [20]
+    algorithm_of(flags(kl_coef=0.1, kl_estimator=f"{own}:detached", kl_in="reward"))  # needs no gradient there

@@ -1,9 +1,9 @@
 """Generation servers as child processes of the main rank: vLLM's own server, on the loopback alone.
 
 `python -m extras.servers.start FLAGS` is that server, with two things more. After SIGTERM it gives requests `GRACE`
-seconds to end. And each of its processes ends with the one that has started it: vLLM does so by multiprocessing's spawn, which
-imports this file in the new one before all else. They would stay, and keep their GPU, when the first one is killed,
-also while they are still importing torch.
+seconds to end. And each of its processes ends with the one that has started it: vLLM does so by multiprocessing's
+spawn, which imports this file in the new one before all else. They would stay, and keep their GPU, when the first one
+is killed, also while they are still importing torch.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A flag has the name of its attribute, so one search finds the flag, its use, the scripts and the documentation. Other
 files get small frozen objects made from flags (`PromptFormat`, `Memory`, ...); only `main` sees all flags.
-The choices of the algorithm are functions in `grpo.py` and `losses/`: their parameters after `*` are the flags that
-have an effect.
+The choices of the algorithm are functions, which `algorithm.py` finds by name: their parameters after `*` are the flags
+that have an effect.
 No torch here, so that a mistake is reported at once.
 """
 
@@ -44,6 +44,14 @@ class Flag(NamedTuple):
     def is_changed(self, args: argparse.Namespace) -> bool:
         """Whether its value in `args` is another one than the default."""
         return self.of(args) != self.default
+
+    def written(self, args: argparse.Namespace) -> str:
+        """The flag as it was written."""
+        value = self.of(args)
+        if value is True:
+            return self.name
+        values = value if isinstance(value, list) else [value]
+        return " ".join([self.name, *map(str, values)])
 
 
 def flag(

@@ -34,7 +34,7 @@ CHOICES: dict[str, dict[str, Callable]] = {
 OWN = ("--advantage", "--policy_loss", "--kl_estimator")  # may also name a function of the user's, FILE.py:FUNCTION
 ALSO_DESCRIBED = (
     "--old_logprobs", "--kl_coef", "--kl_in", "--entropy_coef", "--dynamic_sampling", "--truncated",
-    "--num_iterations", "--temperature", "--top_p", "--top_k",
+    "--num_iterations", "--temperature",
 )  # fmt: skip
 
 
@@ -78,7 +78,6 @@ def algorithm_of(args: argparse.Namespace) -> Algorithm:
         entropy_coef=args.entropy_coef,
         group_size=args.group_size,
         temperature=args.temperature,
-        cut=(args.top_k, args.top_p) if args.top_k or args.top_p < 1 else None,
         num_iterations=args.num_iterations,
         most_lag=most_lag(args),
         description=describe(args, bound),

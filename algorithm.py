@@ -82,7 +82,6 @@ def algorithm_of(args: argparse.Namespace) -> Algorithm:
         entropy_coef=args.entropy_coef,
         group_size=args.group_size,
         temperature=args.temperature,
-        cut=(args.top_k, args.top_p) if args.top_k or args.top_p < 1 else None,
         num_iterations=args.num_iterations,
         most_lag=most_lag(args),
         description=describe(args, bound),

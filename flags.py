@@ -144,9 +144,6 @@ GROUPS["batch, counted in prompts"] = [
 GROUPS["sampling"] = [
     # vLLM would silently raise a temperature below 0.01; the trainer would not. It refuses one above 2.
     flag("--temperature", 1.0, "sampling temperature; the trainer divides its logits by it, too", (0.01, 2)),
-    flag("--top_p", 1.0, "share of the probability, that of the likeliest tokens, which is sampled from; the trainer "
-         "renormalises over them, too; only with --dtype float32, so not on GPUs; 1: all", (TINY, 1)),
-    flag("--top_k", 0, "number of likeliest tokens that are sampled from, before --top_p; 0: all", (0, INF)),
     flag("--max_completion_tokens", 1024, "completions are truncated after this many tokens", (1, INF)),
     flag("--partial_rollouts", False, "a step ends when its prompts' worth of groups is finished, out of half as many "
          "again; unfinished completions go on in the next one, under its weights; only with --engine colocated"),
@@ -452,8 +449,7 @@ class Sampling(Settings):  # how often and how a set of prompts is sampled: the 
     num_samples: int
     temperature: float
     max_completion_tokens: int
-    top_p: float
-    top_k: int
+    top_p: float = 1.0  # of an evaluation; training samples from the whole distribution
     router_replay: bool  # the routes of what is sampled are kept; those of an evaluation never
 
 

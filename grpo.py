@@ -335,7 +335,6 @@ class Algorithm:
     entropy_coef: float
     group_size: int
     temperature: float  # logits are divided by it, in the sampler and in the trainer
-    cut: tuple[int, float] | None  # top_k and top_p, which leave out tokens in the sampler; None: none is left out
     num_iterations: int  # passes over a rollout
     most_lag: int  # steps that the weights that sample may be behind; 0: they are the trained ones
     description: str  # what the flags amount to, in words: the log's first line
@@ -415,11 +414,6 @@ def measured(
         "weight_squared": weights_N.square(),
     }
     means |= {f"loss/{name}": values for name, values in loss.metrics.items()}
-    if batch.kept is not None:
-        counts_K = torch.bincount(batch.kept.places_J, minlength=len(batch.trained_K))
-        kept = {"policy/kept_mean": counts_K, "policy/kept_missed": batch.kept.is_missed_T}
-        for name, values_K in kept.items():
-            means[name] = torch.zeros_like(gap_N).index_copy(0, batch.trained_K, values_K.float())
     if algorithm.most_lag:
         for lag in range(algorithm.most_lag + 1):
             is_lag_N = (batch.lags_N == lag).float()

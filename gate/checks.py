@@ -30,10 +30,6 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Flags of the first column do not go together with those of the second: one with a value if it has that value, one
 # without if it has not its default.
 CONTRADICTIONS = (
-    ("--top_p --top_k", "--engine --partial_rollouts --replay",
-     "which tokens the sampler kept is found by the trainer, with the weights that sampled, in its own step"),
-    ("--top_p --top_k", "--old_logprobs", "the pass for old log-probs finds what the sampler kept"),
-    ("--top_p --top_k", "--kl_over", "a part of the vocabulary alone is compared"),
     ("--kl_over", "--kl_estimator --kl_clamp", "the KL over the vocabulary is exact"),
     ("--kl_over", "--kl_in", "a reward takes the KL of sampled tokens"),
     ("--drop_solved --dynamic_sampling", "--epochs --keep_last", "the steps of an epoch are no fixed number"),
@@ -114,13 +110,6 @@ def check_loss(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     if args.kl_over == "sampled" and args.advantage == "zero" and args.kl_estimator in ("k1", "none"):
         raise ValueError(
             f"{flag.kl_estimator} as a loss has a gradient of mean zero, so --advantage zero learns nothing; use k2."
-        )
-    if args.top_k == 1:
-        raise ValueError(f"{flag.top_k}: all completions of a group would be the same; use at least 2, or 0 for all.")
-    if (args.top_k or args.top_p < 1) and args.dtype != "float32":
-        raise ValueError(
-            f"{flag.top_k if args.top_k else flag.top_p} with {flag.dtype}: each side rounds bfloat16 in its own way, "
-            "and keeps other tokens (not on GPUs, then); leave one of them out."
         )
 
 
@@ -240,8 +229,6 @@ def check_replay(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         raise ValueError(
             f"{flag.reference_every} with {flag.from_step}: the checkpoints of --replay hold no reference; begin at 1."
         )
-    if replayed.get("top_p", 1) < 1 or replayed.get("top_k"):
-        raise ValueError(f"{flag.replay}: its rollouts do not say what --top_p or --top_k kept; name a run without.")
     for name in FIXED_BY_ROLLOUTS:
         if name in replayed and replayed[name] != getattr(args, name):
             written, value = getattr(flag, name), replayed[name]

@@ -99,7 +99,6 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     plan = make_plan(args, args.prompts_per_step if num_rows is None else num_rows)
     has_kl = args.kl_coef != 0
     needs_first = args.num_iterations > 1 or (has_kl and args.kl_in == "reward") or lora.lora_dropout > 0
-    needs_first |= args.top_k > 0 or args.top_p < 1
     run = RunShape.from_flags(
         args, num_rows=num_rows, has_kl=has_kl, over_vocabulary=args.kl_over == "vocabulary",
         mean_prompt_tokens=mean_tokens("prompt", args.plan_prompt_tokens, args.max_prompt_tokens),

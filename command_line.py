@@ -11,8 +11,7 @@ import time
 from typing import NoReturn
 
 from algorithm import NAMES, choices_in_words
-from flags import GROUPS, Flag, most_lag
-from gate.checks import default_dtype
+from flags import GROUPS, Flag, default_dtype, most_lag
 from runtime.progress import OFF
 from runtime.start import leave_the_others, note_reason, print_any_text
 

@@ -30,9 +30,19 @@ from engine.options import Demand, largest_share
 from evaluate import Evaluator
 from extras.samplers.partial import PartialSampler, num_unfinished_prompts
 from extras.samplers.replay import NoEngine, ReplaySampler, weights_of
-from flags import AdamW, EngineSettings, Lora, Memory, Recording, Sampling, Saving, Servers, free_on_resume
+from flags import (
+    AdamW,
+    EngineSettings,
+    Lora,
+    Memory,
+    Recording,
+    Sampling,
+    Saving,
+    Servers,
+    free_on_resume,
+    ranks_per_engine,
+)  # fmt: skip
 from fsdp_utils import World, close_world, init_world, is_main_process, set_allocator
-from gate.checks import ranks_per_engine
 from gate.load_inputs import Inputs, check_world, load_inputs
 from grading.own import load_reference
 from grpo import Algorithm

@@ -7,13 +7,12 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 from itertools import chain, cycle, product
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
-from flags import FLAGS, GROUPS, INF, TINY, Flag
+from flags import FLAGS, GROUPS, INF, TINY, Flag, ranks_per_engine
 from model.sizes import check_path
 from runtime.cards import gpu_figures
 from runtime.start import check_divides, launched_world_size
@@ -80,13 +79,6 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     for check in (*checks, check_evaluation):
         check(args, flag)
     check_tracker(args.track)
-
-
-def default_dtype(needs_bfloat16: bool = False) -> str:
-    """bfloat16 on GPUs, else float32, if it may be. The launch scripts count the GPUs; else there is nvidia-smi."""
-    has_gpus = shutil.which("nvidia-smi") and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
-    num_gpus = int(os.environ.get("NUM_GPUS") or bool(has_gpus))
-    return "bfloat16" if num_gpus or needs_bfloat16 else "float32"
 
 
 # Contradictions, by topic: each check raises ValueError for the first one. `flag.NAME` is the flag
@@ -328,11 +320,6 @@ def all_given(args: argparse.Namespace) -> SimpleNamespace:
 def leave(flag: Flag) -> str:
     """How to say that the default should stay."""
     return f"leave it at {flag.default}" if flag.default else "leave it out"
-
-
-def ranks_per_engine(args: argparse.Namespace, num_ranks: int | None = None) -> int:
-    """Ranks that see the same completions and grade them once: servers are to all ranks as one engine."""
-    return args.tensor_parallel_size if args.engine == "colocated" else num_ranks or launched_world_size()
 
 
 def check_batches(args: argparse.Namespace, num_ranks: int) -> None:

@@ -24,10 +24,10 @@ from extras.models.lora import target_names
 from extras.models.vision import Vision, load_processor
 from extras.teacher.hints import Hints
 from extras.turns.turns import Turns
-from flags import FLAGS, Grading, PromptFormat, Sampling, TurnLimits, stall_limit
+from flags import FLAGS, Grading, PromptFormat, Sampling, TurnLimits, ranks_per_engine, stall_limit
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
 from gate.agreement import ROOT, check_same_start, digest, digests_of
-from gate.checks import LOOPBACK, ranks_per_engine
+from gate.checks import LOOPBACK
 from grading.own import files_of
 from model.attention import check_device
 from model.sizes import check_config, check_cpu_kernels, check_experts

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 from flags import FLAGS, GROUPS, INF, TINY, Flag
-from model.sizes import check_path
+from gate.models import check_path
 from runtime.cards import gpu_figures
 from runtime.start import check_divides, launched_world_size
 from sources import name_of_source

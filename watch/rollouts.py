@@ -117,7 +117,7 @@ def table_of(sampled: Sampled) -> pa.Table:
         "rollout_logprobs": pa.array(rollout.rollout_logprobs, floats),
         "old_logprobs": pa.array(logprobs, floats),
         "advantages": pa.array(advantages, floats),
-        "versions": pa.array(rollout.versions or [None] * count, integers),
+        "versions": pa.array(rollout.parts.get("versions", [None] * count), integers),
         "is_sampled": pa.array(rollout.is_sampled, pa.large_list(pa.bool_())),
         "reward": np.array([grade.reward for grade in grades]),
         "reward_parts": [json.dumps(grade.parts) for grade in grades],

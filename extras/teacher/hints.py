@@ -52,7 +52,7 @@ class Hints:
     tokenizer: Tokenizer
 
     def add(self, rollout: Rollout, group_size: int) -> tuple[Rollout, Metrics]:
-        """The rollout with `hinted_ids` in its rows and `is_hinted_B`; the share of completions that have a hint.
+        """The rollout with `hinted_ids` in its rows and the part `is_hinted`; the share of completions with a hint.
 
         There is none where the prompt with it is longer than --max_prompt_tokens, or a text cannot be in a prompt.
         """
@@ -64,8 +64,8 @@ class Hints:
             if hint is not None and (id(row), hint) not in made:
                 made[id(row), hint] = self.ids(row.messages, hint)
             rows.append(replace(row, hinted_ids=made.get((id(row), hint))))
-        is_hinted_B = np.array([row.hinted_ids is not None for row in rows])
-        return replace(rollout, rows=rows, is_hinted_B=is_hinted_B), {"distill/frac_hinted": float(is_hinted_B.mean())}
+        is_hinted = [row.hinted_ids is not None for row in rows]
+        return replace(rollout, rows=rows).with_parts(is_hinted=is_hinted), {"distill/frac_hinted": np.mean(is_hinted)}
 
     def ids(self, messages: list[dict[str, object]], hint: str) -> np.ndarray | None:
         try:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from grading import NOT_GRADED, Grade
-from model.head import Teacher
+from model.head import Distilled, Teacher
 from model.packed import Packing, Segment
 from model.special_tokens import special_tokens
 
@@ -261,13 +261,6 @@ class Part(Protocol):
         """Arguments of the decoder, beside those of every batch or in their place."""
 
 
-class Distilled(NamedTuple):
-    """A KL over the whole vocabulary, at each position."""
-
-    kl_N: Tensor  # float32
-    agrees_N: Tensor  # float32, 1 where policy and reference find the same token the likeliest
-
-
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """One packed micro-batch: S sequences laid end to end in N positions. Position n predicts `labels_N[n]`."""
@@ -289,7 +282,7 @@ class Batch:
     old_logprobs_N: Tensor | None = None  # float32, under the weights that sampled; None: not needed
     ref_logprobs_N: Tensor | None = None  # float32, under the reference; None: no KL term
     hinted: Batch | None = None  # the same sequences as the reference reads them; None: as they are here
-    distilled: Distilled | None = None  # None: the KL is that of sampled tokens, or not known yet
+    distilled: Distilled | None = None  # for a KL over the vocabulary; None: it is not known yet
 
     def reference_batch(self) -> Batch:
         """What the reference reads: with hints, if there are any."""

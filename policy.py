@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch._dynamo
@@ -28,24 +28,13 @@ from batch import Batch
 from flags import AdamW, Lora, Memory
 from fsdp_utils import World, full_tensors, local_shard, own_rows, shard
 from model.attention import make_packing
-from model.head import Teacher, chunked_logprobs
+from model.head import Distilled, Teacher, TokenScores, chunked_logprobs
 from model.optimizer import make_optimizer
 from model.sizes import MERGED_ROWS, active_share, attention_layers, head_dim
 from model.weights import fill, in_files, load_config, model_from_config, tower_of, without_storage
 from runtime.parts import part
 from runtime.progress import OFF
 from runtime.stall import beat
-
-
-class TokenScores(NamedTuple):
-    """The results of a pass at each position, float32; constant zeros where the loss mask is false."""
-
-    logprobs_N: Tensor  # those of the labels
-    entropies_N: Tensor  # in nats
-    # With a teacher: see `Batch`.
-    ref_logprobs_N: Tensor | None = None
-    kl_N: Tensor | None = None
-    agrees_N: Tensor | None = None
 
 
 class Adapter(Protocol):
@@ -115,7 +104,10 @@ class Policy(nn.Module):
     def forward(
         self, batch: Batch, temperature: float, trains_entropy: bool = False, teacher: Teacher | None = None
     ) -> TokenScores:
-        """The scores of the labels; `trains_entropy`: their entropies have a gradient."""
+        """The scores of the labels; constant zeros where the loss mask is false.
+
+        `trains_entropy`: the entropies have a gradient.
+        """
         trained_K, head = batch.trained_K, self.model.get_output_embeddings()
         hidden_KD, labels_K = self._trained_hidden(batch), batch.labels_N.index_select(0, trained_K)
         temperature *= self.logits_divisor
@@ -123,7 +115,12 @@ class Policy(nn.Module):
         scores = chunked_logprobs(hidden_KD, head, labels_K, temperature, trains_entropy, self.head_dtype, teacher)
         # Back to all positions, so that whatever adds up over them needs one kind of index.
         zeros_N = torch.zeros(len(batch.labels_N), device=trained_K.device)
-        return TokenScores(*(zeros_N.index_copy(0, trained_K, values_K) for values_K in scores))
+
+        def spread(values_K: Tensor) -> Tensor:
+            return zeros_N.index_copy(0, trained_K, values_K)
+
+        distilled = scores.distilled and Distilled(*map(spread, scores.distilled))
+        return TokenScores(spread(scores.logprobs_N), spread(scores.entropies_N), distilled)
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(hidden_KD, weight_VD): what the head multiplies at the trained positions. A `Teacher` is made of them."""

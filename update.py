@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 import grpo
 from batch import (
     Batch,
-    Distilled,
     Metrics,
     Pass,
     Rollout,
@@ -330,9 +329,8 @@ def add_gradients(
             if batch.old_logprobs_N is None:  # they are kept with the rollout
                 update.batches[i] = replace(batch, old_logprobs_N=old_logprobs_N)
             scored = batch
-            if teacher is not None:
-                distilled = Distilled(scores.kl_N, scores.agrees_N)
-                scored = replace(batch, ref_logprobs_N=scores.ref_logprobs_N, distilled=distilled)
+            if scores.distilled:
+                scored = replace(batch, ref_logprobs_N=scores.distilled.ref_logprobs_N, distilled=scores.distilled)
             loss_N, means, maxima = grpo.total_loss(
                 scored, logprobs_N, old_logprobs_N, scores.entropies_N, algorithm, step.step, step.total_steps
             )

@@ -150,7 +150,7 @@ def test_only_truncated_completions_are_masked_from_the_loss(truncated, left_out
     lengths = [0 if b in left_out else min(b + 1, 3) for b in range(6)]
     assert rollout.trained_lengths_B.tolist() == lengths
 
-    policy = SimpleNamespace(parity_length=math.inf, needs_rows=False)
+    policy = SimpleNamespace(parity_length=math.inf)
     plan, algorithm = make_plan(args, 3), algorithm_of(args)
     (update,) = pack_updates(rollout, plan, algorithm, Memory.from_flags(args), policy, ALONE)
     rollout, (update,) = add_advantages(rollout, [update], algorithm)

@@ -54,7 +54,7 @@ def test_what_was_kept_comes_back_to_the_bit(tmp_path):
     for name in ("completions", "rollout_logprobs"):
         for a, b in zip(getattr(found, name), getattr(expected, name), strict=True):
             assert a.dtype == b.dtype and np.array_equal(a, b)
-    assert found.texts == expected.texts and found.grades == expected.grades and found.versions is None
+    assert found.texts == expected.texts and found.grades == expected.grades and found.parts == {}
     assert found.is_truncated_B.tolist() == expected.is_truncated_B.tolist()
 
 
@@ -71,7 +71,7 @@ def test_a_file_of_an_older_run_is_shown(tmp_path):
 
 def test_the_file_says_what_was_trained_on_and_how(tmp_path):
     versions = [np.arange(length, dtype=np.int32) for length in (2, 5, 1, 4)]
-    kept(tmp_path, sampled(rollout=replace(sampled().rollout, versions=versions)))
+    kept(tmp_path, sampled(rollout=sampled().rollout.with_parts(versions=versions)))
     table = pyarrow.parquet.read_table(file_of(tmp_path, 3)).to_pydict()
     assert table["advantages"] == [None, None, [0.5], [-0.5] * 4]
     assert table["old_logprobs"] == [None, None, None, [0, 1, 2, 3]]

@@ -437,7 +437,7 @@ def taught(world: World, path: str, teacher: str) -> dict[str, tuple[Metrics, Te
             has_hint = np.arange(len(rollout.rows)) % 3 != 1
             pairs = zip(rollout.rows, has_hint, strict=True)
             rows = [row if is_hinted else replace(row, hinted_ids=None) for row, is_hinted in pairs]
-            rollout = replace(rollout, rows=rows, is_hinted_B=has_hint)
+            rollout = replace(rollout, rows=rows).with_parts(is_hinted=has_hint.tolist())
         update = whole_update(rollout, args, policy, world)
         update = add_reference(update, reference, algorithm_of(args))
         found[name] = recorded(policy, update, args, world)

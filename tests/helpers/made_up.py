@@ -188,7 +188,7 @@ def policy_of(args: argparse.Namespace, dtype: torch.dtype = torch.float32) -> P
     """The policy of these flags: all weights are trained, or LoRA, whose adapter is not the zero that it starts as."""
     policy = load_policy(args.model, dtype, args.gradient_checkpointing)
     if args.lora_rank:
-        add_adapter(policy.model, Lora.from_flags(args), args.seed, str(args.model))
+        policy.adapter = add_adapter(policy.model, Lora.from_flags(args), args.seed, str(args.model))
         torch.manual_seed(2)
         for name, parameter in policy.named_parameters():
             if ".lora_B." in name:

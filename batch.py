@@ -43,6 +43,9 @@ State = dict[str, int | list[int] | list[float] | list[tuple[int | str, int]]]  
 OnFinished = Callable[[int, str, Sequence[int], bool, Grade | None], None]
 
 
+NO_IDS = np.zeros(0, np.int32)
+
+
 class PromptImages(Protocol):
     """The images of a prompt, as far as the core has to know them; `extras/models/vision.py` has the rest."""
 
@@ -66,9 +69,14 @@ class Row:
     where: str  # its place in the source
     encoded_images: tuple[bytes, ...] = ()  # in the order of the image parts
     text: str = ""  # the rendered prompt, which the model continues
-    ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # its tokens, image tokens repeated
+    ids: np.ndarray = field(default_factory=lambda: NO_IDS)  # its tokens, image tokens repeated
     images: PromptImages | None = None  # None: the prompt has no image, or the model sees none
-    hinted_ids: np.ndarray | None = None  # tokens of the prompt with its hint, for the reference; None: it has none
+    hinted_ids: np.ndarray = field(default_factory=lambda: NO_IDS)  # tokens of the prompt with its hint, if it has one
+
+    @property
+    def reference_ids(self) -> np.ndarray:
+        """The tokens of the prompt as the reference reads it."""
+        return self.hinted_ids if len(self.hinted_ids) else self.ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +90,10 @@ class Rollout:
     is_truncated_B: np.ndarray  # bool: stopped by the length limit, not by the model
     is_sampled: list[np.ndarray]  # bool, one per completion token: false where an environment said it
     is_trained_B: np.ndarray  # bool: false: the sequence is left out of the loss
-    grades: list[Grade] | None = None  # None: not graded yet
-    loss_weights_B: np.ndarray | None = None  # float32: weight of each of its tokens in the loss of its update
-    advantages: list[np.ndarray] | None = None  # float32, one per completion token
+    # Empty until they are known:
+    grades: list[Grade] = field(default_factory=list)
+    loss_weights_B: np.ndarray = field(default_factory=lambda: np.zeros(0))  # float32: of each of its tokens
+    advantages: list[np.ndarray] = field(default_factory=list)  # float32, one per completion token
     # By name, a value of each completion that only an optional part makes or reads:
     #   versions    int32, per completion token: the steps that the weights were trained which sampled it
     #   lags        int32, per completion token: steps between those weights and the ones that are trained
@@ -142,9 +151,9 @@ class Rollout:
 
     def hinted(self) -> Rollout | None:
         """The rollout as the reference reads it: the same completions to prompts with hints; None if there are none."""
-        if all(row.hinted_ids is None for row in self.rows):
+        if not any(len(row.hinted_ids) for row in self.rows):
             return None
-        rows = [row if row.hinted_ids is None else replace(row, ids=row.hinted_ids) for row in self.rows]
+        rows = [replace(row, ids=row.hinted_ids) if len(row.hinted_ids) else row for row in self.rows]
         return replace(self, rows=rows)
 
     def first_position(self, b: int) -> int:
@@ -176,20 +185,20 @@ class Rollout:
     def select(self, indices_B: np.ndarray) -> Rollout:
         """The sequences of these indices, in this order."""
 
-        def chosen(values: np.ndarray | list | None) -> np.ndarray | list | None:
-            return values[indices_B] if isinstance(values, np.ndarray) else values and [values[b] for b in indices_B]
+        def chosen(values: np.ndarray | list) -> np.ndarray | list:
+            if isinstance(values, np.ndarray) and len(values):
+                return values[indices_B]
+            return [values[b] for b in indices_B] if len(values) else values
 
         fields = {name: chosen(values) for name, values in vars(self).items() if name != "parts"}
         return Rollout(**fields, parts={name: chosen(values) for name, values in self.parts.items()})
 
     @staticmethod
     def concatenate(rollouts: list[Rollout]) -> Rollout:
-        """The sequences of all rollouts, in their order. The same fields are None, and the same parts there, in all."""
+        """The sequences of all rollouts, in their order. All of them have the same parts."""
 
-        def joined(pieces: list[np.ndarray | list | None]) -> np.ndarray | list | None:
-            if isinstance(pieces[0], np.ndarray):
-                return np.concatenate(pieces)
-            return None if pieces[0] is None else list(chain.from_iterable(pieces))
+        def joined(pieces: list[np.ndarray | list]) -> np.ndarray | list:
+            return np.concatenate(pieces) if isinstance(pieces[0], np.ndarray) else list(chain.from_iterable(pieces))
 
         first = rollouts[0]
         fields = {name: joined([getattr(each, name) for each in rollouts]) for name in vars(first) if name != "parts"}
@@ -203,13 +212,13 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)  # the lists have a value per token
     logprobs: list[float] = field(default_factory=list)  # under the weights that made the token
     versions: list[int] = field(default_factory=list)  # the steps that those were trained
-    finish_reason: str | None = None  # "stop" or "length"; None: it goes on
+    finish_reason: str = ""  # "stop" or "length"; empty: it goes on
     text: str = ""  # empty until it is finished
     is_sampled: list[bool] = field(default_factory=list)  # false where an environment said it; empty: all are sampled
     grade: Grade | None = None  # None: the environment, if there is one, leaves it to the reward
     routes: np.ndarray | None = None  # of prompt and tokens but for the last one; None: not known
 
-    def extend(self, token_ids: list[int], logprobs: list[float], version: int, reason: str | None = None) -> None:
+    def extend(self, token_ids: list[int], logprobs: list[float], version: int, reason: str = "") -> None:
         """Appends tokens sampled by the weights of this version."""
         assert len(token_ids) == len(logprobs), "each token has its log-prob"
         self.token_ids += token_ids
@@ -337,7 +346,7 @@ class Sampled:
     rollout: Rollout
     round_B: np.ndarray  # int64, the round of dynamic sampling that a completion is of
     used_B: np.ndarray  # int64, indices of those that were trained on, in their order
-    advantages: list[np.ndarray] | None = None  # for these; None: nothing was trained
+    advantages: list[np.ndarray] = field(default_factory=list)  # for these; empty: nothing was trained
     logprobs: dict[int, np.ndarray] = field(default_factory=dict)  # index in `used_B` -> the trainer's old ones
 
 

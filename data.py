@@ -89,7 +89,7 @@ class PromptData:
             except UnusableRow as reason:
                 excluded.append((record.where, str(reason)))
                 continue
-            lengths.append(len(row.ids if row.hinted_ids is None else row.hinted_ids))  # a hint makes a prompt longer
+            lengths.append(len(row.reference_ids))  # a hint makes a prompt longer
             if lengths[-1] <= limit:
                 kept.append(row)
         if lengths and not kept:
@@ -168,7 +168,7 @@ def load_reader(
     has_images = prompt_format.image_column is not None or getattr(config, "vision_config", None) is not None
     if config is None or not has_images:
         return load_tokenizer(path), None
-    vision = part("extras.models.vision", "--image_column, or a model that sees images,")
+    vision = part("extras.models.vision", "--image_column, or a model that sees images")
     return vision.load_processor(path, config, prompt_format)
 
 

@@ -166,7 +166,7 @@ def load_model_files(
         options = seed, vision, hint, is_shuffled
         parts = [PromptData.load(source, prompt_format, tokenizer, *options) for source in sources]
         for row in chain.from_iterable(source.rows for source in parts):
-            check(row.where, row.ids if row.hinted_ids is None else row.hinted_ids)  # the latter are the ids and more
+            check(row.where, row.reference_ids)  # they are the ids and more
         return parts
 
     return config, tokenizer, vision, load

@@ -13,7 +13,7 @@ def check_part(name: str, asked_by: str) -> None:
     """Raises ValueError if this module is not there. Imports nothing."""
     path = ROOT.joinpath(*name.split("."))
     if not path.with_suffix(".py").exists() and not (path / "__init__.py").exists():
-        raise ValueError(f"{asked_by} needs {path.parent.relative_to(ROOT)}, which is not there.")
+        raise ValueError(f"{asked_by}: the folder {path.parent.relative_to(ROOT)} is missing.")
 
 
 def part(name: str, asked_by: str) -> ModuleType:

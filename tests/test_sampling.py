@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from algorithm import algorithm_of
-from batch import OnFinished, Rollout, Row
+from batch import NO_IDS, OnFinished, Rollout, Row
 from data import PromptData
 from flags import Memory, Sampling
 from grading import Grade
@@ -113,7 +113,7 @@ class StubEngine:
         full = make_rollout([min(b + 1, self.limit) for b in range(len(rows) * sampling.num_samples)])
         is_truncated_B = np.arange(len(full.rows)) + 1 > self.limit
         completion_rows = [row for row in rows for _ in range(sampling.num_samples)]
-        found = replace(full, rows=completion_rows, is_truncated_B=is_truncated_B, loss_weights_B=None, advantages=None)
+        found = replace(full, rows=completion_rows, is_truncated_B=is_truncated_B, loss_weights_B=NO_IDS, advantages=[])
         for b, ids in enumerate(found.completions):
             on_finished(b, "", ids, bool(is_truncated_B[b]))
         return found

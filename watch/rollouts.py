@@ -102,7 +102,7 @@ def table_of(sampled: Sampled) -> pa.Table:
     for i, b in enumerate(sampled.used_B):
         advantages[b] = sampled.advantages[i] if sampled.advantages else None
         logprobs[b] = sampled.logprobs.get(i)
-    is_trained_B = np.isin(np.arange(count), sampled.used_B) & (sampled.advantages is not None)
+    is_trained_B = np.isin(np.arange(count), sampled.used_B) & bool(sampled.advantages)
     return pa.table({
         "step": np.full(count, sampled.step, dtype=np.int32),
         "b": np.arange(count, dtype=np.int32),

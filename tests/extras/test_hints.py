@@ -47,8 +47,8 @@ def hinted(names: str, rollout: Rollout, most: int = 1000) -> tuple[list[str | N
     made, metrics = Hints(tuple(names.split(",")), PromptFormat(max_prompt_tokens=most), TOKENIZER).add(rollout, 4)
     found = []
     for b, row in enumerate(made.rows):
-        assert (row.hinted_ids is not None) == made.parts["is_hinted"][b] and row.ids is rollout.rows[b].ids
-        text = None if row.hinted_ids is None else TOKENIZER.decode(row.hinted_ids)
+        assert (len(row.hinted_ids) > 0) == made.parts["is_hinted"][b] and row.ids is rollout.rows[b].ids
+        text = None if not len(row.hinted_ids) else TOKENIZER.decode(row.hinted_ids)
         found.append(text and text.removeprefix(f"<bos>[user]{b // 4}?").removesuffix("[assistant]"))
     return found, metrics
 
@@ -103,7 +103,7 @@ def test_without_a_hint_a_completion_has_no_kl(case, policy, qwen3_policy):
     teacher = AutoModelForCausalLM.from_pretrained(qwen3_policy, dtype=torch.float32)
     losses, kls = [], []
     for row, completion, advantages in zip(rows, rollout.completions, rollout.advantages, strict=True):
-        own, theirs = ([*ids, *completion] for ids in (row.ids, row.ids if row.hinted_ids is None else row.hinted_ids))
+        own, theirs = ([*ids, *completion] for ids in (row.ids, row.reference_ids))
         log_p, log_q = (
             model(torch.tensor([tokens])).logits[0, -len(completion) - 1 : -1].log_softmax(-1)
             for model, tokens in ((plain, own), (teacher, theirs))

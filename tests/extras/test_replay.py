@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from batch import Sampled
+from batch import NO_IDS, Sampled
 from extras.samplers.replay import read_rounds, weights_of
 from grading import Grade
 from helpers.made_up import make_rollout, make_row
@@ -25,7 +25,7 @@ GRADES = [Grade(1 / 3, "ok", {"math": 1.0, "length": -1 / 3}, "4"), Grade(0.0, "
 def sampled(step: int = 3, **changes) -> Sampled:
     """Two rounds of a group of two completions each; the second group was trained on."""
     rollout = replace(
-        make_rollout([2, 5, 1, 4]), rows=[ROWS[0], ROWS[0], ROWS[1], ROWS[1]], advantages=None, loss_weights_B=None,
+        make_rollout([2, 5, 1, 4]), rows=[ROWS[0], ROWS[0], ROWS[1], ROWS[1]], advantages=[], loss_weights_B=NO_IDS,
         grades=GRADES, texts=["a", "<b>", "\u2713", ""],
         is_truncated_B=np.array([False, True, False, False]),
     )  # fmt: skip

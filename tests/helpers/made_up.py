@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from algorithm import algorithm_of
-from batch import IMAGE, Batch, Rollout, Row, Sampled, Update, pack
+from batch import IMAGE, NO_IDS, Batch, Rollout, Row, Sampled, Update, pack
 from command_line import parse_flags
 from data import PromptData, load_reader
 from extras.models.lora import add_adapter
@@ -208,7 +208,7 @@ def build(args: argparse.Namespace, world: World) -> tuple[Policy, Policy | None
 
 def make_row(ids: list[int] | np.ndarray, **fields: object) -> SimpleNamespace:
     """A stand-in for `data.Row` with this prompt."""
-    known = {"text": "", "answer": "", "columns": {}, "where": "", "images": None, "hinted_ids": None}
+    known = {"text": "", "answer": "", "columns": {}, "where": "", "images": None, "hinted_ids": NO_IDS}
     return SimpleNamespace(ids=np.array(ids, dtype=np.int32), **known | fields)
 
 

@@ -160,7 +160,8 @@ class Writer:
         beat("writes the checkpoint")
         self._remove_unfinished()  # what a kill left
         self._together(lambda: unfinished.mkdir() if self.world.is_main else None)
-        self._together(lambda: policy.save_adapter(unfinished / "adapter", self.world))
+        if policy.adapter:
+            self._together(lambda: policy.adapter.save(unfinished / "adapter", self.world))
         self._together(lambda: dcp.save(shards, checkpoint_id=unfinished / "trainer"))
         own = (unfinished / "trainer").glob(f"__{self.world.trainer_rank}_*")  # as `dcp` names them
         sums = self._together(lambda: files.checksums(unfinished, own))

@@ -32,7 +32,7 @@ import numpy as np
 
 from batch import Metrics, Rollout
 from command_line import exit_with_error, parser_of
-from data import PromptData, most_images
+from data import PromptData, image_options
 from engine.options import Demand, largest_share
 from flags import FLAGS as TRAINING_FLAGS
 from flags import GROUPS, INF, EngineSettings, Sampling, Settings, default_dtype, flag
@@ -273,7 +273,7 @@ def main() -> None:
     longest = args.max_prompt_tokens + max(args.max_completion_tokens)
     settings = EngineSettings.from_flags(args, max_model_len=longest, load_format="auto")
     sizes = [(len(data.rows), sampling.num_samples) for data, sampling in zip(sets, samplings, strict=True)]
-    demand = Demand(largest_share(sizes, world.num_engines), most_images(sets), vision)
+    demand = Demand(largest_share(sizes, world.num_engines), image_options(sets, vision))
     try:
         engine = Engine(args.model, tokenizer, world, settings, demand, turns.play if turns else None)
     except ValueError as error:

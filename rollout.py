@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import cache
 from typing import TypeVar
 
-from engine.vllm_setup import leave_tower_out, prepare_vllm
+from engine.vllm_setup import prepare_vllm
 
 prepare_vllm()  # before the imports: vLLM reads its environment in them
 
@@ -36,10 +36,9 @@ from batch import Completion, OnFinished, Rollout, Row, rollout_of
 from engine.drift import ApplyModel, DriftGuard
 from engine.options import ANY_TEXT, Demand, check_head, engine_options, head_dtypes, memory_errors, stop_ids
 from engine.packing import repack
-from extras.models.routes import keep_on_each_rank, routes_reader
-from extras.models.vision import decode
 from flags import EngineSettings, Sampling
 from fsdp_utils import World, end_if_requested, gather_from_ranks, set_allocator
+from runtime.parts import part
 from runtime.progress import progress
 from runtime.stall import beat
 from runtime.start import requested
@@ -84,16 +83,17 @@ class Engine:
             torch._dynamo.config.disable = True
         options = engine_options(model_path, settings, is_cuda, world.tp_size, demand)
         if "architectures" in options.get("hf_overrides", {}):
-            leave_tower_out()
+            part("extras.models.linear_attention", "--model: linear attention").leave_tower_out()
         # vLLM collects garbage at each stage of its start: a second in all, if it looks at all that
         # is imported.
         gc.freeze()
         beat("starts the engine")
-        if settings.router_replay and is_cuda:
-            keep_on_each_rank()
+        routes = part("extras.models.routes", "--router_replay") if settings.router_replay else None
+        if routes and is_cuda:
+            routes.keep_on_each_rank()
         with memory_errors():
             self.llm = LLM(**options)
-        self.routes_of = routes_reader(self.llm, is_cuda) if settings.router_replay else None
+        self.routes_of = routes and routes.routes_reader(self.llm, is_cuda)
         self.keeps_routes = False
         check_head(*self.llm.apply_model(head_dtypes), settings)
         set_allocator(is_expandable=True)  # only now: vLLM has captured its CUDA graphs
@@ -142,7 +142,7 @@ class Engine:
             own_B = finished if is_leader else {}
             routes = [own_B[b].routes if b in own_B else None for b in range(len(rows_B))]
         # One version made all tokens, so none is kept for each.
-        return replace(Rollout.concatenate(list(rollouts)), rows=rows_B, versions=None, routes=routes)
+        return replace(Rollout.concatenate(list(rollouts)), rows=rows_B).with_parts(versions=None, routes=routes)
 
     def prepare(self, seed: tuple[int, ...]) -> None:
         """Empties the caches, lets the guard check the engine, and sets the seed: before requests are made."""
@@ -298,7 +298,7 @@ def _images(row: Row) -> dict[str, object]:
     """The images of a row, as vLLM takes them beside its tokens."""
     if row.images is None:
         return {}
-    return {"multi_modal_data": {"image": [decode(image) for image in row.images.encoded]}}
+    return {"multi_modal_data": {"image": row.images.decoded()}}
 
 
 def _engine_input(row: Row, ids: list[int], images: dict[str, object]) -> TokensPrompt:

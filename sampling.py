@@ -120,7 +120,7 @@ class Sampler:
         metrics |= self.drop_solved()
         # The metrics of rewards and lengths are those of all that were sampled: dynamic sampling would flatter them.
         chosen = self.sampled.select(self.used_B)
-        self.sampled = replace(self.sampled, routes=None)  # they are large, and those of the others are not needed
+        self.sampled = self.sampled.with_parts(routes=None)  # they are large, and those of the others are not needed
         if self.hints:
             chosen, hint_metrics = self.hints.add(chosen, self.draws.group_size)
             metrics |= hint_metrics
@@ -154,8 +154,9 @@ class Sampler:
         """The rollout with `is_trained_B` and `lags`."""
         is_trained_B = ~rollout.is_truncated_B if self.draws.truncated == "mask" else rollout.is_trained_B
         # The weights that are trained in this step were trained in all steps before it.
-        lags = None if rollout.versions is None else [step - 1 - versions for versions in rollout.versions]
-        return replace(rollout, is_trained_B=is_trained_B, lags=lags)
+        versions_B = rollout.parts.get("versions")
+        lags = versions_B and [step - 1 - versions for versions in versions_B]
+        return replace(rollout, is_trained_B=is_trained_B).with_parts(lags=lags)
 
     def seed_of(self, step: int, number: int) -> tuple[int, ...]:
         """The seed of a round of sampling, which is also its name."""

@@ -24,7 +24,7 @@ ARGS = command.start() if __name__ == "__main__" else None
 from algorithm import algorithm_of
 from checkpoint import Writer, latest, load, set_link
 from command_line import exit_with_error
-from data import PromptData, most_images
+from data import PromptData, image_options
 from engine.drift import DriftGuard
 from engine.options import Demand, largest_share
 from evaluate import Evaluator
@@ -91,8 +91,8 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run, save
         return build_servers(args.model, settings, servers, inputs, weights, run, saved_step)
     from rollout import Engine  # vLLM takes seconds to import: mistakes are reported before
 
-    max_images = most_images([*inputs.train_data, *inputs.eval_sets])
-    demand = Demand(most_sequences(args, inputs, run.world), max_images, inputs.vision)
+    images = image_options([*inputs.train_data, *inputs.eval_sets], inputs.vision)
+    demand = Demand(most_sequences(args, inputs, run.world), images)
     play = inputs.turns.play if inputs.turns else None  # who says what comes after a completion; None: nobody
     make_guard = partial(DriftGuard, policy, run.world, run.phase)
     engine = Engine(args.model, inputs.tokenizer, run.world, settings, demand, play, make_guard)

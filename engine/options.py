@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from extras.models.vision import Vision
 from flags import EngineSettings
 from model.sizes import CPU_BLOCK, HYBRIDS, MOST_ON_GPU, TEXT_ALONE, cpu_cache_bytes
 from model.weights import load_config
@@ -24,8 +23,7 @@ class Demand(NamedTuple):
     """The most that the calls of a run ask of one engine."""
 
     sequences: int | None = None  # completions of a call; None: any number
-    images: int = 0  # images of a prompt
-    vision: Vision | None = None  # how images are scaled; None: there are none
+    images: dict[str, object] = {}  # noqa: RUF012  arguments for those of prompts: `data.image_options`
 
 
 ANY_TEXT = Demand()
@@ -80,14 +78,7 @@ def engine_options(
         options["kv_cache_memory_bytes"] = cpu_cache_bytes(
             config, settings.max_model_len, itemsize, tp_size, demand.sequences
         )
-    if demand.vision is not None:
-        options |= {
-            "limit_mm_per_prompt": {"image": demand.images, "video": 0},
-            "mm_processor_kwargs": {"size": demand.vision.size},
-            "mm_device_do_normalize": False,  # mean and std would be buffers of the model: random, as the weights
-            "mm_processor_cache_gb": 1,  # a prompt's completions follow each other; the default is 4 in each rank
-        }
-    return options
+    return options | demand.images
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, stop_tokens: Sequence[str]) -> list[int]:

@@ -21,7 +21,7 @@ from command_line import exit_with_error, parser_of
 from extras.servers.start import server_command, server_environment
 from flags import DTYPES, INF, EngineSettings, default_dtype, flag
 from gate.checks import LOOPBACK, check_ranges
-from model.sizes import check_path
+from gate.models import check_path
 
 # fmt: off
 FLAGS = {"server": [

@@ -19,11 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import checkpoint
 from batch import pack
 from engine.options import stop_ids
-from extras.models.vision import load_processor
-from flags import PromptFormat, Saving
+from flags import Saving
 from helpers.made_up import ALONE, load_policy, make_rollout, unpacked_logprobs
 from helpers.runs import largest_file
-from model.weights import load_config, load_generation_config
+from model.weights import load_config, load_generation_config, load_tokenizer
 from runtime.files import DiskError, checkpoints, checksums, write_list
 from runtime.start import RunError
 
@@ -254,7 +253,7 @@ def test_a_model_folder_with_code_is_refused(policy, tmp_path, monkeypatch):
             with pytest.raises(ValueError, match="needs code of its own, which is never run"):
                 load_config(str(model))
         else:
-            load_processor(str(model), None, PromptFormat())
+            load_tokenizer(str(model))
     assert not (tmp_path / "executed").exists()
 
 

@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -34,7 +33,6 @@ from fsdp_utils import World, begin_gather, fill_from_main
 from gate.agreement import program_files
 from helpers.programs import GPUS
 from helpers.runs import PROGRAMS, ROOT, torchrun
-from model.sizes import MIXTURES, NOT_ALIKE
 from plan.dry_run import config_of
 from smoke_inputs import SETUPS, make_model
 from test_setups import launched
@@ -123,12 +121,13 @@ def test_vllm_returns_routes_with_our_options(kind, resolved):
 
 
 @pytest.mark.parametrize("is_changed", [True, False])
-def test_each_rank_of_an_engine_keeps_routes(is_changed, rollout, monkeypatch):
+@pytest.mark.usefixtures("rollout")  # vLLM is imported as an engine does
+def test_each_rank_of_an_engine_keeps_routes(is_changed, monkeypatch):
     """By itself vLLM keeps them on the first rank alone, where its other executors have their one scheduler."""
     worker = pkgutil.resolve_name("vllm.distributed.aux_output_connector.worker")
     monkeypatch.setattr(worker, "get_tp_group", lambda: SimpleNamespace(is_first_rank=False))
     if is_changed:
-        rollout.keep_on_each_rank()
+        pkgutil.resolve_name("extras.models.routes").keep_on_each_rank()
     assert inspect.getsource(worker).count("get_tp_group()") == 1, "it is asked for nothing else"
     capturer = SimpleNamespace(shape_per_token=(2, 2), output_dtype_name="uint8")
     monkeypatch.setattr(worker, "RoutedExpertsCapturer", lambda **_: capturer)
@@ -459,20 +458,6 @@ def test_objects_have_what_we_read_and_call(place):
         wanted = [each for each in parameters.split(",") if each]
         own = found[1:] if found[0] == "self" else found
         assert own[: len(wanted)] == wanted, f"{name} takes {own}"
-
-
-def test_families_hand_their_windows_to_the_attention():
-    """The packed pass knows no other way. Those that put them in the mask alone are refused, or their windows are.
-    Whoever admits one must refuse its windows.
-    """
-    sources = (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")
-    silent = set()
-    for file in sources:
-        source = file.read_text()
-        if "create_sliding_window_causal_mask" in source and not re.search("sliding_window=(self|getattr)", source):
-            silent.add(file.parent.name)
-    assert silent - {"paligemma", "phimoe", "qwen2_moe"} <= NOT_ALIKE
-    assert MIXTURES["qwen2_moe"]["use_sliding_window"] is False
 
 
 # Names ----------------------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def table_of(sampled: Sampled) -> pa.Table:
     for i, b in enumerate(sampled.used_B):
         advantages[b] = sampled.advantages[i] if sampled.advantages else None
         logprobs[b] = sampled.logprobs.get(i)
-    is_trained_B = np.isin(np.arange(count), sampled.used_B) & (sampled.advantages is not None)
+    is_trained_B = np.isin(np.arange(count), sampled.used_B) & bool(sampled.advantages)
     return pa.table({
         "step": np.full(count, sampled.step, dtype=np.int32),
         "b": np.arange(count, dtype=np.int32),
@@ -117,7 +117,7 @@ def table_of(sampled: Sampled) -> pa.Table:
         "rollout_logprobs": pa.array(rollout.rollout_logprobs, floats),
         "old_logprobs": pa.array(logprobs, floats),
         "advantages": pa.array(advantages, floats),
-        "versions": pa.array(rollout.versions or [None] * count, integers),
+        "versions": pa.array(rollout.parts.get("versions", [None] * count), integers),
         "is_sampled": pa.array(rollout.is_sampled, pa.large_list(pa.bool_())),
         "reward": np.array([grade.reward for grade in grades]),
         "reward_parts": [json.dumps(grade.parts) for grade in grades],

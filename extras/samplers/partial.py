@@ -43,7 +43,7 @@ class Group:
 
     @property
     def is_finished(self) -> bool:
-        return all(completion.finish_reason is not None for completion in self.completions)
+        return all(completion.finish_reason for completion in self.completions)
 
     def is_waited_for(self, version: int) -> bool:  # it is as old as may be
         return not self.is_finished and version - self.first_version >= MOST_LAG
@@ -153,7 +153,7 @@ class PartialSampler(Sampler):
             return
         unfinished = []
         for group in groups:
-            unfinished += [(group, x) for x in group.completions if x.finish_reason is None]
+            unfinished += [(group, x) for x in group.completions if not x.finish_reason]
         rows = [group.row for group, _ in unfinished]
         so_far = [completion.token_ids for _, completion in unfinished]
         limits = [self.sampling.max_completion_tokens - len(ids) for ids in so_far]

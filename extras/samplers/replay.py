@@ -69,10 +69,10 @@ def read_rounds(out_dir: Path, step: int, rows: dict[str, Row]) -> list[Rollout]
         rollout_logprobs=list(table["rollout_logprobs"].to_numpy()),
         texts=table["completion"].to_pylist(),
         is_truncated_B=table["is_truncated"].to_numpy(),
-        versions=None if versions[0] is None else versions,
         is_sampled=list(table["is_sampled"].to_numpy()),
         is_trained_B=np.ones(len(places), dtype=bool),
         grades=grades,
+        parts={} if versions[0] is None else {"versions": versions},
     )
     round_B = table["round"].to_numpy()
     return [step_rollout.select(np.flatnonzero(round_B == number)) for number in range(round_B.max() + 1)]

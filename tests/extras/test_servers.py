@@ -81,7 +81,7 @@ def test_servers_share_prompts_by_load_until_none_is_left():
         assert all(torch.equal(*pair) for pair in zip(server.received, WEIGHTS.values(), strict=True))
     assert sorted(heard) == list(range(64))
     assert [row.where for row in rollout.rows] == [f"row {b // 8}" for b in range(64)]
-    assert np.concatenate(rollout.versions).tolist() == [0] * 64 * 20
+    assert np.concatenate(rollout.parts["versions"]).tolist() == [0] * 64 * 20
 
 
 NONSENSE = {  # what is said -> what an answer is changed by
@@ -180,10 +180,10 @@ def test_lags_are_bounded_by_the_steps_ahead(ahead, in_flight):
             tokens, begun = server.tokens, len(engine.begun)
             sampler.start(step, 5)
             assert [row.where for row in rollout.rows[::2]] == [f"row {i}" for i in range(4 * step - 4, 4 * step)]
-            assert metrics["rollout/lag_max"] == max(lag.max() for lag in rollout.lags) <= ahead
+            assert metrics["rollout/lag_max"] == max(lag.max() for lag in rollout.parts["lags"]) <= ahead
             lags.append(int(metrics["rollout/lag_max"]))
-            is_mixed += [versions[0] < versions[-1] for versions in rollout.versions]
-            assert all(sorted(versions) == versions.tolist() for versions in rollout.versions)
+            is_mixed += [versions[0] < versions[-1] for versions in rollout.parts["versions"]]
+            assert all(sorted(versions) == versions.tolist() for versions in rollout.parts["versions"])
             if len(engine.begun) > begun:  # the new weights come amid a completion
                 wait_for(lambda before=tokens: server.tokens > before)
             synced(engine)
@@ -359,10 +359,10 @@ def test_recorded_logprobs_are_those_of_each_tokens_weights(folder, server, sent
             time.sleep(seconds)
             engine.policy = new
             rollout = synced(engine).sample(ROWS, sampling, (1, step))
-            is_mixed = [versions[0] < versions[-1] for versions in rollout.versions]
+            is_mixed = [versions[0] < versions[-1] for versions in rollout.parts["versions"]]
             if sum(is_mixed) >= 3:
                 break
-    versions, recorded = np.concatenate(rollout.versions), np.concatenate(rollout.rollout_logprobs)
+    versions, recorded = np.concatenate(rollout.parts["versions"]), np.concatenate(rollout.rollout_logprobs)
     old_logprobs, new_logprobs = logprobs_under(old, rollout), logprobs_under(new, rollout)
     assert sum(is_mixed) >= 3 and set(versions.tolist()) == {2 * step + 2, 2 * step + 3}
     assert np.abs(np.where(versions % 2 == 0, old_logprobs, new_logprobs) - recorded).max() < 5e-5

@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
 from algorithm import algorithm_of
-from batch import Batch, Rollout, Row, Update
+from batch import NO_IDS, Batch, Rollout, Row, Update
 from command_line import parse_flags
 from flags import Saving
 from fsdp_utils import (
@@ -420,7 +420,7 @@ def with_hints(rollout: Rollout) -> Rollout:
     rng = np.random.default_rng(3)
     rows = [Row([], "", {}, "", ids=row.ids) for row in rollout.rows[::2]]
     rows = [replace(row, hinted_ids=np.append(row.ids, rng.integers(0, 64, 2 + i))) for i, row in enumerate(rows)]
-    return replace(rollout, rows=[rows[b // 2] for b in range(len(rollout.rows))], loss_weights_B=None)
+    return replace(rollout, rows=[rows[b // 2] for b in range(len(rollout.rows))])
 
 
 def taught(world: World, path: str, teacher: str) -> dict[str, tuple[Metrics, Tensors]]:
@@ -436,8 +436,8 @@ def taught(world: World, path: str, teacher: str) -> dict[str, tuple[Metrics, Te
         if args.hint_column:  # every third completion has none
             has_hint = np.arange(len(rollout.rows)) % 3 != 1
             pairs = zip(rollout.rows, has_hint, strict=True)
-            rows = [row if is_hinted else replace(row, hinted_ids=None) for row, is_hinted in pairs]
-            rollout = replace(rollout, rows=rows, is_hinted_B=has_hint)
+            rows = [row if is_hinted else replace(row, hinted_ids=NO_IDS) for row, is_hinted in pairs]
+            rollout = replace(rollout, rows=rows).with_parts(is_hinted=has_hint.tolist())
         update = whole_update(rollout, args, policy, world)
         update = add_reference(update, reference, algorithm_of(args))
         found[name] = recorded(policy, update, args, world)

@@ -110,7 +110,7 @@ class Policy(adapters.WithAdapter):
 
     def _trained_hidden(self, batch: Batch) -> Tensor:
         """Runs the decoder; returns its output at the trained positions: the head runs on these alone."""
-        beat("runs a forward pass")
+        beat()
         inputs = {"input_ids": batch.input_ids_N[None]}
         if batch.images is not None:
             inputs = {"inputs_embeds": embed(self.model, batch.input_ids_N, batch.images)[None]}

@@ -153,13 +153,12 @@ def check_machine(place: Place) -> Iterator[Line]:
     shared = shutil.disk_usage("/dev/shm").total / GIB
     advice = "NCCL and vLLM talk through it: start the container with --shm-size 16g or --ipc host."
     yield Line("/dev/shm", f"{shared:.1f} GiB", "at least 1", shared >= 1, advice)
-    names = ("CC", "gcc", "clang") if place.is_cuda else ("CXX", "g++")  # as Triton, or torch, looks for them
-    compiler = next(filter(None, (shutil.which(os.environ.get(name, name)) for name in names)), "none")
-    advice = "vLLM's kernels on CUDA, and --compile, need it: install gcc and g++."
-    yield Line("compiler", compiler, " or ".join(names), compiler != "none", advice)
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    advice = f"vLLM's kernels on CUDA need it: install python{sysconfig.get_python_version()}-dev (or -devel)."
-    yield Line("Python.h", str(header), "is there", header.exists() or not place.is_cuda, advice)
+    names = [os.environ.get("CC", "gcc"), "clang"] if place.is_cuda else [os.environ.get("CXX", "g++")]
+    needed = {" or ".join(names): any(map(shutil.which, names))}
+    needed["Python.h"] = (Path(sysconfig.get_path("include")) / "Python.h").exists()
+    advice = "vLLM's kernels on CUDA, and --compile, need it: install gcc, g++ and python3-dev (or -devel)."
+    for name, is_there in needed.items():
+        yield Line(name, "there" if is_there else "missing", "", is_there or not place.is_cuda, advice)
     if not (seen := count or len(list(INSTALLED.glob("*")))):
         yield Line("GPU", "none: what follows is what a CPU can check; nothing of it says how a GPU would do")
         return
@@ -167,7 +166,7 @@ def check_machine(place: Place) -> Iterator[Line]:
 
 
 def find_gpus(seen: int) -> list[Line]:
-    """Each visible GPU and its free memory. `seen`: by the driver. Raises RuntimeError, as torch does, if none works."""
+    """Each GPU, its age and free memory. `seen`: by the driver. Raises RuntimeError, torch's own, if none works."""
     torch.cuda.init()
     count = torch.cuda.device_count()
     advice = "Of MIG slices CUDA uses one, which NCCL does not connect; of failed GPUs none. Start as many ranks."

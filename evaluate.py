@@ -39,13 +39,13 @@ from flags import GROUPS, INF, EngineSettings, Sampling, Settings, default_dtype
 from fsdp_utils import gather_from_ranks, init_world, is_main_process
 from gate.checks import check_ranges, check_turns, ks_of_pass
 from gate.load_inputs import SET_FLAGS, load_model_files, samplings_of, start_grader
+from gate.machine import check_launch
 from grading import Grade
 from model.special_tokens import describe_tags
 from reward import Grader
 from runtime.files import best_effort, must_write, write
-from runtime.history import in_columns
-from runtime.machine import check_launch
 from runtime.start import RunError, Stopped
+from runtime.tables import in_columns
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
     from rollout import Engine
@@ -247,7 +247,7 @@ def main() -> None:
         check_turns(args)
         if args.reward == "none" and not args.environment:
             raise ValueError("--reward none grades nothing; give the reward of the sets.")
-        check_launch(args.tensor_parallel_size, "bfloat16", args.gpu_memory_utilization)
+        check_launch(args.tensor_parallel_size, "bfloat16")
         samplings = samplings_of(args.data, "", [getattr(args, name) for name in SET_FLAGS])
         if args.published and len(args.published) != len(args.data):
             counts = f"{len(args.published)} numbers for {len(args.data)} sets"

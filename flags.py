@@ -300,8 +300,8 @@ GROUPS["faults"] = [  # docs/faults.md
          "eval/SET/avg@K; OUT_DIR/best points to it", free_on_resume=True),
     flag("--grace_seconds", 120.0, "after SIGTERM, SIGUSR1 or Ctrl-C: seconds in which the run saves and ends",
          (1, 1e6), free_on_resume=True),
-    flag("--stall_seconds", 600.0, "say which rank the others wait for after so long without progress, at the latest "
-         "after 0.8 of --timeout_minutes", (1, 1e6), free_on_resume=True),
+    flag("--stall_seconds", 600.0, "a rank without progress for so long leaves its stacks in OUT_DIR/ranks, at the "
+         "latest after 0.8 of --timeout_minutes", (1, 1e6), free_on_resume=True),
     flag("--max_rollout_gap", 0.05, "largest policy/rollout_gap_mean, and largest relative difference of the "
          "temperatures of sampler and trainer, times the share of the gap that it explains; beyond it the run ends; 0: "
          "no bound", (0, INF), free_on_resume=True),
@@ -474,7 +474,7 @@ def ranks_per_engine(args: argparse.Namespace, num_ranks: int | None = None) -> 
 
 
 def stall_limit(args: argparse.Namespace) -> float:
-    """Seconds: below the time-out of the collectives, which would end the run without a report."""
+    """Seconds: below the time-out of the collectives, which would end the run without any stacks."""
     return min(args.stall_seconds, 0.8 * 60 * args.timeout_minutes)
 
 

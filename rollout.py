@@ -87,7 +87,7 @@ class Engine:
         # vLLM collects garbage at each stage of its start: a second in all, if it looks at all that
         # is imported.
         gc.freeze()
-        beat("starts the engine")
+        beat()
         routes = part("extras.models.routes", "--router_replay") if settings.router_replay else None
         if routes and is_cuda:
             routes.keep_on_each_rank()
@@ -127,7 +127,6 @@ class Engine:
         # other engines.
         is_leader = self.world.is_engine_leader
         finished: dict[int, Completion] = {}
-        beat(f"begins to sample {len(own)} completions")
         start = time.perf_counter()
         for i, completion in self.play(self, [rows_B[b] for b in own], sampling, description):
             finished[own[i]] = completion
@@ -194,7 +193,7 @@ class Engine:
 
     def step(self) -> list[tuple[int, Completion]]:
         """One step of the engine. Returns (number, what was sampled) of each request that it has finished."""
-        beat(f"samples: {len(self.requests)} requests unfinished")
+        beat()
         finished = []
         for output in self.llm.llm_engine.step():
             if not output.finished:

@@ -63,7 +63,7 @@ class Kill(NamedTuple):
 
     target: str
     signal: str
-    where: str  # the phase that the target was in, if the run folder tells
+    where: str  # the phase that the run was in, if its folder tells
 
 
 def start(out_dir: Path, flags: list[str], output: Path) -> subprocess.Popen[bytes]:
@@ -90,13 +90,13 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def phase_of(out_dir: Path, rank: int, launcher: subprocess.Popen[bytes]) -> str:
-    """What the rank's last heartbeat says; "start-up" if there is none of this start."""
+def phase_of(out_dir: Path, launcher: subprocess.Popen[bytes]) -> str:
+    """What the run does, by its main rank; "start-up" if that has said nothing in this start."""
     try:
-        heartbeat = json.loads((out_dir / "ranks" / f"rank_{rank}.json").read_text())
+        status = json.loads((out_dir / "status.json").read_text())
     except (OSError, ValueError):
         return "start-up"
-    return heartbeat["phase"] if heartbeat["pid"] in ranks_of(launcher) else "start-up"
+    return status["now"] if status["pid"] in ranks_of(launcher) else "start-up"
 
 
 def hit(
@@ -113,7 +113,7 @@ def hit(
         time.sleep(0.005)
         if launcher.poll() is not None:
             return None
-        now, seconds = phase_of(out_dir, rank, launcher), time.monotonic() - begin
+        now, seconds = phase_of(out_dir, launcher), time.monotonic() - begin
         is_time = now == moment if isinstance(moment, str) else seconds >= moment
         with suppress(psutil.Error):  # one of them has just ended
             if is_time:

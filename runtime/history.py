@@ -101,12 +101,6 @@ def parse(text: str, where: str, **options: object) -> dict:
     return value
 
 
-def in_columns(rows: list[list[str]]) -> list[str]:
-    """The rows as lines of text, their cells in columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl by step, the last one of each; none without the file. ValueError: it is damaged."""
     file = run_dir / "metrics.jsonl"

@@ -21,7 +21,6 @@ from batch import Completion, Metrics, Rollout, Row, State, rollout_of
 from flags import MORE_UNFINISHED, MOST_LAG
 from fsdp_utils import end_if_requested, gather_from_ranks
 from runtime.progress import progress
-from runtime.stall import beat
 from sampling import Sampler
 
 
@@ -158,7 +157,6 @@ class PartialSampler(Sampler):
         so_far = [completion.token_ids for _, completion in unfinished]
         limits = [self.sampling.max_completion_tokens - len(ids) for ids in so_far]
         first = self.engine.add(rows, so_far, limits, self.sampling)
-        beat(f"begins to sample {len(unfinished)} completions")
         while not is_enough() and self.engine.is_busy():
             for number, part in self.engine.step():
                 group, completion = unfinished[number - first]

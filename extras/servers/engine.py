@@ -29,11 +29,11 @@ from extras.servers.fleet import Fleet, SampleRequest, Server
 from extras.servers.start import start_server
 from extras.servers.weights import fit_of
 from flags import EngineSettings, Sampling, Servers
-from fsdp_utils import broadcast_from_main, end_if_requested, gather_unwatched, set_allocator
+from fsdp_utils import broadcast_from_main, end_if_requested, gather_from_ranks, set_allocator
 from gate.load_inputs import Inputs
 from model.weights import load_config
 from run import Run
-from runtime.stall import WAITS, beat
+from runtime.stall import beat
 from runtime.start import RunError, requested
 
 TICK = 0.1  # seconds between two looks of ranks that wait for servers
@@ -51,7 +51,7 @@ class ServerEngine:
     version: int  # number of the weights that the next `sync` brings
     in_flight: bool  # unfinished completions go on under new weights; otherwise a sync waits for them
     begun: dict[tuple[int, ...], list[SampleRequest]] = field(default_factory=dict)  # by the seed of their call
-    last_progress: str = ""  # as the stall watch heard it
+    last_progress: str = ""  # as the ranks last heard it
 
     def begin(self, rows: list[Row], sampling: Sampling, seed: tuple[int, ...], is_first: bool = False) -> None:
         """The servers sample these rows, for a later call of `sample` with this seed. `is_first`: before all others."""
@@ -94,12 +94,12 @@ class ServerEngine:
             status = None
             if self.fleet is not None:
                 status = is_done(), f"{describe()} ({self.fleet.describe()})", self.fleet.error
-            statuses, signals = zip(*gather_unwatched((status, requested())), strict=True)
+            statuses, signals = zip(*gather_from_ranks((status, requested())), strict=True)
             is_over, progress, error = statuses[0]
             if error:
                 raise RunError(error)
-            who = "" if self.fleet else f"{WAITS}: the main one "
-            beat(f"{who}waits for the servers: {progress}", is_progress=progress != self.last_progress)
+            if progress != self.last_progress:
+                beat()
             self.last_progress = progress
             if is_over or any(signals):
                 return
@@ -111,12 +111,11 @@ class ServerEngine:
         self.wait(lambda: fleet.call(fleet.pause_dispatch(self.in_flight)), lambda: "before the weights change")
         if fleet is not None:
             fleet.call(fleet.prepare(self.weights, self.device, self.version))
-        for name, tensor in named_parameters:
-            beat(f"sends {name}")
+        for _, tensor in named_parameters:
+            beat()
             if fleet is not None:
                 fleet.send(tensor)
             del tensor  # before the next one is gathered
-        beat("waits for the servers to go on")
         if fleet is not None:
             fleet.call(fleet.finish())
         self.version += 1

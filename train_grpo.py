@@ -27,9 +27,7 @@ from command_line import exit_with_error
 from data import PromptData, most_images
 from engine.drift import DriftGuard
 from engine.options import Demand, largest_share
-from evaluate import Evaluator
-from extras.samplers.partial import PartialSampler, num_unfinished_prompts
-from extras.samplers.replay import NoEngine, ReplaySampler, weights_of
+from evaluate import Evaluator, calls_of
 from flags import (
     AdamW,
     EngineSettings,
@@ -88,6 +86,8 @@ def load_models(
 def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run) -> Engine | ServerEngine:
     """The engine, with random weights until the first `sync`, which brings those of `run.step`."""
     if args.replay:
+        from extras.samplers.replay import NoEngine
+
         set_allocator(is_expandable=True)  # as beside an engine
         return NoEngine()
     if inputs.turns:
@@ -114,19 +114,25 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run) -> E
 
 def most_sequences(args: Namespace, inputs: Inputs, world: World) -> int:
     """The most completions that one engine makes at a time."""
-    prompts, num_engines = args.prompts_per_step, world.num_engines
-    at_once = num_unfinished_prompts(prompts, num_engines) if args.partial_rollouts else prompts
-    held_out = zip(inputs.eval_sets, inputs.eval_samplings, strict=True)
-    calls = [(at_once, args.group_size)] + [(len(data.rows), each.num_samples) for data, each in held_out]
-    return largest_share(calls, num_engines)
+    prompts = args.prompts_per_step
+    if args.partial_rollouts:
+        from extras.samplers.partial import num_unfinished_prompts
+
+        prompts = num_unfinished_prompts(prompts, world.num_engines)
+    calls = [(prompts, args.group_size), *calls_of(inputs.eval_sets, inputs.eval_samplings)]
+    return largest_share(calls, world.num_engines)
 
 
 def build_sampler(
     args: Namespace, inputs: Inputs, data: PromptData, engine: Engine | ServerEngine, run: Run
 ) -> Sampler:
     sampling = Sampling.from_flags(args, num_samples=args.group_size)
-    kind = PartialSampler if args.partial_rollouts else Sampler
+    kind = Sampler
+    if args.partial_rollouts:
+        from extras.samplers.partial import PartialSampler as kind
     if args.replay:
+        from extras.samplers.replay import ReplaySampler
+
         kind = partial(ReplaySampler, folder=Path(args.replay))
     return kind(engine, inputs.grader, data, Draws.from_flags(args), sampling, run, inputs.hints)
 
@@ -161,6 +167,8 @@ def starting_point(args: Namespace, run: Run, last_step: int) -> tuple[int, Path
     """The step that the run continues from, and its checkpoint; (0, None): it begins with --model."""
     step, folder = latest(run.out_dir, run.world, run.say)
     if args.replay and folder is None:
+        from extras.samplers.replay import weights_of
+
         return weights_of(Path(args.replay), args.from_step, last_step)
     return step, folder
 

@@ -118,6 +118,11 @@ def evaluate(
     return Result(data, sampling, figures_of(rollout, sampling.num_samples))
 
 
+def calls_of(sets: list[PromptData], samplings: list[Sampling]) -> list[tuple[int, int]]:
+    """(prompts, samples of each) of every set, for `largest_share`."""
+    return [(len(data.rows), sampling.num_samples) for data, sampling in zip(sets, samplings, strict=True)]
+
+
 def figures_of(rollout: Rollout, num_samples: int) -> dict[str, Figure]:
     """Every figure of the module's docstring, from graded completions."""
     grades = rollout.grades
@@ -261,9 +266,8 @@ def main() -> None:
         folder = gather_from_ranks(folder)[0]  # the time in its name is the main process's
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
-            print(
-                *(line for data in sets for line in data.describe("results.json")), *describe_tags(tokenizer), sep="\n"
-            )
+            described = [line for data in sets for line in data.describe("results.json")]
+            print(*described, *describe_tags(tokenizer), sep="\n")
             print(f"first prompt: {sets[0].rows[0].text!r}", flush=True)
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
@@ -272,8 +276,7 @@ def main() -> None:
 
     longest = args.max_prompt_tokens + max(args.max_completion_tokens)
     settings = EngineSettings.from_flags(args, max_model_len=longest, load_format="auto")
-    sizes = [(len(data.rows), sampling.num_samples) for data, sampling in zip(sets, samplings, strict=True)]
-    demand = Demand(largest_share(sizes, world.num_engines), image_options(sets, vision))
+    demand = Demand(largest_share(calls_of(sets, samplings), world.num_engines), image_options(sets, vision))
     try:
         engine = Engine(args.model, tokenizer, world, settings, demand, turns.play if turns else None)
     except ValueError as error:

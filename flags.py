@@ -82,7 +82,8 @@ GROUPS["model and data"] = [
     flag("--shuffle", "on", "an epoch is a new permutation of the rows (on), or keeps the order of the files (off)",
          choices=("on", "off")),
     flag("--keep_last", False, "fill an epoch's last partial step from the next epoch instead of dropping it"),
-    flag("--eval_data", [], "held-out problems: sources, each reported under its own name"),
+    flag("--eval_data", [], "held-out problems: sources, each reported under its own name",
+         free_on_resume=True),
     flag("--out_dir", None, "run folder; made if missing, continued if it holds a run of the same flags",
          is_required=True, free_on_resume=True),
 ]
@@ -139,8 +140,9 @@ GROUPS["batch, counted in prompts"] = [
          (1, INF), type=int),
     flag("--total_episodes", None, "length of training in completions, rounded down to whole steps",
          (1, INF), type=int),
-    flag("--after_step", None, "my_hook.py:function, which is called as f(step, metrics) when the line of a step is "
-         "written; if it returns \"stop\", that step was the last"),
+    flag("--after_step", None, "my_hook.py:function, which is called as f(step, metrics) before the line of a step is "
+         "written; a dict that it returns is added to the line; after \"stop\", that step was the last",
+         free_on_resume=True),
     flag("--stop_after", None, "stop after this step, with a checkpoint; the learning-rate schedule stays that of the "
          "whole length", (1, INF), free_on_resume=True, type=int),
 ]
@@ -274,11 +276,14 @@ GROUPS["evaluation and checkpoints, counted in steps"] = [
          free_on_resume=True, only_with="--eval_data"),
     flag("--eval_before_training", False, "evaluate the starting policy, too, as step 0", free_on_resume=True,
          only_with="--eval_data"),
-    flag("--eval_samples", [1], "k: completions per held-out problem; one number for all sets, or one each", (1, INF)),
-    flag("--eval_temperature", [1.0], "temperature of held-out sampling; 0 is greedy; for all sets, or each", (0, 2)),
-    flag("--eval_top_p", [1.0], "nucleus sampling in evaluation; for all sets, or each", (TINY, 1)),
+    flag("--eval_samples", [1], "k: completions per held-out problem; one number for all sets, or one each", (1, INF),
+         free_on_resume=True),
+    flag("--eval_temperature", [1.0], "temperature of held-out sampling; 0 is greedy; for all sets, or each", (0, 2),
+         free_on_resume=True),
+    flag("--eval_top_p", [1.0], "nucleus sampling in evaluation; for all sets, or each", (TINY, 1),
+         free_on_resume=True),
     flag("--eval_max_completion_tokens", None, "token limit in evaluation; for all sets, or each; default: the "
-         "training's", (1, INF), is_list=True, type=int),
+         "training's", (1, INF), free_on_resume=True, is_list=True, type=int),
     flag("--save_every", 0, "write a checkpoint every so many steps; after the last there always is one",
          (0, INF), free_on_resume=True),
     flag("--keep_checkpoints", 3, "remove the oldest checkpoints beyond this many; 0: keep all",
@@ -447,12 +452,6 @@ class Sampling(Settings):  # how often and how a set of prompts is sampled: the 
     max_completion_tokens: int
     top_p: float = 1.0  # of an evaluation; training samples from the whole distribution
     router_replay: bool  # the routes of what is sampled are kept; those of an evaluation never
-
-
-class Recording(Settings):  # what a run tells and keeps
-    quiet: bool
-    track: str
-    keep_rollouts: float
 
 
 class Saving(Settings):  # when checkpoints are written, and which are kept

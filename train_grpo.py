@@ -58,33 +58,40 @@ def load_models(
     # With LoRA the reference costs nothing: it is the policy with its adapter off.
     teacher = args.reference or args.model if algorithm.kl_coef > 0 else None
     with run.loading(saved_step):
+        # First of all, so that a server with another key or model is told before the weights are loaded.
+        servers = find_servers(args, inputs, run, saved_step) if args.engine == "server" and not args.replay else None
         policy, reference, optimizer = build_policy(args.model, memory, lora, adamw, teacher, args.seed, run.world)
-        engine = build_engine(args, inputs, policy, run, saved_step)
+        engine = servers or build_engine(args, inputs, policy, run)
+        if servers:
+            servers.weights = policy.describe_weights()
     run.say(policy.describe())
     return policy, reference, optimizer, engine
 
 
-def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run, saved_step: int) -> Engine | ServerEngine:
-    """The engine, with random weights until the first `sync`, which brings those of `saved_step`."""
+def find_servers(args: Namespace, inputs: Inputs, run: Run, saved_step: int) -> ServerEngine:
+    from extras.servers.engine import build_servers
+
+    settings, servers = engine_settings(args), Servers.from_flags(args)
+    return build_servers(args.model, settings, servers, inputs.tokenizer, inputs.turns, run, saved_step)
+
+
+def engine_settings(args: Namespace) -> EngineSettings:
+    limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
+    return EngineSettings.from_flags(args, max_model_len=sum(limits))
+
+
+def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run) -> Engine:
+    """The engine in the ranks, with random weights until the first `sync`."""
     if args.replay:
         set_allocator(is_expandable=True)  # as beside an engine
         return NoEngine()
-    if inputs.turns:
-        run.say(inputs.turns.describe())
-    limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
-    settings = EngineSettings.from_flags(args, max_model_len=sum(limits))
-    if args.engine == "server":
-        from extras.servers.engine import build_servers
-
-        servers, weights = Servers.from_flags(args), policy.describe_weights()
-        return build_servers(args.model, settings, servers, inputs, weights, run, saved_step)
     from rollout import Engine  # vLLM takes seconds to import: mistakes are reported before
 
     max_images = most_images([*inputs.train_data, *inputs.eval_sets])
     demand = Demand(most_sequences(args, inputs, run.world), max_images, inputs.vision)
     play = inputs.turns.play if inputs.turns else None  # who says what comes after a completion; None: nobody
     make_guard = partial(DriftGuard, policy, run.world, run.phase)
-    engine = Engine(args.model, inputs.tokenizer, run.world, settings, demand, play, make_guard)
+    engine = Engine(args.model, inputs.tokenizer, run.world, engine_settings(args), demand, play, make_guard)
     if names := engine.guard.not_compared:
         run.say(f"the engine's {', '.join(names[:3])} and {len(names)} tensors in all cannot be compared bit by bit")
     engine.sleep()  # until the first sync: what that gathers and the engine's cache are never held together

@@ -190,9 +190,10 @@ def test_limits_end_an_episode_as_truncated(environment, limit, turn_limit, turn
     assert episode.grade is None if environment == "Once" else list(episode.grade.parts) == rewarded
 
 
-def test_workers_are_loaded_before_they_are_asked_for_a_reply(tmp_path):
+def test_workers_are_loaded_before_they_are_asked_for_a_reply(tmp_path, monkeypatch):
+    monkeypatch.setattr("extras.turns.turns.REPLY_SECONDS", 0.8)
     slow = tmp_path / "slow.py"  # longer than replies are waited for
-    slow.write_text("import time\ntime.sleep(3.5)\nclass Slow:\n def __init__(self, row): 0\n def reply(self, text): 0")
+    slow.write_text("import time\ntime.sleep(1)\nclass Slow:\n def __init__(self, row): 0\n def reply(self, text): 0")
     turns = turns_of("Slow", file=slow)
     played(turns, [make_row([3, i, 4]) for i in range(4)])
     assert not turns.is_late
@@ -457,7 +458,6 @@ SHORT = {"max_completion_tokens": 100, "max_turn_tokens": 6, "micro_batch_tokens
 
 
 @pytest.mark.parametrize(("turns", "num_ranks", "changes"), [
-    (1, 1, {}),
     (2, 2, {"share_prompts": True}),
     (5, 2, {"share_prompts": True, "tensor_parallel_size": 2}),
     (5, 1, {"share_prompts": True, "lora_rank": 4, "learning_rate": 1e-2}),
@@ -467,8 +467,7 @@ def test_sampler_and_trainer_agree_in_float32_however_many_turns(turns, num_rank
     given = SHORT | {"environment": game, "max_turns": turns, "dtype": "float32"} | changes
     torchrun(num_ranks, "train_grpo.py", *training_flags(policy, tmp_path, **given))
     metrics = metrics_of(tmp_path)
-    # Where no environment has replied there is one turn, and no line says so.
-    assert [metrics[step].get("completion/turns_mean", 1) for step in (1, 2)] == [turns, turns]
+    assert [metrics[step]["completion/turns_mean"] for step in (1, 2)] == [turns, turns]
     assert all(metrics[step]["policy/rollout_gap_max"] < 1e-5 for step in (1, 2))
     assert metrics[1]["optim/grad_norm"] > 0 or turns == 2, "nobody may win the game"
 

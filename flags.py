@@ -453,6 +453,20 @@ class Sampling(Settings):  # how often and how a set of prompts is sampled: the 
     top_p: float = 1.0  # of an evaluation; training samples from the whole distribution
     router_replay: bool  # the routes of what is sampled are kept; those of an evaluation never
 
+    def for_vllm(self, max_tokens: int) -> dict[str, object]:
+        """vLLM's parameters of a request for one completion of at most `max_tokens` tokens, by their names there.
+
+        Engines in the ranks and servers sample by them, in training and in evaluation: what else vLLM samples by, such
+        as min_p, is a flag, a field and a line here.
+        """
+        return {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_tokens": max_tokens,
+            "logprobs": 0,  # 0: of the sampled token alone
+            "detokenize": False,  # decoded when it is finished, in one go
+        }
+
 
 class Saving(Settings):  # when checkpoints are written, and which are kept
     save_every: int

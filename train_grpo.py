@@ -75,16 +75,32 @@ def load_models(
     teacher = args.reference or args.model if algorithm.kl_coef > 0 else None
     try:
         with run.observed("load"):
+            # First of all, so that a server with another key or model is told before the weights are loaded.
+            servers = find_servers(args, inputs, run) if args.engine == "server" and not args.replay else None
             policy, reference, optimizer = build_policy(args.model, memory, lora, adamw, teacher, args.seed, run.world)
-            engine = build_engine(args, inputs, policy, run)
+            engine = servers or build_engine(args, inputs, policy, run)
+            if servers:
+                servers.weights = policy.describe_weights()
     except ValueError as error:  # weights that do not fit config.json
         exit_with_error(error)
     run.say(policy.describe())
     return policy, reference, optimizer, engine
 
 
-def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run) -> Engine | ServerEngine:
-    """The engine, with random weights until the first `sync`, which brings those of `run.step`."""
+def find_servers(args: Namespace, inputs: Inputs, run: Run) -> ServerEngine:
+    from extras.servers.engine import build_servers
+
+    settings, servers = engine_settings(args), Servers.from_flags(args)
+    return build_servers(args.model, settings, servers, inputs.tokenizer, inputs.turns, run, run.step)
+
+
+def engine_settings(args: Namespace) -> EngineSettings:
+    limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
+    return EngineSettings.from_flags(args, max_model_len=sum(limits))
+
+
+def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run) -> Engine:
+    """The engine in the ranks, with random weights until the first `sync`, which brings those of `run.step`."""
     if args.replay:
         from extras.samplers.replay import NoEngine
 
@@ -92,20 +108,13 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run) -> E
         return NoEngine()
     if inputs.turns:
         run.say(inputs.turns.describe())
-    limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
-    settings = EngineSettings.from_flags(args, max_model_len=sum(limits))
-    if args.engine == "server":
-        from extras.servers.engine import build_servers
-
-        servers, weights = Servers.from_flags(args), policy.describe_weights()
-        return build_servers(args.model, settings, servers, inputs, weights, run, run.step)
     from rollout import Engine  # vLLM takes seconds to import: mistakes are reported before
 
     images = image_options([*inputs.train_data, *inputs.eval_sets], inputs.vision)
     demand = Demand(most_sequences(args, inputs, run.world), images)
     play = inputs.turns.play if inputs.turns else None  # who says what comes after a completion; None: nobody
     make_guard = partial(DriftGuard, policy, run.world, run.phase)
-    engine = Engine(args.model, inputs.tokenizer, run.world, settings, demand, play, make_guard)
+    engine = Engine(args.model, inputs.tokenizer, run.world, engine_settings(args), demand, play, make_guard)
     if names := engine.guard.not_compared:
         run.say(f"the engine's {', '.join(names[:3])} and {len(names)} tensors in all cannot be compared bit by bit")
     engine.sleep()  # until the first sync: what that gathers and the engine's cache are never held together

@@ -10,9 +10,9 @@ ended within 60 s, no rank outlives its launcher by 5 s, SIGTERM to the launcher
 complete, 143 while Python starts), and at the end the exported policy and the last line of each step equal the
 undisturbed run's.
 
-With --servers two generation servers sample ahead, and a server is a target, too. A run that goes on with the other
-server is hit again. It samples anew after each start, so what is checked at the end is that every prompt of the epoch
-was trained once, with all its completions, by weights as old as is allowed.
+With --servers two generation servers sample ahead, and a server is a target, too. A run samples anew after each start,
+so what is checked at the end is that every prompt of the epoch was trained once, with all its completions, by weights
+as old as is allowed.
 
 Prints what was hit and, last, one JSON line.
 """
@@ -138,12 +138,10 @@ def bring_to_its_end(
     output, patience = out_dir.with_suffix(".log"), ORPHAN_SECONDS * (3 if "server" in targets else 1)
     while True:
         launcher, kill, seen = start(out_dir, flags, output), None, []
-        while len(kills) < len(moments) and (outcome := hit(launcher, out_dir, rng, moments[len(kills)](), targets)):
-            kill, seen = outcome[0], seen + outcome[1]
+        if len(kills) < len(moments) and (outcome := hit(launcher, out_dir, rng, moments[len(kills)](), targets)):
+            kill, seen = outcome
             kills.append(kill)
-            if kill.target != "server":  # a run goes on with the other server
-                break
-        status = launcher.wait(END_SECONDS if kill and kill.target != "server" else None)
+        status = launcher.wait(END_SECONDS if kill else None)
         if left := [each for each in psutil.wait_procs(seen, patience)[1] if is_running(each.pid)]:
             raise RuntimeError(f"{kill}: {left} have outlived their launcher by {patience:g} s")
         is_stopped = kill is not None and (kill.target, kill.signal) == ("launcher", "SIGTERM")

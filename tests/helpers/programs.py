@@ -154,6 +154,7 @@ def described(config: object) -> dict[str, object]:
         "head_dtype": str(model.head_dtype),
         "tries_flashinfer": config.kernel_config.enable_flashinfer_autotune,
         "experts": config.kernel_config.moe_backend,
+        "linear_attention": config.additional_config["gdn_prefill_backend"],
         "fuses_all_reduce": graphs.pass_config.fuse_allreduce_rms,
         "has_custom_all_reduce": not parallel.disable_custom_all_reduce,
         "executor": parallel.distributed_executor_backend,

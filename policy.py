@@ -29,7 +29,7 @@ from extras.models.experts import ExpertLoads
 from extras.models.linear_attention import run_in_rows
 from extras.models.vision import BatchImages, PromptImages, embed, tower_of
 from flags import AdamW, Lora, Memory
-from fsdp_utils import World, full_tensors, local_shard, own_rows, shard
+from fsdp_utils import World, full_tensors, local_shard, shard
 from model.attention import make_packing
 from model.head import Teacher, chunked_logprobs
 from model.optimizer import make_optimizer
@@ -163,20 +163,6 @@ class Policy(adapters.WithAdapter):
             "dtype_names": [str(self.dtype).removeprefix("torch.")] * len(named),
             "shapes": [list(parameter.shape) for _, parameter, _ in named],
         }
-
-    def own_rows(self) -> Iterator[tuple[str, bool, Iterator[tuple[Tensor, int]]]]:
-        """(Hugging Face name, whether LoRA is merged into it, pieces) of each parameter, as the engine is to hold it.
-
-        A piece is some rows in the engine's dtype and the index of the first. All ranks run through
-        the same pieces together. They are made from this rank's shards alone, not by `full_weights`:
-        the comparison with the engine is to find a fault in that way, too.
-        """
-        for name, parameter, layer in self.named_weights():
-            if layer is not None:
-                yield name, True, adapters.own_merged_rows(layer, parameter, self.dtype)
-            else:
-                pieces = own_rows(parameter, adapters.MERGED_ROWS)
-                yield name, False, ((rows.to(self.dtype), first) for rows, first in pieces)
 
     def describe(self) -> str:
         """The numbers of parameters and of trained ones, for the first lines of the log."""

@@ -24,7 +24,6 @@ ARGS, ALGORITHM = command.start() if __name__ == "__main__" else (None, None)
 from checkpoint import Writer, latest, load, set_link
 from command_line import exit_with_error
 from data import PromptData, most_images
-from engine.drift import DriftGuard
 from engine.options import Demand, largest_share
 from evaluate import Evaluator
 from extras.samplers.partial import PartialSampler, num_unfinished_prompts
@@ -83,10 +82,7 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run, save
     max_images = most_images([*inputs.train_data, *inputs.eval_sets])
     demand = Demand(most_sequences(args, inputs, run.world), max_images, inputs.vision)
     play = inputs.turns.play if inputs.turns else None  # who says what comes after a completion; None: nobody
-    make_guard = partial(DriftGuard, policy, run.world, run.phase)
-    engine = Engine(args.model, inputs.tokenizer, run.world, settings, demand, play, make_guard)
-    if names := engine.guard.not_compared:
-        run.say(f"the engine's {', '.join(names[:3])} and {len(names)} tensors in all cannot be compared bit by bit")
+    engine = Engine(args.model, inputs.tokenizer, run.world, settings, demand, play)
     engine.sleep()  # until the first sync: what that gathers and the engine's cache are never held together
     return engine
 

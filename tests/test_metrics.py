@@ -136,3 +136,13 @@ def test_the_peak_is_that_of_the_gpu_or_unknown():
     ]
     wanted = known | dict.fromkeys([*derived, ""])
     assert {name: peak_flops(name) for name in wanted} == wanted
+
+
+def test_the_temperature_is_read_from_log_probs():
+    torch.manual_seed(0)
+    logits = torch.randn(4000, 32) * 2
+    trainer, sampler = (torch.distributions.Categorical(logits=each) for each in (logits, logits / 0.9))
+    tokens = sampler.sample()
+    terms = temperature_terms(trainer.log_prob(tokens), sampler.log_prob(tokens), trainer.entropy())
+    ratio, explained = temperature_of(*(term.mean().item() for term in terms))
+    assert abs(ratio - 0.9) < 0.015 and explained > 0.9

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flags import Lora
-from fsdp_utils import World, full_tensor, own_rows
+from fsdp_utils import World, full_tensor
 
 NAME = "default"  # peft's name for the one adapter
 MERGED_ROWS = 1024  # rows of a matrix that are in fp32 at a time
@@ -140,14 +140,6 @@ class WithAdapter(nn.Module):
         names = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
         settings = f"rank {config.r}, alpha {config.lora_alpha:g}, dropout {config.lora_dropout:g}"
         return f"LoRA ({settings}) on {len(layers)} linear layers: {names}"
-
-
-def own_merged_rows(layer: LoraLayer, weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, int]]:
-    """(some rows of this rank's W + s B A, index of the first), without `merged`. All ranks call it."""
-    a, b = full_tensor(layer.lora_A[NAME].weight, torch.float32), layer.lora_B[NAME].weight
-    pairs = zip(own_rows(weight, MERGED_ROWS), own_rows(b, MERGED_ROWS), strict=True)  # the same rows of both
-    for (rows, first), (b_rows, _) in pairs:
-        yield (rows.float() + layer.scaling[NAME] * (b_rows.float() @ a)).to(dtype), first
 
 
 def merged(layer: LoraLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -34,12 +34,13 @@ from gate.checks import ranks_per_engine
 from gate.load_inputs import Inputs, check_columns, check_world, load_inputs
 from grading.own import load_reference
 from grpo import Algorithm
+from metrics import work_of_step
 from policy import Policy, build_policy
 from run import Run, open_run_folder
 from runtime.start import NOT_FINISHED, RunError, Stopped, arm, leave, signal_name
 from sampling import Draws, Sampler
 from schedule import Plan, make_plan
-from update import Bounds, UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy, work_of_step
+from update import Bounds, UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy
 from watch.memory import watch_memory
 
 if TYPE_CHECKING:
@@ -192,7 +193,9 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
     guard = UpdateGuard(world, Bounds.from_flags(args))
     with run.memory.phase("load"):
         if saved:
-            sampler.restore(guard.restore(load(saved, policy, optimizer)))
+            state = load(saved, policy, optimizer)
+            sampler.restore(state)
+            guard.restore(state)
             run.say(f"continues from {saved}")
         run.describe_start(saved_step, inputs.digests)
         engine.sync(policy.full_weights())  # also a resumed run samples from the policy that it trains
@@ -243,7 +246,8 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
             # 7. Log, before the checkpoint: a kill in between repeats a step and loses no line.
             with run.phase("log"):
                 run.keep(sampler.record(step, rollout), rollout, updates)
-            work = work_of_step(sampler.sampled, rollout, updates, policy, plan.num_iterations)
+            figures = plan.num_iterations, policy.parity_length, policy.training_flops_per_token
+            work = work_of_step(sampler.sampled, rollout, updates, *figures)
             run.log(step, metrics, work, sampler.seconds_RE)
 
             # 8. Checkpoint: whole or not at all. Its time is counted in the next step's line.

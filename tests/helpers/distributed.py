@@ -633,7 +633,7 @@ def vision_gradient(policy: Policy, args: Namespace, world: World, micros: list[
     """(metrics, gradients) of an update on these micro-batches, after a pass of the reference."""
     rollout = vision_rollout(vision_data(args))
     batches = [with_advantages(rollout, pack_with_images(rollout, indices)) for indices in micros]
-    (update,) = add_logprobs([Update(batches, 29, len(rollout.rows))], policy, policy, algorithm_of(args))
+    (update,) = add_logprobs([Update(batches, 29)], policy, policy, algorithm_of(args))
     return recorded(policy, update, args, world)
 
 

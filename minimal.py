@@ -4,7 +4,7 @@
         --train_data scripts/tiny_policy/train.jsonl --max_prompt_tokens 16 --max_completion_tokens 48
 
 Left out are evaluation, checkpoints, the run folder, dynamic sampling, servers, turns, replay, signals and the watches
-over memory, stalls and drift. What is left gives the same numbers, to the last bit (tests/test_minimal.py). Each verb
+over memory and stalls. What is left gives the same numbers, to the last bit (tests/test_minimal.py). Each verb
 has one file: sample `rollout.py`, grade `reward.py`, pack and update `update.py`, equations `grpo.py`, log-probs
 `policy.py`, ranks `fsdp_utils.py`; the records that travel are in `batch.py`. Copy this file and hack it.
 """

@@ -151,7 +151,7 @@ def token_metrics(batch: Batch, total: TotalLoss, algorithm: Algorithm) -> tuple
         "weight_squared": weights_N.square(),
     }
     means |= temperature_terms(old_N, t.rollout_logprobs, t.entropies)
-    means |= {f"loss/{name}": loss.metrics[name] for name in algorithm.loss_metrics}  # in one order on all ranks
+    means |= {f"loss/{name}": loss.metrics[name] for name in sorted(loss.metrics)}  # in one order on all ranks
     if algorithm.is_corrected:
         means["policy/rollout_clip_frac"] = is_outside_N
     if batch.ref_logprobs_N is not None:

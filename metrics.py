@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -247,10 +248,7 @@ def lag_metrics(trained: Rollout) -> Metrics:
 
 
 def merge_updates(updates: list[Metrics]) -> Metrics:
-    """The metrics of a step's updates as one: the maximum of `..._max`, the minimum of `..._min`, else the mean.
-
-    The mean of standard errors is right for updates that vary alike, and too large for independent ones.
-    """
+    """The metrics of a step's updates as one: the maximum of `..._max`, the minimum of `..._min`, else the mean."""
     merged = {}
     for name in updates[0] if updates else ():
         values = [metrics[name] for metrics in updates]
@@ -274,20 +272,18 @@ def work_of_step(
     trained: Rollout,
     updates: list[Update],
     num_iterations: int,
-    parity_length: float,
-    flops_per_token: float,
+    flops_of: Callable[[list[Batch]], float],
 ) -> Work:
     """The work of a step, the same on every rank; all ranks call it. `updates`: those of one pass over `trained`.
 
-    `parity_length`, `flops_per_token`: those of `Policy`, the latter for forward and backward pass.
+    `flops_of`: `Policy.update_flops`.
     """
-    cost = sum(batch.cost(parity_length) for update in updates for batch in update.batches)
-    cost = sum_over_trainers(torch.tensor(cost, dtype=torch.float64)).item()
+    flops = torch.tensor(sum(flops_of(update.batches) for update in updates), dtype=torch.float64)
     return Work(
         sampled_tokens=int(sampled.completion_lengths_B.sum()),
         completion_tokens=int(trained.completion_lengths_B.sum()),
         update_tokens=int(trained.sequence_lengths_B.sum()) * num_iterations,
-        update_flops=flops_per_token * cost * num_iterations,
+        update_flops=sum_over_trainers(flops).item() * num_iterations,
     )
 
 

@@ -80,16 +80,6 @@ class Policy(adapters.WithAdapter):
         self.parity_length = matrices / (attention_layers(config) * config.num_attention_heads * head_dim(config))
 
     @property
-    def training_flops_per_token(self) -> float:
-        """FLOPs of forward and backward pass for a unit of `batch.training_costs`, attention included.
-
-        3 x (2 x numbers in the matrices x tokens + 2 x layers x width of the queries x sum of length^2): the forward
-        pass, and twice that for the backward pass, of which half makes the weights' gradients and falls away with LoRA.
-        The head counts at every token. Recomputation, biases, norms, embedding and vision tower do not count.
-        """
-        return (2 if self.has_adapter else 3) * self.flops_per_token
-
-    @property
     def layers(self) -> list[nn.Module]:
         """The decoder layers, the units of sharding."""
         return list(self.model.get_decoder().layers)
@@ -173,6 +163,16 @@ class Policy(adapters.WithAdapter):
             "dtype_names": [str(self.dtype).removeprefix("torch.")] * len(named),
             "shapes": [list(parameter.shape) for _, parameter, _ in named],
         }
+
+    def update_flops(self, batches: list[Batch]) -> float:
+        """FLOPs of a forward and a backward pass over these batches.
+
+        3 x (2 x numbers in the matrices x tokens + 2 x layers x width of the queries x sum of length^2): the forward
+        pass, and twice that for the backward pass, of which half makes the weights' gradients and falls away with LoRA.
+        The head counts at every token. Recomputation, biases, norms, embedding and vision tower do not count.
+        """
+        cost = sum(batch.cost(self.parity_length) for batch in batches)
+        return (2 if self.has_adapter else 3) * self.flops_per_token * cost
 
     def describe(self) -> str:
         """The numbers of parameters and of trained ones, for the first lines of the log."""

@@ -257,8 +257,7 @@ def main(args: Namespace) -> None:
             # 7. Log, before the checkpoint: a kill in between repeats a step and loses no line.
             with run.phase("log"):
                 run.keep(sampler.record(step, rollout), rollout, updates)
-            figures = plan.num_iterations, policy.parity_length, policy.training_flops_per_token
-            work = work_of_step(sampler.sampled, rollout, updates, *figures)
+            work = work_of_step(sampler.sampled, rollout, updates, plan.num_iterations, policy.update_flops)
             run.log(step, metrics, work, sampler.seconds_RE)
 
             # 8. Checkpoint: whole or not at all. Its time is counted in the next step's line.

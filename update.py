@@ -345,9 +345,9 @@ def add_gradients(
             if batch.old_logprobs_N is None:  # they are kept with the rollout
                 update.batches[i] = replace(batch, old_logprobs_N=old_logprobs_N)
             scored = batch
-            if batch.teacher is not None:
-                distilled = {"ref_logprobs_N": scores.ref_logprobs_N, "kl_N": scores.kl_N, "agrees_N": scores.agrees_N}
-                scored = replace(batch, **distilled)
+            if teacher is not None:
+                found = {"ref_logprobs_N": scores.ref_logprobs_N, "kl_N": scores.kl_N, "agrees_N": scores.agrees_N}
+                scored = replace(batch, **found)
             total = grpo.total_loss(
                 scored, logprobs_N, old_logprobs_N, scores.entropies_N, algorithm, step.step, step.total_steps
             )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from batch import Update, pack, training_costs
+from batch import Batch, Update, pack
 from fsdp_utils import World
 from grading import Grade
 from helpers.made_up import flags, load_policy, make_grade, make_rollout, policy_of
@@ -27,7 +27,10 @@ from plan.time import forward_flops
 
 WORLD = World(trainer_rank=0, num_trainers=2, tp_size=1, device=torch.device("cpu"))
 ROLLOUT = make_rollout([6, 2, 8, 4], group_size=2)  # with prompts of 4 tokens: 9 + 5 + 11 + 7 positions
-FIGURES = {"parity_length": 10.0, "flops_per_token": 300}
+
+
+def flops_of(batches: list[Batch]) -> float:
+    return 300 * sum(batch.cost(parity_length=10.0) for batch in batches)
 
 
 def test_rollout_metrics_count_groups_lengths_and_truncation():
@@ -97,12 +100,12 @@ def test_the_work_of_a_step_counts_prompts_and_discarded_samples():
     """The work of a step counts prompts for the trainer, and what was thrown away for the sampler."""
     updates = [Update([pack(ROLLOUT, [0, 1])], 8), Update([pack(ROLLOUT, [2]), pack(ROLLOUT, [3])], 12)]
     sampled, costs = make_rollout([6, 2, 8, 4, 10], group_size=1), 32 + (81 + 25 + 121 + 49) / 10
-    work = work_of_step(sampled, ROLLOUT, updates, 2, **FIGURES)
+    work = work_of_step(sampled, ROLLOUT, updates, 2, flops_of)
     assert (work.sampled_tokens, work.completion_tokens, work.update_tokens) == (30, 20, 32 * 2)
     assert work.update_flops == pytest.approx(3 * 100 * costs * 2)
     # Positions that are shared count as tokens and not as FLOPs: 2 x 3 of the prompts' 4 tokens.
     together = [Update([pack(ROLLOUT, [0, 1, 2, 3], group_size=2)], num_tokens=20)]
-    work = work_of_step(ROLLOUT, ROLLOUT, together, 1, **FIGURES)
+    work = work_of_step(ROLLOUT, ROLLOUT, together, 1, flops_of)
     assert work.update_tokens == 32
     assert work.update_flops == pytest.approx(3 * 100 * (26 + (81 + 25 + 121 + 49 - 2 * 3**2) / 10))
 
@@ -123,11 +126,10 @@ def test_rates_and_waiting_are_those_of_the_step():
 def test_the_flops_of_an_update_are_those_of_the_planner(untied_policy):
     policy = load_policy(untied_policy)
     shape = shape_of(policy.model.config, "test")
-    lengths = np.array([12, 40, 100])
-    found = policy.training_flops_per_token * training_costs(lengths, policy.parity_length).sum()
-    assert found == pytest.approx(3 * sum(forward_flops(shape, length, length) for length in lengths.tolist()))
-    with_lora = policy_of(flags(model=untied_policy, lora_rank=4))
-    assert with_lora.training_flops_per_token == pytest.approx(2 / 3 * policy.training_flops_per_token)
+    batches = [pack(make_rollout([9, 37, 97]), [0, 1, 2])]  # of 12, 40 and 100 positions
+    forward = sum(forward_flops(shape, length, length) for length in (12, 40, 100))
+    assert policy.update_flops(batches) == pytest.approx(3 * forward)
+    assert policy_of(flags(model=untied_policy, lora_rank=4)).update_flops(batches) == pytest.approx(2 * forward)
 
 
 def test_the_peak_is_that_of_the_gpu_or_unknown():

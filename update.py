@@ -330,7 +330,7 @@ def add_gradients(
     every ratio is exactly 1. With dropout they are those of a pass without it.
     """
     is_unchanged = step.is_first and not policy.has_dropout and algorithm.old_logprobs == "trainer"
-    # Else the entropies have no gradient: it costs a second pass over the logits.
+    # A gradient of the entropies costs a second pass over the logits.
     trains_entropy = algorithm.entropy_coef != 0
     passes = []
     with policy.dropout_on((step.seed, step.index), world):

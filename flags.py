@@ -190,11 +190,7 @@ GROUPS["policy loss"] = [
     flag("--clip_high", 0.2, "the ratio pi / pi_old is clipped above 1 + this; dppo: largest divergence upwards",
          (0, INF)),
     flag("--dual_clip", 0.0, "where A < 0, the loss is at most -A x this (EasyR1, verl: 3); 0: no bound", (0, INF)),
-    flag("--sapo_tau_pos", 1.0, "steepness of SAPO's gate where A > 0", (TINY, INF)),
-    flag("--sapo_tau_neg", 1.05, "steepness of SAPO's gate where A <= 0", (TINY, INF)),
     flag("--loss_aggregation", "token_mean", "how the losses of the tokens add up:"),
-    flag("--loss_constant_tokens", None, "constant of seq_mean_token_sum_norm; default: --max_completion_tokens",
-         (1, INF), type=int),
     flag("--old_logprobs", "trainer", "whose log-probs are pi_old: computed by the trainer, or those of the sampler "
          "(rollout), which need no pass and take the mismatch of the two into the ratio (DPPO)",
          choices=("trainer", "rollout")),
@@ -212,7 +208,6 @@ GROUPS["KL to the reference"] = [  # docs/algorithm.md, A teacher
     flag("--kl_over", "sampled", "KL of the sampled tokens, estimated, or over the whole vocabulary at each of them",
          choices=("sampled", "vocabulary"), only_with="--kl_coef"),
     flag("--kl_direction", "reverse", "divergence over the vocabulary:", only_with="--kl_over"),
-    flag("--kl_beta", 0.5, "beta of jsd: towards 0 it behaves as forward, towards 1 as reverse", (0.001, 0.999)),
     flag("--reference_every", 0, "the reference moves to the policy after every so many steps; 0: it stays as it was",
          (0, INF), only_with="--kl_coef"),
     flag("--reference_mixup", 1.0, "how far it moves: 1 replaces it by the policy; 0.05 makes it an exponential mean "
@@ -226,8 +221,6 @@ GROUPS["KL to the reference"] = [  # docs/algorithm.md, A teacher
 GROUPS["sampler-trainer mismatch"] = [
     flag("--rollout_correction", None, "weight of a token's loss, from the ratio trainer / sampler of its log-prob; "
          "default: none; token_truncate with --steps_ahead or --partial_rollouts:"),
-    flag("--rollout_correction_max", 2.0, "largest ratio (truncated importance sampling: 2; IcePop: 5)", (TINY, INF)),
-    flag("--rollout_correction_min", 0.5, "smallest ratio that is not masked (IcePop: 0.5)", (0, INF)),
     flag("--router_replay", False, "mixture of experts: the trainer sends each token to the experts that took it in "
          "the engine (R3)"),
 ]

@@ -285,9 +285,10 @@ def seq_mean_token_mean(lengths_B: Tensor) -> Tensor:
     return (1.0 / (num_sequences(lengths_B) * lengths_B.double().clamp(min=1))).float()
 
 
-def seq_mean_token_sum_norm(lengths_B: Tensor, *, loss_constant_tokens: int) -> Tensor:
-    """Mean over the completions of their token sums / a constant, the limit of the length. Dr. GRPO (2503.20783)."""
-    return (1.0 / (num_sequences(lengths_B) * loss_constant_tokens)).expand(len(lengths_B)).float()
+def seq_mean_token_sum_norm(lengths_B: Tensor, *, max_completion_tokens: int, constant: float = 0.0) -> Tensor:
+    """Mean over the completions of their token sums / a constant, or the limit of the length. Dr. GRPO (2503.20783)."""
+    divisor = num_sequences(lengths_B) * (constant or max_completion_tokens)
+    return (1.0 / divisor).expand(len(lengths_B)).float()
 
 
 def prompt_mean(lengths_B: Tensor, *, group_size: int) -> Tensor:

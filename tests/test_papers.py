@@ -41,7 +41,7 @@ def test_the_page_names_every_method_and_every_loss_has_one():
     assert all(
         paper.keys() <= {"method", "link", "flags", "batch", "notes"} and paper["notes"] for paper in PAPERS.values()
     )
-    chosen = " ".join(paper["flags"] for paper in PAPERS.values()).split()
+    chosen = re.split(r"[ :]", " ".join(paper["flags"] for paper in PAPERS.values()))
     assert {*losses.NAMES["--advantage"], *losses.NAMES["--policy_loss"]} <= set(chosen)
 
 

@@ -252,3 +252,11 @@ def test_as_many_prompts_as_a_step_needs_are_never_dropped():
     sampler = sampler_over(epochs_of(6), args, divisor=1)  # all completions are correct
     solved = [sampler.collect(step)[1]["sampling/prompts_solved"] for step in (1, 2, 3)]
     assert solved == [2, 2, 2] and len(sampler.draw(4, 0, 4)) == 4
+
+
+def test_a_prompt_is_solved_at_the_very_share_that_the_flag_names():
+    """Of two of the four prompts one completion of two is correct: that is enough for 0.5, and not for more."""
+    for bound, count in ((0.5, 4.0), (0.51, 2.0)):
+        sampler = sampler_over(epochs_of(9), flags(prompts_per_step=4, group_size=2, drop_solved=bound))
+        sampler.grader = EvenRows()
+        assert sampler.collect(1)[1]["sampling/prompts_solved"] == count

@@ -94,7 +94,7 @@ def test_what_the_loss_leaves_out_stays_out_of_the_statistics():
 def test_every_update_has_the_weights_of_its_own_sequences(kind, expected):
     rollout = replace(graded(), is_trained_B=np.array([True, False, True, True]))
     policy = Namespace(parity_length=math.inf, needs_rows=False)
-    changes = {"loss_aggregation": kind, "loss_constant_tokens": 10 if kind.endswith("norm") else None}
+    changes = {"loss_aggregation": kind + ":constant=10" * kind.endswith("norm")}
     args = flags(prompts_per_step=2, prompts_per_update=1, group_size=2, micro_batch_tokens=100, **changes)
     updates = pack_updates(rollout, make_plan(args, 2), algorithm_of(args), Memory.from_flags(args), policy, ALONE)
     assert [update.num_tokens for update in updates] == [2, 5]

@@ -25,8 +25,8 @@ def mixed(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
 EXPECTED = {
     "reverse": (reverse, kl),
     "forward": (forward, lambda log_p, log_q: kl(log_q, log_p)),
-    "jsd 0.3": (partial(jsd, kl_beta=0.3), partial(mixed, beta=0.3)),
-    "jsd 0.9": (partial(jsd, kl_beta=0.9), partial(mixed, beta=0.9)),
+    "jsd 0.3": (partial(jsd, beta=0.3), partial(mixed, beta=0.3)),
+    "jsd 0.9": (partial(jsd, beta=0.9), partial(mixed, beta=0.9)),
 }
 
 

@@ -161,13 +161,13 @@ COMMON = "--max_grad_norm 1e9 --group_size 4"
 ALGORITHMS = {  # name -> flags
     "clip": "--kl_coef 0.1 --clip_high 0.3",
     "gspo": "--policy_loss gspo --clip_low 0.02 --clip_high 0.02 --loss_aggregation seq_mean_token_mean "
-    "--rollout_correction sequence_truncate --rollout_correction_max 1.5",
+    "--rollout_correction sequence_truncate:largest=1.5",
     "gspo_token": "--policy_loss gspo_token --clip_low 0.02 --clip_high 0.02 --dual_clip 1.05",
     "cispo": "--policy_loss cispo --clip_high 0.15 --loss_aggregation seq_mean_token_sum_norm --entropy_coef 0.5 "
     "--rollout_correction token_mask",
     "sapo": "--policy_loss sapo --loss_aggregation seq_mean_token_mean --kl_coef 0.1 --kl_estimator k3+",
     "reinforce": "--policy_loss reinforce --loss_aggregation seq_mean_token_mean",
-    "distill": "--kl_coef 0.5 --kl_over vocabulary --kl_direction jsd --kl_beta 0.3 --entropy_coef 0.1",
+    "distill": "--kl_coef 0.5 --kl_over vocabulary --kl_direction jsd:beta=0.3 --entropy_coef 0.1",
 }
 CAPS = (16, 23, 40, 1000)
 LEFT_OUT = [1, 4]  # sequences that "reinforce" leaves out of the loss

@@ -372,18 +372,14 @@ def total_loss(
     if algorithm.is_corrected:
         loss_N = loss_N * correction.weights
     if batch.ref_logprobs_N is not None and algorithm.kl_in == "loss":
-        kl_N = batch.kl_N  # over the vocabulary the head has computed it itself, with its gradient
-        if kl_N is None:
+        if batch.distilled is None:
             kl_N = algorithm.kl_estimator(batch.ref_logprobs_N - logprobs_N)
-        loss_N = loss_N + algorithm.kl_coef * kl_weighted(batch, kl_N)
+        else:
+            kl_N = batch.distilled.kl_N  # over the vocabulary: the head has computed it, with its gradient
+        loss_N = loss_N + algorithm.kl_coef * (kl_N * batch.kl_weights_N)
     if algorithm.entropy_coef:
         loss_N = loss_N - algorithm.entropy_coef * entropies_N
     return TotalLoss(loss_N, t, policy_loss, correction)
-
-
-def kl_weighted(batch: Batch, values_N: Tensor) -> Tensor:
-    """The values, weighted so that their mean is that of the completions for which the step has made a hint."""
-    return values_N if batch.kl_weights_N is None else values_N * batch.kl_weights_N
 
 
 def as_loss(returned: Loss | Tensor, t: Tokens) -> Loss:

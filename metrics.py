@@ -19,7 +19,7 @@ from torch import Tensor
 
 from batch import Batch, Metrics, Rollout, Update
 from fsdp_utils import World, max_over_trainers, sum_over_trainers
-from grpo import Algorithm, TotalLoss, k1, k3, kl_weighted, masked_sum
+from grpo import Algorithm, TotalLoss, k1, k3, masked_sum
 from runtime.cards import GPUS
 
 LEAST_SPREAD = 0.02  # a token's log-prob, squared: entropies above about 0.05 have more
@@ -174,9 +174,10 @@ def kl_metrics(batch: Batch, x_N: Tensor, algorithm: Algorithm) -> dict[str, Ten
     if algorithm.kl_clamp:
         means["policy/kl_clamp_frac"] = k3(x_N, kl_clamp=0.0) != k3(x_N, kl_clamp=algorithm.kl_clamp)
     if algorithm.has_teacher:
-        means["distill/kl"] = kl_weighted(batch, k1(x_N) if batch.kl_N is None else batch.kl_N)
-    if batch.kl_N is not None:
-        means["distill/agreement"] = kl_weighted(batch, batch.agrees_N)
+        kl_N = k1(x_N) if batch.distilled is None else batch.distilled.kl_N
+        means["distill/kl"] = kl_N * batch.kl_weights_N  # so its mean is that of the completions with a hint
+    if batch.distilled is not None:
+        means["distill/agreement"] = batch.distilled.agrees_N * batch.kl_weights_N
     return means
 
 
@@ -233,9 +234,9 @@ def idle_share(batches: list[Batch], parity_length: float, world: World) -> floa
 
 def lag_metrics(trained: Rollout) -> Metrics:
     """Steps by which the weights that sampled are behind; {} where they cannot be."""
-    if trained.lags is None:
+    if "lags" not in trained.parts:
         return {}
-    lags_B = trained.sampled_only(trained.lags)
+    lags_B = trained.sampled_only(trained.parts["lags"])
     lags = [lags for lags, length in zip(lags_B, trained.trained_lengths_B, strict=True) if length]
     together = np.concatenate([*lags, np.zeros(0 if lags else 1)])
     is_mixed = [len(set(lags.tolist())) > 1 for lags in lags_B]

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from algorithm import algorithm_of
 from command_line import parse_flags
-from data import PromptData, most_images
+from data import PromptData, image_options
 from engine.options import Demand
 from flags import FLAGS, AdamW, EngineSettings, Lora, Memory, Sampling, ranks_per_engine
 from fsdp_utils import init_world
@@ -49,7 +49,7 @@ def main() -> None:
     )
     sampling = Sampling.from_flags(args, num_samples=args.group_size)
     settings = EngineSettings.from_flags(args, max_model_len=args.max_prompt_tokens + args.max_completion_tokens)
-    demand = Demand(images=most_images([data]), vision=inputs.vision)
+    demand = Demand(images=image_options([data], inputs.vision))
     engine = Engine(args.model, inputs.tokenizer, world, settings, demand)
     engine.sync(policy.full_weights())
     guard = UpdateGuard(world)  # leaves an update out that is not finite

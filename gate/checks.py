@@ -13,8 +13,9 @@ from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 from flags import FLAGS, GROUPS, INF, TINY, Flag, ranks_per_engine
-from model.sizes import check_path
+from gate.models import check_path
 from runtime.cards import gpu_figures
+from runtime.parts import check_part
 from runtime.start import check_divides, launched_world_size
 from sources import name_of_source
 
@@ -62,9 +63,23 @@ NEEDS = (
 )
 
 
+# A flag, and the part that it asks for: its folder may have been deleted.
+PARTS = {
+    "--lora_rank": "extras.models.lora",
+    "--image_column": "extras.models.vision",
+    "--router_replay": "extras.models.routes",
+    "--kl_over": "extras.teacher.vocabulary",
+}
+
+
 def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     """Raises ValueError for flags out of range, without effect, or in contradiction; see also `algorithm_of`."""
     check_ranges(args, GROUPS)
+    for name, module in PARTS.items():
+        if FLAGS[name].is_changed(args):
+            check_part(module, name)
+    if args.hint_column and args.hint_column.startswith("@"):
+        check_part("extras.teacher.hints", "--hint_column")
     check_path(args.model)
     gpu_figures(args.plan_gpu)  # raises for one that is not known
     if num_ranks is None:

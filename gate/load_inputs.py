@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -18,25 +19,28 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import cached_file
 
-from data import PromptData, check_vocabulary, describe_template
+from data import ImageReader, PromptData, check_vocabulary, describe_template, load_reader
 from engine.options import stop_ids
-from extras.models.lora import target_names
-from extras.models.vision import Vision, load_processor
-from extras.teacher.hints import Hints
 from extras.turns.turns import Turns
 from flags import FLAGS, Grading, PromptFormat, Sampling, TurnLimits, ranks_per_engine, stall_limit
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
-from gate.agreement import ROOT, check_same_start, digest, digests_of
+from gate.agreement import ROOT, check_same_start, digest
 from gate.checks import LOOPBACK
+from gate.machine import check_launch
+from gate.models import check_model, check_path
 from grading.own import files_of
 from model.attention import check_device
-from model.sizes import check_config, check_cpu_kernels, check_experts
-from model.weights import load_config, load_generation_config, model_of_shapes, weight_files
+from model.weights import load_config, load_generation_config, load_tokenizer, model_of_shapes, weight_files
 from reward import Grader, workers_per_engine
-from runtime.machine import check_cpp_compiler, check_launch, choose_interface, local_world_size
-from runtime.stall import StallWatch
+from runtime import stall
+from runtime.history import digests_of
+from runtime.machine import choose_interface, local_world_size
+from runtime.parts import part
 from schedule import make_plan
 from sources import name_of_source, read_system_prompt
+
+if TYPE_CHECKING:
+    from extras.teacher.hints import Hints
 
 SET_FLAGS = ("samples", "temperature", "max_completion_tokens", "top_p")  # one value for all sets or one for each
 SHOWN_AFTER = 10.0  # seconds: network file systems do not show a new file at once
@@ -45,7 +49,7 @@ SHOWN_AFTER = 10.0  # seconds: network file systems do not show a new file at on
 @dataclass(frozen=True)
 class Inputs:
     tokenizer: PreTrainedTokenizerBase
-    vision: Vision | None  # what reads images; None if the model sees none
+    vision: ImageReader | None  # what reads images; None if the model sees none
     train_data: list[PromptData]  # one for each source
     eval_sets: list[PromptData]
     eval_samplings: list[Sampling]
@@ -59,19 +63,15 @@ class Inputs:
 def load_inputs(args: Namespace) -> Inputs:
     """Raises ValueError, OSError or RuntimeError for everything that is wrong with the user's input."""
     num_ranks = ranks_per_engine(args)
-    engine_share = args.gpu_memory_utilization if args.engine == "colocated" else 0.0
     server_gpus = len(args.generation_gpus) if int(os.environ.get("RANK", "0")) < local_world_size() else 0
-    check_launch(num_ranks, args.dtype, engine_share, server_gpus)  # servers are on the first node
-    if args.compile and not torch.cuda.is_available():
-        check_cpp_compiler()
+    check_launch(num_ranks, args.dtype, server_gpus)  # servers are on the first node
     check_places(args)
     eval_options = args.eval_samples, args.eval_temperature, args.eval_max_completion_tokens, args.eval_top_p
     samplings = samplings_of(args.eval_data, "eval_", eval_options)
     longest = max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     config, tokenizer, vision, load = load_model_files(args, longest)
-    check_experts(args.model, config, args.router_replay)
-    if args.lora_rank:
-        target_names(model_of_shapes(args.model, config), args.lora_targets)  # raises for one that it does not have
+    if args.lora_rank:  # raises for a target that the model does not have
+        part("extras.models.lora", "--lora_rank").target_names(model_of_shapes(config), args.lora_targets)
     generation = load_generation_config(args.model, config, stop_ids(tokenizer, args.stop_tokens))
     if args.reference:
         check_reference(args, config, tokenizer, longest)
@@ -79,7 +79,8 @@ def load_inputs(args: Namespace) -> Inputs:
     hint_column, hints = args.hint_column, None
     if hint_column and hint_column.startswith("@"):
         prompt_format = PromptFormat.from_flags(args, system_prompt=None)  # it is in the rows' messages
-        hint_column, hints = None, Hints(tuple(hint_column.split(",")), prompt_format, tokenizer)
+        make_hints = part("extras.teacher.hints", "--hint_column").Hints
+        hint_column, hints = None, make_hints(tuple(hint_column.split(",")), prompt_format, tokenizer)
     train_data = load(args.train_data, args.seed, hint_column, args.shuffle == "on")
     make_plan(args, len(PromptData.mix(train_data).rows))  # raises for data that fills no step
     # The seed 0 draws #ROWS: held-out sets are the same problems whatever the seed of the run.
@@ -124,7 +125,7 @@ def samples_of(file: Path) -> Iterator[bytes]:
 
 def check_replayed(args: Namespace, weights: str) -> None:
     """Raises ValueError if the run that --replay names began with other weights than --model."""
-    if args.replay and digests_of(args.replay).get("--model", weights) != weights:
+    if args.replay and digests_of(Path(args.replay)).get("--model", weights) != weights:
         raise ValueError(f"--replay {args.replay} began with other weights than --model {args.model}; give its model.")
 
 
@@ -136,17 +137,16 @@ def contents_of(data: PromptData) -> Iterator[bytes]:
 
 def load_model_files(
     args: Namespace, max_completion_tokens: int
-) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, Vision | None, Callable[..., list[PromptData]]]:
+) -> tuple[PretrainedConfig, PreTrainedTokenizerBase, ImageReader | None, Callable[..., list[PromptData]]]:
     """Config, tokenizer, what reads images, and what loads sources with them, drawn by a seed."""
+    check_path(args.model)
     config = load_config(args.model)
-    check_config(args.model, config, (args.max_prompt_tokens, max_completion_tokens), args.tensor_parallel_size)
-    if not torch.cuda.is_available():
-        check_cpu_kernels(args.model, config, args.dtype, args.tensor_parallel_size)
-    model_of_shapes(args.model, config)
+    limits = args.max_prompt_tokens, max_completion_tokens
+    check_model(args.model, config, limits, args.tensor_parallel_size, getattr(args, "router_replay", False))
     answers = None if args.reward == "none" else args.answer_column
     system_prompt = read_system_prompt(args.system_prompt)
     prompt_format = PromptFormat.from_flags(args, system_prompt=system_prompt, answer_column=answers)
-    tokenizer, vision = load_processor(args.model, config, prompt_format)
+    tokenizer, vision = load_reader(args.model, config, prompt_format)
     num_rows, added = config.get_text_config().vocab_size, tokenizer.get_added_vocab()
 
     def check(where: str, ids: Sequence[int]) -> None:
@@ -164,8 +164,8 @@ def load_model_files(
     def load(sources: list[str], seed: int, hint: str | None = None, is_shuffled: bool = True) -> list[PromptData]:
         options = seed, vision, hint, is_shuffled
         parts = [PromptData.load(source, prompt_format, tokenizer, *options) for source in sources]
-        for row in chain.from_iterable(part.rows for part in parts):
-            check(row.where, row.ids if row.hinted_ids is None else row.hinted_ids)  # the latter are the ids and more
+        for row in chain.from_iterable(source.rows for source in parts):
+            check(row.where, row.reference_ids)  # they are the ids and more
         return parts
 
     return config, tokenizer, vision, load
@@ -177,10 +177,10 @@ def check_reference(
     """Raises ValueError for a --reference that cannot score what the policy samples, before any weight is read."""
     path = args.reference
     try:
+        check_path(path)
         theirs = load_config(path)
-        check_config(path, theirs, (args.max_prompt_tokens, longest), tensor_parallel_size=1)
-        model_of_shapes(path, theirs)
-        other, _ = load_processor(path, None, PromptFormat.from_flags(args))
+        check_model(path, theirs, (args.max_prompt_tokens, longest), tensor_parallel_size=1)
+        other = load_tokenizer(path)
     except (ValueError, OSError) as error:  # these know the policy alone
         raise ValueError(str(error).replace("--model", "--reference")) from None
     if args.image_column and getattr(theirs, "vision_config", None) is None:
@@ -241,10 +241,10 @@ def check_places(args: Namespace) -> None:
 
 
 def check_world(args: Namespace, world: World) -> None:
-    """What only ranks together can know; then they watch each other. ValueError or RuntimeError, on every rank."""
+    """What only ranks together can know; then each is watched. ValueError or RuntimeError, on every rank."""
     check_shared(Path(args.out_dir))
     check_same_start(vars(args))
-    StallWatch(Path(args.out_dir) / "ranks", world.trainer_rank, world.num_trainers, stall_limit(args)).start()
+    stall.watch(Path(args.out_dir) / "ranks", world.trainer_rank, stall_limit(args))
     check_device(world.device, args.share_prompts)
 
 

@@ -389,8 +389,9 @@ def another_kernel(trial: FaultTrial) -> AbstractContextManager:
 def faults_of(trial: FaultTrial) -> dict[str, Callable[[], AbstractContextManager]]:
     """By name: while it is open, syncs have the fault."""
     old = {name: tensor.clone() for name, tensor in trial.policy.full_weights()}
-    unmerged = lambda layer, weight, dtype: weight.to(dtype)  # noqa: E731
-    lora_fault = {"adapter not merged": lambda: patch.object(adapters, "merged", unmerged)}  # which leaves the head
+    unmerged = lambda adapter, layer, weight, dtype: weight.to(dtype)  # noqa: E731
+    adapter = adapters.Adapter
+    lora_fault = {"adapter not merged": lambda: patch.object(adapter, "merged", unmerged)}  # which leaves the head
     head_fault = {"head not repacked": lambda: patch.object(rollout_module, "repack", lambda model: None)}
     return {
         "k and v swapped": lambda: trial.stream(lambda named: named.update({K: named[V], V: named[K]})),
@@ -400,7 +401,7 @@ def faults_of(trial: FaultTrial) -> dict[str, Callable[[], AbstractContextManage
         "one bit": lambda: trial.stream(lambda named: named.update({NORM: one_bit(named[NORM])})),
         "missing": lambda: trial.stream(lambda named: named.pop(UP)),
         "engine not synced": lambda: patch.object(Engine, "sync", lambda engine, weights: list(weights)),
-    } | (lora_fault if trial.policy.has_adapter else head_fault)
+    } | (lora_fault if trial.policy.adapter else head_fault)
 
 
 def syncs(world: World, path: str, lora_rank: str) -> dict[str, object]:
@@ -438,7 +439,7 @@ PROMPTS, GROUP, LIMIT, STEPS = 8, 2, 110, 5
 
 def largest_gap(models, rollout):
     """Between recorded log-probs and those under the weights whose version the tokens have."""
-    versions = np.concatenate(rollout.versions)
+    versions = np.concatenate(rollout.parts["versions"])
     found = []
     for version in {*versions.tolist()}:
         with torch.no_grad():
@@ -456,7 +457,7 @@ def check_step(step, rollout, tokenizer):
     assert rollout.texts == tokenizer.batch_decode(ids, skip_special_tokens=True)
     is_cut = [len(each) == LIMIT and each[-1] != tokenizer.eos_token_id for each in ids]
     assert rollout.is_truncated_B.tolist() == is_cut
-    for versions, lags in zip(rollout.versions, rollout.lags, strict=True):
+    for versions, lags in zip(rollout.parts["versions"], rollout.parts["lags"], strict=True):
         assert versions.min() >= 0 and versions.max() < step and lags.max() <= MOST_LAG
         assert lags.tolist() == (step - 1 - versions).tolist()
 
@@ -485,7 +486,9 @@ def partial_rollouts(world: World, path: str) -> None:
             for parameter in model.parameters():
                 parameter.mul_(1.04)
     assert largest_gap([*models[1:], model], found[-1]) > 0.01, "the log-probs of the next version would show"
-    assert sum(len({*versions.tolist()}) > 1 for rollout in found for versions in rollout.versions) >= 3, "mixed"
+    assert sum(len({*versions.tolist()}) > 1 for rollout in found for versions in rollout.parts["versions"]) >= 3, (
+        "mixed"
+    )
     assert any(rollout.is_truncated_B.any() for rollout in found)
     assert sorted(row.where for rollout in found for row in rollout.rows[::GROUP]) == sorted(x.where for x in data.rows)
     assert sampler.state(STEPS) == {"prompts_drawn": PROMPTS * STEPS, "in_the_air": []}
@@ -573,7 +576,7 @@ def images(world: World, path: str, exported: str) -> dict[str, object]:
 
     data = vision_data(args)
     processor = data.rows[0].images.vision.processor
-    demand = Demand(images=3, vision=data.rows[0].images.vision)
+    demand = Demand(images=data.rows[0].images.vision.engine_options(3))
     engine = start_engine(path, world, "float32", max_model_len=48, demand=demand)
     engine.sync(policy.full_weights())
     order = [0, 2, 4, 1, 3]  # the second engine's share is two texts

@@ -594,7 +594,7 @@ def test_kls_are_measured_without_the_clamp_of_the_loss():
     batch = Batch(
         input_ids_N=index, position_ids_N=index, labels_N=index, loss_mask_N=ones.bool(), loss_weights_N=ones / 2,
         sequence_ids_N=index, trained_K=torch.arange(2), segments_S=(), advantages_N=ones,
-        rollout_logprobs_N=sampler, ref_logprobs_N=old,
+        rollout_logprobs_N=sampler, ref_logprobs_N=old, lags_N=index, kl_weights_N=ones,
     )  # fmt: skip
     algorithm = algorithm_of(flags(kl_coef=0.1))
     means, _ = token_metrics(batch, grpo.total_loss(batch, new, old, ones, algorithm), algorithm)

@@ -26,7 +26,6 @@ from algorithm import algorithm_of
 from checkpoint import Writer, latest, load, set_link
 from command_line import exit_with_error
 from data import PromptData, describe_template, image_options, load_reader
-from engine.drift import DriftGuard
 from engine.options import Demand, largest_share, stop_ids
 from evaluate import SET_FLAGS, Evaluator, calls_of, samplings_of
 from flags import (
@@ -49,7 +48,7 @@ from gate.inputs import check_loaded, check_training
 from grading.own import load_reference
 from grpo import Algorithm
 from inputs import Inputs, digest, digest_of_config, digest_of_data, digest_of_weights, digests_of_files, start_grader
-from metrics import merge_updates, throughput
+from metrics import merge_updates, throughput, work_of_step
 from model.weights import load_config, load_generation_config
 from policy import Policy, build_policy
 from run import Observer, Run, open_run_folder
@@ -58,7 +57,7 @@ from runtime.start import NOT_FINISHED, RunError, Stopped, arm, leave, signal_na
 from sampling import Draws, Sampler
 from schedule import Plan, make_plan
 from sources import read_system_prompt
-from update import Bounds, UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy, work_of_step
+from update import Bounds, UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy
 from watch.after_step import AfterStep
 from watch.console import Console
 from watch.memory import MemoryWatch, watch_memory
@@ -121,10 +120,7 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run) -> E
     images = image_options([*inputs.train_data, *inputs.eval_sets], inputs.vision)
     demand = Demand(most_sequences(args, inputs, run.world), images)
     play = inputs.turns.play if inputs.turns else None  # who says what comes after a completion; None: nobody
-    make_guard = partial(DriftGuard, policy, run.world, run.phase)
-    engine = Engine(args.model, inputs.tokenizer, run.world, engine_settings(args), demand, play, make_guard)
-    if names := engine.guard.not_compared:
-        run.say(f"the engine's {', '.join(names[:3])} and {len(names)} tensors in all cannot be compared bit by bit")
+    engine = Engine(args.model, inputs.tokenizer, run.world, engine_settings(args), demand, play)
     engine.sleep()  # until the first sync: what that gathers and the engine's cache are never held together
     return engine
 
@@ -298,7 +294,9 @@ def main(args: Namespace) -> None:
     guard = UpdateGuard(world, Bounds.from_flags(args))
     with run.observed("load"):
         if saved:
-            sampler.restore(guard.restore(load(saved, policy, optimizer)))
+            state = load(saved, policy, optimizer)
+            sampler.restore(state)
+            guard.restore(state)
             run.say(f"continues from {saved}")
         run.describe_start(saved_step, inputs.digests)
         engine.sync(policy.full_weights())  # also a resumed run samples from the policy that it trains
@@ -350,7 +348,7 @@ def main(args: Namespace) -> None:
                     metrics |= evaluator.run(engine, step)
 
             # 7. Log, before the checkpoint: a kill in between repeats a step and loses no line.
-            work = work_of_step(sampler.sampled, rollout, updates, policy, plan.num_iterations)
+            work = work_of_step(sampler.sampled, rollout, updates, plan.num_iterations, policy.update_flops)
             metrics |= merge_updates(trained) | throughput(work, sampler.seconds_RE, run.times(), world)
             run.log(step, metrics)
 

@@ -40,10 +40,11 @@ from torch.nn.attention import current_flash_attention_impl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from compare_weights import Comparison
 from data import PromptData
 from engine.options import engine_options
 from extras.servers.start import SERVER
-from flags import EngineSettings, PromptFormat, Sampling
+from flags import AdamW, EngineSettings, Lora, Memory, PromptFormat, Sampling
 from fsdp_utils import init_world
 from gate.machine import INSTALLED
 from model import head
@@ -52,6 +53,7 @@ from model.packed import Segment
 from model.weights import open_weights
 from plan.dry_run import config_of
 from plan.memory import CONTEXT, ENGINE_ASLEEP
+from policy import build_policy
 from runtime.history import read_metrics
 from smoke_inputs import SETUPS, make_config, make_tokenizer
 
@@ -248,6 +250,38 @@ def check_run(place: Place) -> Iterator[Line]:
     for phase in ("update", "sample"):
         speed = last[f"perf/{phase}_tokens_per_s_per_gpu"]
         yield Line(f"{phase}, speed", f"{speed:,.0f} tokens/s")
+
+
+def check_sync(place: Place) -> Iterator[Line]:
+    """A sync brings every weight to the engine, also after it slept: bit by bit, in a process of its own."""
+    num_tensors, not_compared, *different = apart(partial(compare_weights, place.folder / "model", place.is_cuda))
+    advice = "The engine does not get the weights that are trained: do not train on this machine, and report it."
+    for when, names in zip(("a sync", "sleep and sync"), different, strict=True):
+        figure = f"{len(names)} of {num_tensors} tensors differ: {', '.join(names[:4]) or 'none'}"
+        yield Line(f"weights after {when}", figure, "none", not names, advice)
+    if not_compared:
+        yield Line("weights that cannot be compared", f"{len(not_compared)}: {', '.join(not_compared[:4])}")
+
+
+def compare_weights(folder: Path, is_cuda: bool) -> tuple[int, list[str], list[str], list[str]]:
+    """(number of tensors that are compared, those that cannot be, those that differ after a first and a later sync)."""
+    world = init_world(tp_size=1, timeout_minutes=5)
+    import rollout
+
+    dtype = "bfloat16" if is_cuda else "float32"
+    policy, *_ = build_policy(str(folder), Memory(dtype=dtype), Lora(), AdamW(), None, 0, world)
+    settings = EngineSettings(max_model_len=256, dtype=dtype, gpu_memory_utilization=0.4)
+    engine = rollout.Engine(str(folder), AutoTokenizer.from_pretrained(folder), world, settings)
+    comparison = Comparison(policy, world, engine.llm.apply_model)
+    different = []
+    for _ in range(2):
+        engine.sync(policy.full_weights())
+        different.append(comparison.different_tensors())
+        engine.sleep()
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.mul_(1.1)
+    return len(comparison.names), comparison.not_compared, *different
 
 
 def check_compiled(place: Place) -> Iterator[Line]:
@@ -463,7 +497,7 @@ def lines_of(title: str, check: Callable[[Place], Iterable[Line]], place: Place)
 def write_report(place: Place) -> int:
     """Prints all lines and writes them into gpu_check.md; last a block for a report. Returns how many are not ok."""
     checks = {"machine": check_machine, "kernels": lambda _: apart(check_kernels)}
-    checks |= {"run": check_run, "kill and resume": check_resume}
+    checks |= {"run": check_run, "kill and resume": check_resume, "sync": check_sync}
     if place.is_cuda:
         checks |= {"sleep": check_sleep, "compiled": check_compiled}
     if place.num_ranks > 1:

@@ -26,7 +26,7 @@ for ignored in (signal.SIGINT, signal.SIGHUP):  # by a suite in the background, 
 
 LONGEST = [
     "test_setups", "test_real_model", "test_kills", "test_turns", "test_compile", "test_main_job", "test_engine",
-    "test_drift", "test_train", "test_benchmarks", "test_lora", "test_memory_watch", "test_families", "test_fsdp",
+    "test_sync", "test_train", "test_benchmarks", "test_lora", "test_memory_watch", "test_families", "test_fsdp",
     "test_rollout", "test_partial", "test_owner", "test_math", "test_check_gpu", "test_evaluate", "test_reshard",
     "test_hacks", "test_contract", "test_replay", "test_stall", "test_page",
 ]  # fmt: skip

@@ -38,7 +38,7 @@ def test_on_a_cpu_it_runs_what_a_cpu_can_and_says_so(tmp_path, monkeypatch, caps
     assert "LOOK" not in shown and "nothing to look at" in shown
     report = (tmp_path / "gpu_check.md").read_text()
     titles = re.findall(r"^## (.*)$", report, re.MULTILINE)
-    assert titles == ["machine", "kernels", "run", "kill and resume"] and report in shown
+    assert titles == ["machine", "kernels", "run", "kill and resume", "sync"] and report in shown
     assert re.search(r"For a report, .*, 1 ranks:\nok    torch: .*\n(.*\n)*ok    sample, speed: ", shown)
     figures = dict(re.findall(r"ok    (.*?): (?:off by |cosine |norm )?(\d[\d.,e-]*)", report))
     assert 0 < float(figures["attention, forwards"]) < 0.05
@@ -46,6 +46,7 @@ def test_on_a_cpu_it_runs_what_a_cpu_can_and_says_so(tmp_path, monkeypatch, caps
     assert 0.999 < float(figures["attention, gradients"]) <= 1
     assert 0 < float(figures["one engine: gap after sleep, wake and sync"]) < 1e-4
     assert float(figures["sample, speed"].replace(",", "")) > 0
+    assert re.search(r"ok    weights after sleep and sync: 0 of \d\d tensors differ: none", report)
 
 
 @pytest.mark.parametrize(("count", "capability", "free", "wrong"), [
@@ -216,6 +217,7 @@ def test_a_failing_check_is_reported_and_the_others_run(tmp_path, monkeypatch, c
     monkeypatch.setattr(check_gpu, "check_machine", broken)
     monkeypatch.setattr(check_gpu, "check_run", lambda place: iter([Line("slow", "1", "2", False, "do this")]))
     monkeypatch.setattr(check_gpu, "apart", lambda find: [])
+    monkeypatch.setattr(check_gpu, "check_sync", lambda place: iter([]))
     monkeypatch.setattr(check_gpu, "check_resume", lambda place: iter([Line("fine", "1")]))
     assert check_gpu.write_report(Place(tmp_path, None, 1, is_cuda=False)) == 2
     report = (tmp_path / "gpu_check.md").read_text()

@@ -451,12 +451,15 @@ def from_positions(rollout: Rollout, batch: Batch, values_N: Tensor) -> dict[int
     return per_token
 
 
-def own_values(rollout: Rollout, updates: list[Update], values_of: Callable[[Batch], Tensor]) -> dict[int, np.ndarray]:
-    """Index of each sequence that this rank trains -> the values of its batch, per completion token."""
+def own_values(
+    rollout: Rollout, updates: list[Update], values_of: Callable[[Batch], Tensor | None]
+) -> dict[int, np.ndarray]:
+    """Index of each sequence that this rank trains -> the values of its batch, where it has them, per token."""
     own = {}
     for update in updates:
         for batch in update.batches:
-            own |= from_positions(rollout, batch, values_of(batch))
+            if (values_N := values_of(batch)) is not None:
+                own |= from_positions(rollout, batch, values_N)
     return own
 
 

@@ -39,13 +39,13 @@ from flags import GROUPS, INF, EngineSettings, Sampling, Settings, default_dtype
 from fsdp_utils import gather_from_ranks, init_world, is_main_process
 from gate.checks import check_ranges, check_turns, ks_of_pass
 from gate.load_inputs import SET_FLAGS, load_model_files, samplings_of, start_grader
+from gate.machine import check_launch
 from grading import Grade
 from model.special_tokens import describe_tags
 from reward import Grader
 from runtime.files import best_effort, must_write, write
-from runtime.history import in_columns
-from runtime.machine import check_launch
 from runtime.start import RunError, Stopped
+from runtime.tables import in_columns
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
     from rollout import Engine
@@ -116,6 +116,11 @@ def evaluate(
             lines = [json.dumps(rollout.describe(b)) + "\n" for b in range(len(rollout.rows))]
             write(folder / f"{data.name}.jsonl", "".join(lines))
     return Result(data, sampling, figures_of(rollout, sampling.num_samples))
+
+
+def calls_of(sets: list[PromptData], samplings: list[Sampling]) -> list[tuple[int, int]]:
+    """(prompts, samples of each) of every set, for `largest_share`."""
+    return [(len(data.rows), sampling.num_samples) for data, sampling in zip(sets, samplings, strict=True)]
 
 
 def figures_of(rollout: Rollout, num_samples: int) -> dict[str, Figure]:
@@ -247,7 +252,7 @@ def main() -> None:
         check_turns(args)
         if args.reward == "none" and not args.environment:
             raise ValueError("--reward none grades nothing; give the reward of the sets.")
-        check_launch(args.tensor_parallel_size, "bfloat16", args.gpu_memory_utilization)
+        check_launch(args.tensor_parallel_size, "bfloat16")
         samplings = samplings_of(args.data, "", [getattr(args, name) for name in SET_FLAGS])
         if args.published and len(args.published) != len(args.data):
             counts = f"{len(args.published)} numbers for {len(args.data)} sets"
@@ -261,9 +266,8 @@ def main() -> None:
         folder = gather_from_ranks(folder)[0]  # the time in its name is the main process's
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
-            print(
-                *(line for data in sets for line in data.describe("results.json")), *describe_tags(tokenizer), sep="\n"
-            )
+            described = [line for data in sets for line in data.describe("results.json")]
+            print(*described, *describe_tags(tokenizer), sep="\n")
             print(f"first prompt: {sets[0].rows[0].text!r}", flush=True)
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
@@ -272,8 +276,7 @@ def main() -> None:
 
     longest = args.max_prompt_tokens + max(args.max_completion_tokens)
     settings = EngineSettings.from_flags(args, max_model_len=longest, load_format="auto")
-    sizes = [(len(data.rows), sampling.num_samples) for data, sampling in zip(sets, samplings, strict=True)]
-    demand = Demand(largest_share(sizes, world.num_engines), image_options(sets, vision))
+    demand = Demand(largest_share(calls_of(sets, samplings), world.num_engines), image_options(sets, vision))
     try:
         engine = Engine(args.model, tokenizer, world, settings, demand, turns.play if turns else None)
     except ValueError as error:

@@ -130,7 +130,7 @@ class Policy(nn.Module):
 
     def _trained_hidden(self, batch: Batch) -> Tensor:
         """Runs the decoder; returns its output at the trained positions: the head runs on these alone."""
-        beat("runs a forward pass")
+        beat()
         inputs = {"input_ids": batch.input_ids_N[None]}
         for optional in batch.parts:
             inputs |= optional.inputs(self.model, batch)

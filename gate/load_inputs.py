@@ -24,16 +24,18 @@ from engine.options import stop_ids
 from extras.turns.turns import Turns
 from flags import FLAGS, Grading, PromptFormat, Sampling, TurnLimits, ranks_per_engine, stall_limit
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
-from gate.agreement import ROOT, check_same_start, digest, digests_of
+from gate.agreement import ROOT, check_same_start, digest
 from gate.checks import LOOPBACK
+from gate.machine import check_launch
 from gate.models import check_model, check_path
 from grading.own import files_of
 from model.attention import check_device
 from model.weights import load_config, load_generation_config, load_tokenizer, model_of_shapes, weight_files
 from reward import Grader, workers_per_engine
-from runtime.machine import check_cpp_compiler, check_launch, choose_interface, local_world_size
+from runtime import stall
+from runtime.history import digests_of
+from runtime.machine import choose_interface, local_world_size
 from runtime.parts import part
-from runtime.stall import StallWatch
 from schedule import make_plan
 from sources import name_of_source, read_system_prompt
 
@@ -61,11 +63,8 @@ class Inputs:
 def load_inputs(args: Namespace) -> Inputs:
     """Raises ValueError, OSError or RuntimeError for everything that is wrong with the user's input."""
     num_ranks = ranks_per_engine(args)
-    engine_share = args.gpu_memory_utilization if args.engine == "colocated" else 0.0
     server_gpus = len(args.generation_gpus) if int(os.environ.get("RANK", "0")) < local_world_size() else 0
-    check_launch(num_ranks, args.dtype, engine_share, server_gpus)  # servers are on the first node
-    if args.compile and not torch.cuda.is_available():
-        check_cpp_compiler()
+    check_launch(num_ranks, args.dtype, server_gpus)  # servers are on the first node
     check_places(args)
     eval_options = args.eval_samples, args.eval_temperature, args.eval_max_completion_tokens, args.eval_top_p
     samplings = samplings_of(args.eval_data, "eval_", eval_options)
@@ -126,7 +125,7 @@ def samples_of(file: Path) -> Iterator[bytes]:
 
 def check_replayed(args: Namespace, weights: str) -> None:
     """Raises ValueError if the run that --replay names began with other weights than --model."""
-    if args.replay and digests_of(args.replay).get("--model", weights) != weights:
+    if args.replay and digests_of(Path(args.replay)).get("--model", weights) != weights:
         raise ValueError(f"--replay {args.replay} began with other weights than --model {args.model}; give its model.")
 
 
@@ -242,10 +241,10 @@ def check_places(args: Namespace) -> None:
 
 
 def check_world(args: Namespace, world: World) -> None:
-    """What only ranks together can know; then they watch each other. ValueError or RuntimeError, on every rank."""
+    """What only ranks together can know; then each is watched. ValueError or RuntimeError, on every rank."""
     check_shared(Path(args.out_dir))
     check_same_start(vars(args))
-    StallWatch(Path(args.out_dir) / "ranks", world.trainer_rank, world.num_trainers, stall_limit(args)).start()
+    stall.watch(Path(args.out_dir) / "ranks", world.trainer_rank, stall_limit(args))
     check_device(world.device, args.share_prompts)
 
 

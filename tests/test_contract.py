@@ -28,7 +28,7 @@ from transformers import Qwen2Config
 from command_line import parse_flags
 from engine import vllm_setup
 from engine.options import memory_errors
-from flags import EngineSettings
+from flags import EngineSettings, Sampling
 from fsdp_utils import World, begin_gather, fill_from_main
 from gate.agreement import program_files
 from helpers.programs import GPUS
@@ -102,6 +102,7 @@ def test_vllm_makes_of_our_options_what_the_engine_relies_on(name, kind, resolve
         "head_dtype": "torch.float32" if name in FP32_LOGITS else "torch.bfloat16",
         "tries_flashinfer": False,
         "experts": "triton",
+        "linear_attention": "triton",
         "fuses_all_reduce": False,
         "has_custom_all_reduce": True,
         "executor": "external_launcher",
@@ -174,6 +175,9 @@ class RecordedLLM:
 
     def __init__(self, fails_at: str = "", error: Exception | None = None) -> None:
         self.calls, self.fails_at, self.error = [], fails_at, error
+        self.queue = ["a step ahead of the outputs, of which nobody has taken one"]
+        core = SimpleNamespace(engine_core=SimpleNamespace(batch_queue=self.queue))
+        self.llm_engine = SimpleNamespace(engine_core=core, step=self.queue.pop)
 
     def note(self, call: str) -> None:
         self.calls.append(call)
@@ -195,6 +199,7 @@ class RecordedLLM:
         self.note(method)
 
     def reset_prefix_cache(self) -> bool:
+        assert not self.queue, "the step holds blocks of the cache"
         raise GoesOn("the engine goes on to sample")
 
 
@@ -469,6 +474,10 @@ def test_what_we_name_in_vllm_is_there():
     version = next(line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("vllm=="))
     assert f"vLLM {version.split()[0].removeprefix('vllm==')}," in vllm_setup.__doc__, "look at each line of it again"
     assert pkgutil.resolve_name("vllm.engine.arg_utils:EngineArgs").sleep_mode_offload_cudagraph is False
+    sampling = Sampling(num_samples=2, temperature=0.6, max_completion_tokens=9, top_p=0.95).for_vllm(7)
+    inspect.signature(pkgutil.resolve_name("vllm:SamplingParams")).bind(
+        **sampling, stop_token_ids=[], flat_logprobs=True
+    )
 
 
 # Copies ---------------------------------------------------------------------------------------------------------------

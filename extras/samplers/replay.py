@@ -1,4 +1,7 @@
-"""--replay: trains on the completions that another run has kept, without an engine. docs/runs.md"""
+"""--replay: trains on the completions that another run has kept, without an engine. docs/runs.md
+
+The seam is `Sampler.collect`: `train_grpo.build_sampler` takes `ReplaySampler` in place of `Sampler`.
+"""
 
 from __future__ import annotations
 

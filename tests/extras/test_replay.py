@@ -40,7 +40,7 @@ def sampled(step: int = 3, **changes) -> Sampled:
 def kept(folder, *steps: Sampled, max_gib: float = 1.0) -> None:
     keeper = Keeper(folder, max_gib, [b"a", b"b"])
     for each in steps:
-        keeper.keep(each)
+        keeper.sampled(each)
     keeper.wait()
 
 

@@ -526,5 +526,5 @@ def make_rollouts(run: Path, steps: list[int], prompts: int, tokens: int, vocabu
             is_trained_B=np.ones(count, dtype=bool),
             grades=grades,
         )
-        keeper.keep(Sampled(step, GROUP_SIZE, rollout, np.zeros(count), np.arange(count), None, {}))
+        keeper.sampled(Sampled(step, GROUP_SIZE, rollout, np.zeros(count), np.arange(count), None, {}))
     keeper.wait()

@@ -84,7 +84,7 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     check_model(args.model, config, limits, args.tensor_parallel_size, args.router_replay)
     if args.image_column:
-        part("extras.models.vision", "--image_column").check_images(args.model, config)
+        part("extras.models.vision", "--image_column").check_images(args.model, config, args.image_column)
     model, lora = shape_of(config, args.model), Lora.from_flags(args)
     if lora.lora_rank:
         part("extras.models.lora", "--lora_rank").target_names(model_of_shapes(config), lora.lora_targets)

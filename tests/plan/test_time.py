@@ -122,7 +122,7 @@ def test_partial_rollouts_pay_where_a_few_completions_are_long(mean, is_faster):
 
 
 def test_ranks_hold_no_engine_and_servers_nothing_of_the_trainer():
-    setup, colocated = plan("servers", SERVERS), plan("servers")
+    setup, colocated = plan("servers", SERVERS), plan("servers", "--gpu_memory_utilization 0.9")
     phases, alone = gpu_phases(setup), gpu_phases(colocated)
     assert "rollout" not in phases
     for name in phases.keys() - {"server"}:
@@ -140,6 +140,15 @@ def test_ranks_hold_no_engine_and_servers_nothing_of_the_trainer():
 def test_servers_are_counted_by_gpus_by_urls_or_by_their_number(more, gpus):
     setup = plan("servers", f"--engine server --tensor_parallel_size 2 {more}")
     assert (setup.hardware.gpus, setup.hardware.generation_gpus, setup.num_engines) == (2, gpus, gpus // 2)
+
+
+@pytest.mark.parametrize(("more", "share"), [("", 0.9), ("--gpu_memory_utilization 0.5", 0.5)])
+def test_a_server_has_its_gpus_alone(more, share):
+    """A server takes 0.9 of its GPUs, unless it is told otherwise; beside a trainer an engine takes 0.6."""
+    server = gpu_phases(plan("servers", SERVERS + more))["server"]
+    engine = sum(size for part, size in server.items() if part in ENGINE and part != "weights arriving")
+    assert engine == pytest.approx(share * 79 * 2**30)
+    assert plan("servers").engine.gpu_memory_utilization == 0.6
 
 
 def test_a_step_ahead_takes_the_time_of_the_slower_side():

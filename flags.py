@@ -324,8 +324,9 @@ GROUPS[DRY_RUN] = [  # all of them may change when a run continues
     flag("--plan_host_memory_gib", 1000.0, "RAM of a node", (TINY, INF)),
     flag("--plan_rows", None, "usable training rows; default: #ROWS of --train_data, lines of a .jsonl file, or a "
          "table", (1, INF), type=int),
-    flag("--plan_flops_share", 0.5, "share of peak FLOPs in matrix products, what lies between them apart; fitted to "
-         "published runs, see benchmarks/README.md", (TINY, 1)),
+    flag("--plan_flops_share", None, "share of peak FLOPs in matrix products, what lies between them apart; default: "
+         "0.65 on one GPU, as measured, and 0.42 on several, fitted to published runs; see benchmarks/README.md",
+         (TINY, 1), type=float),
     flag("--plan_prompt_tokens", None, "mean length of a prompt, hint included; default: half of "
          "--max_prompt_tokens", (1, INF), type=float),
     flag("--plan_completion_tokens", None, "mean length of a completion; default: half of --max_completion_tokens",

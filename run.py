@@ -200,11 +200,11 @@ class Run:
 
     def log(self, step: int, metrics: Metrics, work: Work | None = None, seconds_RE: Sequence[np.ndarray] = ()) -> None:
         """Appends the line of a step to metrics.jsonl, prints it, starts the next clock. `work`: of a trained step."""
-        memory, own = self.memory.metrics(), self.metrics()
+        own = self.metrics()
         metrics = own | metrics
         if work is not None:
             metrics |= throughput(work, seconds_RE, own, self.world)
-        metrics |= memory
+        metrics |= self.memory.metrics()
         self.start = time.perf_counter()
         self.seconds, self.updates = {}, []
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}  # JSON knows no nan
@@ -212,7 +212,7 @@ class Run:
         if self.after_step and step:  # 0 is an evaluation before training
             self._call_hook(step, broadcast_from_main(metrics))
         self.console.tell_step(step, self.total_steps, metrics, seconds_of_phases(metrics))
-        for remark in [*self.memory.remarks(memory), *self._remarks(metrics)]:
+        for remark in self._remarks(metrics):
             self.say(remark)
 
     def _remarks(self, metrics: Metrics) -> Iterator[str]:
@@ -275,7 +275,6 @@ class Run:
             "world_size": self.world.num_trainers, "tensor_parallel_size": self.world.tp_size,
             "device": device, "cores": os.cpu_count(), "commit": _git("rev-parse", "HEAD").strip() or None,
             "has_uncommitted_changes": bool(changes), "python": platform.python_version(), "packages": versions(),
-            "predicted_gib": {phase: round(size / 2**30, 2) for phase, size in self.memory.predicted.items()},
         })  # fmt: skip
 
     def describe_data(self, datasets: list[PromptData]) -> None:

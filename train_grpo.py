@@ -51,7 +51,7 @@ from runtime.start import NOT_FINISHED, RunError, Stopped, arm, leave, signal_na
 from sampling import Draws, Sampler
 from schedule import Plan, make_plan
 from update import Bounds, UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy, work_of_step
-from watch.memory import watch_memory
+from watch.memory import MemoryWatch
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -176,12 +176,11 @@ def open_run(args: Namespace, algorithm: Algorithm) -> tuple[Inputs, PromptData,
         eval_sets = [inputs.grader.check_keys(data, world) for data in inputs.eval_sets]
         check_columns(args, algorithm.columns, train_data)
         plan = make_plan(args, len(train_data.rows))
-        watch = watch_memory(args, len(train_data.rows), world, most_sequences(args, inputs, world))
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
     after_step = load_reference(args.after_step) if args.after_step else None
     recording = Recording.from_flags(args)
-    run = Run(out_dir, lock, world, watch, plan.total_steps, recording, inputs.tokenizer, after_step)
+    run = Run(out_dir, lock, world, MemoryWatch(world), plan.total_steps, recording, inputs.tokenizer, after_step)
     run.say(f"{world.describe()}; {plan.describe()}\n{algorithm.description}")
     run.describe_data([train_data, *eval_sets])
     return inputs, train_data, eval_sets, plan, run

@@ -11,7 +11,6 @@ import shutil
 import socket
 import sys
 import sysconfig
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -21,8 +20,6 @@ from runtime.start import check_divides, launched_world_size
 
 GIB = 2**30
 DRIVER = Path("/proc/driver/nvidia")  # what it says of itself
-PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-LIMITS = ("memory.max", "memory.limit_in_bytes")  # files of control groups, in versions 2 and 1
 
 
 def check_launch(tp_size: int, dtype: str, gpu_memory_utilization: float, server_gpus: int = 0) -> None:
@@ -135,28 +132,6 @@ def check_gpu(index: int, world_size: int, gpu_memory_utilization: float) -> Non
             f"see nvidia-smi; --gpu_memory_utilization {gpu_memory_utilization:g} wants {wanted / GIB:.1f}. "
             "End them, choose other GPUs, or lower it."
         )
-
-
-def host_bytes() -> int:
-    """RAM that this process may use: of the node, or the lowest limit of a control group around it."""
-    limits = [psutil.virtual_memory().total]
-    for group in _control_groups():
-        for name in LIMITS:
-            with suppress(OSError, ValueError):  # a file of the other version, out of sight, or "max": no limit
-                limits.append(int((group / name).read_text()))
-    return min(limits)
-
-
-def _control_groups() -> list[Path]:
-    """The folders of this process's control group and of those around it: of a container, of a job of Slurm."""
-    folders = []
-    with suppress(OSError):  # a kernel without them
-        for line in (PROC / "self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers in ("", "memory"):
-                own = CGROUPS / controllers / path.lstrip("/")
-                folders += [own, *own.parents]  # further up there are no limits
-    return folders
 
 
 def use_all_cores() -> None:

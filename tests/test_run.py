@@ -40,7 +40,7 @@ UPDATE = {"policy/loss": 1.0, "optim/lr": 0.1, "optim/skipped_updates": 0.0}
 
 def make_run(folder, rank: int = 0, size: int = 4) -> Run:
     world = World(trainer_rank=rank, num_trainers=size, tp_size=1, device=torch.device("cpu"))
-    return Run(folder, None, world, MemoryWatch(world, {}), 10, Recording(), build_tokenizer())
+    return Run(folder, None, world, MemoryWatch(world), 10, Recording(), build_tokenizer())
 
 
 def one_row(name: str, *excluded: tuple[str, str]) -> PromptData:

@@ -118,7 +118,8 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     hardware = Hardware(
         name=args.plan_gpu, gpus=gpus, nodes=nodes,
         gpu_bytes=gpu_memory * GIB, host_bytes=args.plan_host_memory_gib * GIB,
-        flops=flops * 1e12, flops_share=args.plan_flops_share or FLOPS_SHARE[gpus > 1], memory_speed=memory_speed * 1e12,
+        flops=flops * 1e12, flops_share=args.plan_flops_share or FLOPS_SHARE[gpus > 1],
+        memory_speed=memory_speed * 1e12,
         link_speed=link_speed * 1e9, network_speed=NETWORK_SPEED, host_speed=host_speed * 1e9,
         generation_gpus=generation_gpus,
     )  # fmt: skip

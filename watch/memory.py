@@ -1,7 +1,7 @@
 """The memory that each phase of a step takes at its peak, for the log; where it runs out, a sentence ends the run.
 
-`Run` calls the watch. On CUDA a phase's figure is all that is taken on the GPU: what torch holds, the engine awake or
-asleep, CUDA's own. On the CPU it is the resident memory of the rank.
+On CUDA a phase's figure is all that is taken on the GPU: what torch holds, the engine awake or asleep, CUDA's own. On
+the CPU it is the resident memory of the rank.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from command_line import exit_with_error
+from batch import Metrics
 from fsdp_utils import World, gather_from_ranks
+from run import Observer
 from runtime.machine import local_world_size
 from runtime.ways_out import WAYS_OUT
 
@@ -32,7 +33,7 @@ NO_MEMORY = re.compile(
 )
 
 
-class MemoryWatch:
+class MemoryWatch(Observer):
     """Peaks of the phases of this rank's step."""
 
     def __init__(self, world: World) -> None:
@@ -43,16 +44,7 @@ class MemoryWatch:
         self.host_peak = 0
 
     @contextmanager
-    def loading(self) -> Iterator[None]:
-        """The phase before the first one. It also ends the run in a sentence if weights do not fit config.json."""
-        try:
-            with self.phase("load"):
-                yield
-        except ValueError as error:
-            exit_with_error(error)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, step: int = 0) -> Iterator[None]:
         """Keeps the peak of the block; a phase that is not in `PHASES` belongs to the one around it.
 
         Raises MemoryError with a sentence in the place of an error that says that memory ran out.
@@ -81,19 +73,19 @@ class MemoryWatch:
             self.peaks[self.current] = max(self.peaks.get(self.current, (0, 0)), peak(self.world.device))
         restart(self.world.device)
 
-    def metrics(self) -> dict[str, float]:
+    def step(self, step: int, metrics: Metrics) -> Metrics:
         """`memory/` metrics since the last call, in GiB: the same on every rank; all ranks call it."""
         ranks = gather_from_ranks((self.peaks, self.host_peak + resident_of_children()))
-        metrics = {}
+        found = {}
         for name in self.peaks:
             taken, held = max(peaks.get(name, (0, 0)) for peaks, _ in ranks)
-            metrics[f"memory/{name}_gib"] = taken / GIB
+            found[f"memory/{name}_gib"] = taken / GIB
             if self.is_cuda:
-                metrics[f"memory/{name}_allocated_gib"] = held / GIB
-        metrics["memory/peak_gib"] = max(metrics.values(), default=0.0)
-        metrics["memory/host_gib"] = largest_node([on_host for _, on_host in ranks]) / GIB
+                found[f"memory/{name}_allocated_gib"] = held / GIB
+        found["memory/peak_gib"] = max(found.values(), default=0.0)
+        found["memory/host_gib"] = largest_node([on_host for _, on_host in ranks]) / GIB
         self.peaks, self.host_peak = {}, 0
-        return metrics
+        return found
 
     def _ways_out(self, name: str) -> str:
         """The flags to change for a phase of the loop, or for the "host"."""

@@ -48,13 +48,13 @@ def test_each_phase_has_its_own_memory_peak():
         hold(48 * MIB).close()
     with memory.phase("sync"):
         pass
-    found = memory.metrics()
+    found = memory.step(1, {})
     for name, size in {"load": 64, "update": 96, "sample": 48}.items():
         over = (found[f"memory/{name}_gib"] - found["memory/sync_gib"]) * 1024
         assert over == pytest.approx(size, abs=8), name
     assert found["memory/peak_gib"] == found["memory/update_gib"] and "memory/reward_gib" not in found
     assert found["memory/host_gib"] >= found["memory/update_gib"], "the host's figure holds the processes below, too"
-    assert "memory/load_gib" not in memory.metrics(), "they begin anew"
+    assert "memory/load_gib" not in memory.step(1, {}), "they begin anew"
 
 
 def fake_gpu(monkeypatch: pytest.MonkeyPatch, taken: int = 0, **stats: int) -> None:

@@ -60,7 +60,7 @@ from sources import read_system_prompt
 from update import Bounds, UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy
 from watch.after_step import AfterStep
 from watch.console import Console
-from watch.memory import MemoryWatch, watch_memory
+from watch.memory import MemoryWatch
 from watch.results import Results
 from watch.rollouts import Keeper, bytes_of_tokens
 from watch.samples import Samples, describe_data
@@ -245,21 +245,18 @@ def open_run(args: Namespace, algorithm: Algorithm) -> tuple[Inputs, PromptData,
         train_data = PromptData.mix([inputs.grader.check_keys(data, world) for data in inputs.train_data])
         eval_sets = [inputs.grader.check_keys(data, world) for data in inputs.eval_sets]
         plan = make_plan(args, len(train_data.rows))
-        memory = watch_memory(args, len(train_data.rows), world, most_sequences(args, inputs, world))
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
-    run = Run(out_dir, lock, world, plan.total_steps, observers_of(args, inputs, world, plan.total_steps, memory))
+    run = Run(out_dir, lock, world, plan.total_steps, observers_of(args, inputs, world, plan.total_steps))
     run.say(f"{world.describe()}; {plan.describe()}\n{algorithm.description}")
     if world.is_main:
         describe_data([train_data, *eval_sets], inputs.tokenizer, out_dir)
     return inputs, train_data, eval_sets, plan, run
 
 
-def observers_of(
-    args: Namespace, inputs: Inputs, world: World, total_steps: int, memory: MemoryWatch
-) -> list[Observer]:
+def observers_of(args: Namespace, inputs: Inputs, world: World, total_steps: int) -> list[Observer]:
     """What watches this rank's run. What adds to the line of a step comes before what shows it."""
-    out_dir, observers = Path(args.out_dir), [memory]
+    out_dir, observers = Path(args.out_dir), [MemoryWatch(world)]
     if args.after_step:
         observers.append(AfterStep(load_reference(args.after_step)))
     if args.keep_rollouts:

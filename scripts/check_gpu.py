@@ -22,7 +22,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from multiprocessing import get_context
@@ -51,8 +51,8 @@ from model import head
 from model.attention import check_device, make_packing, packed_attention
 from model.packed import Segment
 from model.weights import open_weights
-from plan.dry_run import config_of
-from plan.memory import CONTEXT, ENGINE_ASLEEP
+from plan.dry_run import config_of, setup_of
+from plan.memory import CONTEXT, ENGINE_ASLEEP, gpu_phases, needed
 from policy import build_policy
 from runtime.history import read_metrics
 from smoke_inputs import SETUPS, make_config, make_tokenizer
@@ -72,6 +72,10 @@ SIZE = {  # by whether there is a GPU
 # bfloat16 has steps of 1/8: two roundings differ by a step at most, and a probability p by p (1 - p) / 8 <= 1/32. CPU:
 # float32.
 LARGEST_GAP = {True: 1 / 32, False: 1e-4}
+# Phase of the loop -> phases of the dry run. The engine is awake when it starts, and again at the end of a sync.
+PLANNED = {
+    "load": ("load", "rollout"), "sample": ("rollout",), "update": ("update", "optimizer"), "sync": ("sync", "rollout"),
+}  # fmt: skip
 PROGRAM_SECONDS = 900  # for each program: a hang is the classic fault of a new machine
 
 
@@ -233,15 +237,7 @@ def check_run(place: Place) -> Iterator[Line]:
     out_dir = place.train("run", 1)
     steps = read_metrics(out_dir)
     yield from gap_lines(place, "one engine", steps)
-    started = json.loads((out_dir / "starts.jsonl").read_text("utf-8").splitlines()[-1])
-    for phase, predicted in started["predicted_gib"].items():
-        used = max(record.get(f"memory/{phase}_gib", 0.0) for record in steps)
-        if not used or phase == "host":  # for the host there is only a guess for each process
-            continue
-        wanted = f"at most {predicted:.2f}" if place.is_cuda else f"{predicted:.2f}, not to be held to on a CPU"
-        is_ok = used <= predicted or not place.is_cuda
-        advice = f"The dry run is wrong by {used / predicted - 1:+.0%}: please report it."
-        yield Line(f"memory, {phase}, against the dry run", f"{used:.2f} GiB", wanted, is_ok, advice)
+    yield from memory_lines(steps, planned(out_dir, apart(smallest_gpu) * GIB) if place.is_cuda else {})
     last = steps[-1]
     if (mfu := last.get("perf/update_mfu")) is not None:
         advice = "Published trainers reach 14% to 26%. docs/symptoms.md says which flags help."
@@ -250,6 +246,27 @@ def check_run(place: Place) -> Iterator[Line]:
     for phase in ("update", "sample"):
         speed = last[f"perf/{phase}_tokens_per_s_per_gpu"]
         yield Line(f"{phase}, speed", f"{speed:,.0f} tokens/s")
+
+
+def planned(out_dir: Path, gpu_bytes: float) -> dict[str, float]:
+    """Phase of the loop -> GiB that the dry run says of this run on one such GPU."""
+    args = argparse.Namespace(**json.loads((out_dir / "config.json").read_text("utf-8")))
+    args.plan_gpus = 1
+    setup = setup_of(args, config_of(args.model))
+    phases = gpu_phases(replace(setup, hardware=replace(setup.hardware, gpu_bytes=gpu_bytes)))
+    return {phase: max(needed(phases[name]) for name in PLANNED[phase] if name in phases) / GIB for phase in PLANNED}
+
+
+def memory_lines(steps: list[dict[str, float]], expected: dict[str, float]) -> Iterator[Line]:
+    """The memory of each phase, and whether it is within what is expected of it, in GiB."""
+    for phase in PLANNED:
+        used = max(record.get(f"memory/{phase}_gib", 0.0) for record in steps)
+        if not used:
+            continue
+        most = expected.get(phase, math.inf)
+        wanted = f"at most {most:.2f}" if expected else ""
+        advice = f"The dry run is wrong by {used / most - 1:+.0%}: please report it."
+        yield Line(f"memory, {phase}, against the dry run", f"{used:.2f} GiB", wanted, used <= most, advice)
 
 
 def check_sync(place: Place) -> Iterator[Line]:

@@ -190,7 +190,7 @@ def make_row(
     messages = _messages(_look_up(record, column, "--prompt_column"), f"column {column!r}", prompt_format)
     _check_special_tokens(messages, prompt_format, tokenizer)
     answer, encoded = "", ()
-    column = prompt_format.answer_column
+    column = None if prompt_format.reward == "none" else prompt_format.answer_column
     if column:
         value = _look_up(record, column, "--answer_column")
         answer = _answer(value, f"column {column!r}", prompt_format.list_answers)

@@ -366,7 +366,8 @@ def as_field(value: object) -> object:
 
 class PromptFormat(Settings):  # how a row becomes a prompt
     prompt_column: str
-    answer_column: str | None  # None: answers are not read
+    answer_column: str
+    reward: str  # none: answers are not read
     list_answers: str
     image_column: str | None
     prompt_format: str
@@ -501,3 +502,8 @@ def free_on_resume(args: argparse.Namespace) -> set[str]:
     free = {each.name.removeprefix("--") for each in FLAGS.values() if each.free_on_resume or each in GROUPS[DRY_RUN]}
     is_constant = args.lr_schedule == "constant" and not args.warmup_ratio
     return free | {"total_steps", "epochs", "total_episodes"} if is_constant else free
+
+
+def ks_of_pass(num_samples: int) -> list[int]:
+    """The k of pass@k: 2, 4, 8, ... and the number of samples."""
+    return sorted({2**i for i in range(1, num_samples.bit_length())} | {num_samples} - {1})

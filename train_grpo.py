@@ -12,6 +12,7 @@ dimension key) to `grpo.py`. Starting the same command again continues from the 
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,32 +25,39 @@ ARGS = command.start() if __name__ == "__main__" else None
 from algorithm import algorithm_of
 from checkpoint import Writer, latest, load, set_link
 from command_line import exit_with_error
-from data import PromptData, image_options
+from data import PromptData, describe_template, image_options, load_reader
 from engine.drift import DriftGuard
-from engine.options import Demand, largest_share
-from evaluate import Evaluator, calls_of
+from engine.options import Demand, largest_share, stop_ids
+from evaluate import SET_FLAGS, Evaluator, calls_of, samplings_of
 from flags import (
     AdamW,
     EngineSettings,
+    Grading,
     Lora,
     Memory,
+    PromptFormat,
     Sampling,
     Saving,
     Servers,
+    TurnLimits,
     free_on_resume,
     ranks_per_engine,
 )  # fmt: skip
 from fsdp_utils import World, close_world, init_world, is_main_process, set_allocator
-from gate.agreement import check_same_step
-from gate.load_inputs import Inputs, check_world, load_inputs
+from gate.agreement import check_same_step, check_world
+from gate.inputs import check_loaded, check_training
 from grading.own import load_reference
 from grpo import Algorithm
+from inputs import Inputs, digest, digest_of_config, digest_of_data, digest_of_weights, digests_of_files, start_grader
 from metrics import merge_updates, throughput
+from model.weights import load_config, load_generation_config
 from policy import Policy, build_policy
 from run import Observer, Run, open_run_folder
+from runtime.parts import part
 from runtime.start import NOT_FINISHED, RunError, Stopped, arm, leave, signal_name
 from sampling import Draws, Sampler
 from schedule import Plan, make_plan
+from sources import read_system_prompt
 from update import Bounds, UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy, work_of_step
 from watch.after_step import AfterStep
 from watch.console import Console
@@ -188,6 +196,46 @@ def close(inputs: Inputs, engine: Engine | ServerEngine) -> None:
     if inputs.turns:  # after the servers, whose episodes go on
         inputs.turns.close()
     close_world()
+
+
+def load_inputs(args: Namespace) -> Inputs:
+    """Data, tokenizer and reward. Raises ValueError, OSError or RuntimeError for all that is wrong with them."""
+    check_training(args)
+    prompt_format = PromptFormat.from_flags(args, system_prompt=read_system_prompt(args.system_prompt))
+    config = load_config(args.model)
+    tokenizer, vision = load_reader(args.model, config, prompt_format)
+    generation = load_generation_config(args.model, config, stop_ids(tokenizer, args.stop_tokens))
+    hint_column, hints = args.hint_column, None
+    if hint_column and hint_column.startswith("@"):
+        make_hints = part("extras.teacher.hints", "--hint_column").Hints
+        hints = make_hints(tuple(hint_column.split(",")), replace(prompt_format, system_prompt=None), tokenizer)
+        hint_column = None
+    options = hint_column, args.shuffle == "on"
+    train_data = [
+        PromptData.load(each, prompt_format, tokenizer, args.seed, vision, *options) for each in args.train_data
+    ]
+    make_plan(args, len(PromptData.mix(train_data).rows))  # raises for data that fills no step
+    # The seed 0 draws #ROWS: held-out sets are the same problems whatever the seed of the run.
+    eval_sets = [PromptData.load(each, prompt_format, tokenizer, 0, vision) for each in args.eval_data]
+    samplings = samplings_of(args.eval_data, "eval_", [getattr(args, f"eval_{name}") for name in SET_FLAGS])
+    grading, limits, size = Grading.from_flags(args), TurnLimits.from_flags(args), ranks_per_engine(args)
+    grader, turns = start_grader(grading, limits, prompt_format, tokenizer, size, args.advantage != "zero")
+    sources = zip([*args.train_data, *args.eval_data], [*train_data, *eval_sets], strict=True)
+    digests = {source: digest_of_data(data) for source, data in sources}
+    named = [args.environment, args.tools, args.advantage, args.policy_loss, args.kl_estimator, args.optimizer]
+    named = ",".join(filter(None, [*named, args.after_step])).split(",")
+    digests |= digests_of_files([*grader.weights, *named])
+    if prompt_format.system_prompt != args.system_prompt:  # that of a file
+        digests["--system_prompt"] = digest([prompt_format.system_prompt.encode()])
+    if is_main_process():  # downloads weights that are not on the disk, while nobody waits in a collective
+        print(*describe_template(prompt_format, tokenizer), sep="\n", flush=True)
+        for flag, path in {"--model": args.model, "--reference": args.reference}.items():
+            if path:
+                digests |= {flag: digest_of_weights(path), f"config of {flag}": digest_of_config(path, generation)}
+    companions = [vision.processor if vision else tokenizer, generation]
+    inputs = Inputs(tokenizer, vision, train_data, eval_sets, samplings, grader, turns, hints, companions, digests)
+    check_loaded(args, inputs)
+    return inputs
 
 
 def open_run(args: Namespace, algorithm: Algorithm) -> tuple[Inputs, PromptData, list[PromptData], Plan, Run]:

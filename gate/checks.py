@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
-from flags import FLAGS, GROUPS, INF, TINY, Flag, ranks_per_engine
+from flags import FLAGS, GROUPS, INF, TINY, Flag, ks_of_pass, ranks_per_engine
 from gate.models import check_path
 from runtime.cards import gpu_figures
 from runtime.parts import check_part
@@ -272,11 +272,6 @@ def check_tracker(track: str) -> None:
     has_key = os.environ.get("WANDB_API_KEY") or (Path.home() / ".netrc").exists()  # where `wandb login` writes it
     if needs_key and not has_key:
         raise ValueError("--track wandb: no key is known; run `wandb login`, set WANDB_API_KEY or WANDB_MODE=offline.")
-
-
-def ks_of_pass(num_samples: int) -> list[int]:
-    """The k of pass@k: 2, 4, 8, ... and the number of samples."""
-    return sorted({2**i for i in range(1, num_samples.bit_length())} | {num_samples} - {1})
 
 
 def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> None:

@@ -19,7 +19,6 @@ from command_line import parse_flags
 from data import check_vocabulary
 from extras.teacher.vocabulary import run
 from flags import Grading, Sampling
-from gate.load_inputs import load_inputs
 from grading import NOT_GRADED
 from helpers.distributed import TAUGHT, on_ranks, with_hints
 from helpers.made_up import (
@@ -40,6 +39,7 @@ from helpers.made_up import (
 from helpers.runs import training_flags
 from metrics import rollout_metrics
 from reward import Grader
+from train_grpo import load_inputs
 from update import add_reference
 
 

@@ -33,7 +33,7 @@ from extras.servers.start import start_server
 from extras.servers.weights import TENSOR_SECONDS, GlooEngine, NcclEngine, StatelessProcessGroup
 from flags import EngineSettings, Sampling
 from gate.checks import check_flags
-from gate.load_inputs import check_places
+from gate.inputs import check_places
 from helpers.fake_servers import DESCRIPTION, KEY, WEIGHTS, A, B, FakeServer, engine_of, sampler_over, synced
 from helpers.made_up import flags, load_policy, make_model, make_row
 from helpers.runs import SERVERS, begin, launched, metrics_of, torchrun, training_flags, wait_for

@@ -17,7 +17,6 @@ from batch import Rollout, shared_positions
 from data import PromptData
 from extras.models.vision import decode
 from gate.checks import check_flags
-from gate.load_inputs import load_inputs
 from helpers.distributed import WITH_IMAGES, WITHOUT, on_ranks, vision_gradient
 from helpers.made_up import (
     ALONE,
@@ -35,6 +34,7 @@ from helpers.made_up import (
     write_parquet,
 )
 from helpers.runs import torchrun
+from train_grpo import load_inputs
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,9 @@ from io import StringIO
 import pytest
 import torch
 
+import inputs
 import serve
-from gate import load_inputs as load
+import train_grpo
 from gate import machine
 from gate.machine import check_launch
 from helpers.made_up import flags
@@ -115,9 +116,9 @@ def test_only_the_main_process_fetches_weights_before_ranks_meet(policy, monkeyp
     in a collective, and its time-out would end the run.
     """
     fetched = []
-    monkeypatch.setattr(load, "weight_files", lambda path: fetched.append(path) or [])
+    monkeypatch.setattr(inputs, "weight_files", lambda path: fetched.append(path) or [])
     files = {"model": policy, "train_data": policy / "train.jsonl", "out_dir": tmp_path}
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
-        load.load_inputs(flags(**files, max_prompt_tokens=8, max_completion_tokens=12)).grader.close()
+        train_grpo.load_inputs(flags(**files, max_prompt_tokens=8, max_completion_tokens=12)).grader.close()
         assert fetched == ([str(policy)] if rank == "0" else [])

@@ -10,10 +10,10 @@ import pytest
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 
 import evaluate
-from gate.load_inputs import load_inputs
 from gate.models import check_context, check_model, check_parallel, check_path
 from helpers.made_up import flags
 from plan.dry_run import dry_run
+from train_grpo import load_inputs
 
 
 @pytest.mark.parametrize(("given", "saved", "words"), [

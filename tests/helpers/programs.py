@@ -68,7 +68,7 @@ def cooler(*flags: str) -> None:
 def late_start(first: str, second: str) -> None:
     """On two ranks: the main process comes late, and the nodes do not share a folder."""
     from fsdp_utils import close_world, init_world
-    from gate import load_inputs as load
+    from gate import agreement
 
     rank = int(os.environ["RANK"])
     if rank == 0:
@@ -76,9 +76,9 @@ def late_start(first: str, second: str) -> None:
     start = time.monotonic()
     init_world(tp_size=1, timeout_minutes=0.1)  # 6 seconds
     assert rank == 0 or time.monotonic() - start > 5
-    load.SHOWN_AFTER = 0.5
+    agreement.SHOWN_SECONDS = 0.5
     try:
-        load.check_shared(Path((first, second)[rank]))
+        agreement.check_shared(Path((first, second)[rank]))
     except ValueError as error:
         (Path(first) / f"error_of_rank_{rank}").write_text(str(error))
     close_world()

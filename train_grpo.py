@@ -91,6 +91,8 @@ def load_models(
     except ValueError as error:  # weights that do not fit config.json
         exit_with_error(error)
     run.say(policy.describe())
+    if inputs.turns:
+        run.say(inputs.turns.describe())
     return policy, reference, optimizer, engine
 
 
@@ -113,8 +115,6 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run) -> E
 
         set_allocator(is_expandable=True)  # as beside an engine
         return NoEngine()
-    if inputs.turns:
-        run.say(inputs.turns.describe())
     from rollout import Engine  # vLLM takes seconds to import: mistakes are reported before
 
     images = image_options([*inputs.train_data, *inputs.eval_sets], inputs.vision)

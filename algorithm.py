@@ -20,7 +20,7 @@ from extras import losses
 from extras.teacher.divergences import DIVERGENCES
 from flags import FLAGS, AdamW, most_lag
 from gate.checks import given, leave
-from grading.own import load_reference
+from grading.user_code import load_reference
 from grpo import AGGREGATIONS, KL, Algorithm, Graded, Loss, Tokens, check_returned
 
 CHOICES: dict[str, dict[str, Callable]] = {

@@ -27,7 +27,6 @@ from batch import IMAGE, Messages, Row
 from extras.models.vision import Vision, encoded_images, find_images
 from flags import PromptFormat
 from grading import alternatives, key_text
-from grading.own import load_reference
 from model.special_tokens import template_tokens
 from runtime.progress import progress
 from sources import Record, name_of_source, read_records
@@ -341,6 +340,8 @@ def tool_schemas(tools: str | None) -> list[dict[str, object]] | None:
     """The schemas of the functions for the chat template, from their type hints and docstrings. Raises ValueError."""
     if not tools:
         return None
+    from grading.user_code import load_reference
+
     try:
         return [get_json_schema(load_reference(tool)) for tool in tools.split(",")]
     except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything

@@ -33,7 +33,7 @@ from flags import AdamW, EngineSettings, Lora, Memory, Recording, Sampling, Savi
 from fsdp_utils import World, close_world, init_world, is_main_process, set_allocator
 from gate.checks import ranks_per_engine
 from gate.load_inputs import Inputs, check_columns, check_world, load_inputs
-from grading.own import load_reference
+from grading.user_code import load_reference
 from grpo import Algorithm
 from policy import Policy, build_policy
 from run import Run, open_run_folder

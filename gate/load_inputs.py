@@ -28,7 +28,7 @@ from flags import FLAGS, Grading, PromptFormat, Sampling, TurnLimits, stall_limi
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
 from gate.agreement import ROOT, check_same_start, digest, digests_of
 from gate.checks import LOOPBACK, given, ranks_per_engine
-from grading.own import files_of
+from grading.user_code import files_of
 from model.attention import check_device
 from model.sizes import check_config, check_cpu_kernels, check_experts
 from model.weights import load_config, load_generation_config, model_of_shapes, weight_files

@@ -9,8 +9,9 @@ import pytest
 from extras.turns import episode
 from gate.load_inputs import own_files
 from grading import Case
-from grading.own import OwnReward, files_of, load_own, load_reference
+from grading.own import OwnReward
 from grading.score import RewardWorker
+from grading.user_code import files_of, load_own, load_reference
 from helpers.runs import ROOT
 
 EXTRAS = {"prompt": "<user>", "token_ids": (7, 8), "num_tokens": 2, "max_tokens": 9, "is_truncated": True}

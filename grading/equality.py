@@ -26,7 +26,7 @@ from sympy import Basic, Derivative, Eq, Expr, Float, I, Integral, Limit, Pow, P
 from sympy.core.function import AppliedUndef
 
 from grading.answer import read_answer
-from grading.values import MAX_FORMULA, Value, clean, fold, parse_value, quantity
+from grading.values import DATED, MAX_FORMULA, Value, clean, fold, parse_value, quantity
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
 
@@ -63,9 +63,8 @@ def equal(key: str, answer: str) -> bool:
         return key.strip() != ""
     key, answer = clean(key), clean(answer)
     key_value, value = parse_value(key), parse_value(answer)
-    if "matrix}" in key + answer and "formula" in (key_value[0], value[0]):
-        return same_formula(key, answer)
-    return _same(key_value, value)
+    has_matrix = "matrix}" in key + answer and "formula" in (key_value[0], value[0])
+    return _same(key_value, value) or (has_matrix and same_formula(key, answer))
 
 
 def _same(key: Value, answer: Value) -> bool:
@@ -88,6 +87,11 @@ def _same(key: Value, answer: Value) -> bool:
             return _same(key, value)
         case (("words", text), ("formula", text_2, _)) | (("formula", text, _), ("words", text_2)):
             return _letters(text) == _letters(text_2) != ""
+        case ("number", value, _), ("words", text) if DATED.fullmatch(text):  # 10 - 3 is 7, but 4-1 no 5-2
+            return same_formula(value, text)
+        case (("words", text), ("list", items)) | (("list", items), ("words", text)):  # ACD is A, C, D
+            letters = [str(item[1]) for item in items]
+            return max(map(len, letters)) == 1 and "".join(letters) == text
         case (("choice", *_), _) | (_, ("choice", *_)):
             return _same_choice(key, answer)
         case ("number" | "formula", *_), ("number" | "formula", *_):
@@ -97,7 +101,10 @@ def _same(key: Value, answer: Value) -> bool:
         case ("sequence", brackets, items, names), ("sequence", brackets_2, items_2, names_2):
             are_named_alike = not names or not names_2 or names == names_2
             return brackets == brackets_2 and are_named_alike and _same_ordered(items, items_2)
-        case (("sequence", "()", point, names), ("list", parts)) | (("list", parts), ("sequence", "()", point, names)):
+        case (("sequence", "()" | "", point, names), ("list", parts)) | (
+            ("list", parts),
+            ("sequence", "()" | "", point, names),
+        ):
             is_point = len(names) != 1 and all(part[0] != "named" for part in parts)  # x < 1 has one name
             return is_point and _same_ordered(point, parts)
     return False
@@ -120,7 +127,7 @@ def _same_choice(key: Value, answer: Value) -> bool:
 
 
 def _letters(text: str) -> str:
-    return re.sub(r"\\text|[\s(){}]", "", fold(text))
+    return re.sub(r"\\text|\\cdot|[\s(){}_]", "", fold(text))
 
 
 def _same_ordered(keys: tuple[Value, ...], answers: tuple[Value, ...]) -> bool:
@@ -180,6 +187,10 @@ def read_formula(text: str | Fraction) -> Basic | None:
     if not _is_small(formula) or formula.has(sympy.nan, sympy.zoo):
         return None
     letters = {symbol: I for symbol in formula.free_symbols if symbol.name == "i"}
+    if "\\sqrt[" in text:  # an odd root of a negative number is real
+        for root in formula.atoms(Pow):
+            if root.base.is_negative and root.exp.is_Rational and root.exp.p == 1 and root.exp.q % 2:
+                letters[root] = -Pow(-root.base, root.exp)
     for slope in formula.atoms(Derivative):  # dy/dx is no 0, but a letter of its own
         if slope.expr.free_symbols.isdisjoint(slope.variables):
             letters[slope] = Symbol(str(slope), real=True)
@@ -230,13 +241,14 @@ def same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
 
 
 def _points(symbols: list[Symbol]) -> list[dict[Symbol, Float]]:
-    """Odd points near and far, of all signs: sqrt((x - 50)^2) is 50 - x up to 50."""
-    sizes = [Float(f"{0.61803398874989 + i * 0.41421356237309}", 60) for i in range(len(symbols))]
+    """Odd points near and far, of all signs and in both orders: sqrt((x - 50)^2) is 50 - x up to 50."""
+    shares = [(0.61803398874989 * (i + 1)) % 1 for i in range(len(symbols))]
+    orders = (shares, [1 - share for share in shares])
     points = []
-    for sign, next_sign, scale in itertools.product((1, -1), (1, -1)[: len(symbols)], (1, 30, 400, 2000)):
-        values = [(size * scale + i) * sign * next_sign**i for i, size in enumerate(sizes)]
+    for sign, next_sign, scale, order in itertools.product((1, -1), (1, -1)[: len(symbols)], (1, 40, 2000), orders):
+        values = [Float(f"{share * scale}", 60) * sign * next_sign**i for i, share in enumerate(order)]
         points.append(dict(zip(symbols, values, strict=True)))
-    return points or [{}]
+    return points if symbols else [{}]
 
 
 def _value(formula: Basic, point: dict[Symbol, Float]) -> Expr | None:
@@ -259,9 +271,18 @@ def _value(formula: Basic, point: dict[Symbol, Float]) -> Expr | None:
 # Answer keys ----------------------------------------------------------------------------------------------------------
 
 
+SENTENCE = re.compile(  # There are 15 ways. The value of $x$ is $5$.
+    r"[A-Z](?:[^$\d]|\$[^$\d]+\$)*\s(?:is|are|has|have|equals)\s+"
+    r"(?P<value>\$[^$]+\$|[^\s$]*\d[^\s$]*(?:\s[a-z]+){0,3})\s*\.?"
+)
+
+
 def key_content(key: str) -> str:
-    """The answer in an answer key: the inside of its last box or <answer>, if it has one, else all of it."""
-    return (read_answer(key) or "") if re.search(r"\\(?:boxed|fbox)\b|<answer>", key) else key
+    """The answer in an answer key: in its last box or <answer>, or at the end of a sentence; else all of it."""
+    if re.search(r"\\(?:boxed|fbox)\b|<answer>", key):
+        return read_answer(key) or ""
+    sentence = SENTENCE.fullmatch(key.strip())
+    return sentence["value"] if sentence else key
 
 
 def check_key(key: str) -> None:

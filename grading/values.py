@@ -26,12 +26,13 @@ SYMBOLS = str.maketrans({
     "½": " 1/2", "¼": " 1/4", "¾": " 3/4", "⅓": " 1/3", "⅔": " 2/3", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
     "≥": r"\ge ", "≠": r"\ne ", "°": r"^\circ ", "∪": r"\cup ", "∈": r"\in ", "±": r"\pm ", "×": r"\times ",
     "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "⁄": "/", "−": "-", "–": "-", "—": "-", "∅": r"\emptyset ",
-    "ℝ": r"\mathbb{R}", "θ": r"\theta ", "√": r"\sqrt ", "€": r"\euro ", "£": r"\pounds ", "’": "'", "≈": r"\approx ",
-    "≃": r"\approx ", "⁻": "-",
+    "ℝ": r"\mathbb{R}", "θ": r"\theta ", "√": r"\sqrt ", "€": r"\euro ", "£": r"\sterling ", "’": "'", "≈": r"\approx ",
+    "≃": r"\approx ", "⁻": "-", "≡": r"\equiv ", "ℤ": r"\mathbb{Z}", "₹": r"\rupee ", "¥": r"\yuan ", "￥": r"\yuan ",
 })  # fmt: skip
-WORDS = {word: n for n, word in enumerate(re.findall(r"\w+", """
+WORDS = {word: n % 21 for n, word in enumerate(re.findall(r"\w+", """
     zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
-    eighteen nineteen twenty"""))}  # fmt: skip
+    eighteen nineteen twenty
+    零 一 二 三 四 五 六 七 八 九 十 十一 十二 十三 十四 十五 十六 十七 十八 十九 二十"""))}  # fmt: skip
 SPOKEN = {
     r"\mathbb{R}": r"all real(?: number)?s?|\(-\\infty ?, ?\+?\\infty ?\)", "does not exist": "dne",
     r"\emptyset": r"(?:there (?:is|are) )?no (?:real )?(?:solutions?|roots?)|(?:the )?empty set",
@@ -39,28 +40,77 @@ SPOKEN = {
 COMMANDS = {name: meaning for meaning, names in {
     r"\frac": "dfrac tfrac cfrac", r"\ne ": "neq", r"\le ": "leq leqslant", r"\ge ": "geq geqslant", "<": "lt",
     ">": "gt", r"\{": "lbrace", r"\}": "rbrace", r"\approx ": "simeq", r"\emptyset": "varnothing", ":": "colon",
-    r"^\circ": "degree", r"\mathbb{R}": "R", r"\log_{10} ": "lg",
+    r"^\circ": "degree", r"\mathbb{R}": "R", r"\log_{10} ": "lg", r"\sterling ": "pounds",
     " ": "displaystyle textstyle limits nolimits bf rm large Large",
 }.items() for name in names.split()}  # fmt: skip
 
 BRACED = r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"  # with up to two more pairs of braces in it
-CURRENCIES = {r"\$": "dollar", r"\euro": "euro", r"\pounds": "sterling"}
+CURRENCY = "dollar|euro|sterling|rupee|yuan"
+FUNCTION = r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|ln|lg|exp|sqrt|gcd|lcm"
+
+
+def _open_bracket(match: re.Match) -> str:
+    """]0, 1[ as (0, 1), for any interval."""
+    return ("(" if match[1] == "]" else "[") + match[2] + (")" if match[3] == "[" else "]")
+
+
+def _unit_fraction(match: re.Match) -> str:
+    r"""\frac{\text{km}}{\text{h}} as \text{km/h}."""
+    below = re.sub(r"\\(?:text|mathrm)|[{}]", " ", match[2])
+    return rf"\text{{{match[1]}/{below}}}"
+
+
+def _plain_scripts(match: re.Match) -> str:
+    r"""\text{m s^{-1}} without braces inside."""
+    inside = re.sub(r"([_^])\{(-?[0-9A-Za-z]+)\}", r"\1\2", match[1])
+    return rf"\text{{{inside}}}"
+
+
+def _rows(match: re.Match) -> str:
+    r"""A system as a list, an equation over several lines as one line; a function's branches with \cases."""
+    rows = re.sub(r"[\s,;.]*(?:\\\\)?\s*$", "", match[2])
+    if match[1] == "cases" and "&" in rows:
+        rows = re.sub(r"[\s,]*&[\s,]*(?:\\text\s*\{\s*(?:if|for|when)\s*\})?", "&", rows)
+        return rf"\cases{{{rows}}}"
+    rows = re.sub(r"[\s,;.]*\\\\(?:\[[^]]*\])?\s*(?!&?\s*=|\s)", ", ", rows)
+    return re.sub(r"\\\\|&", " ", rows)
+
+
+def _integer_parameter(match: re.Match) -> str:
+    r"""k\pi, k \in \mathbb{Z} as n\pi."""
+    return re.sub(rf"(?<![A-Za-z\\]){match[2]}(?![A-Za-z])", "n", match[1])
+
 
 # Pattern and replacement, in order; "x?" stands for: not followed by a letter.
 REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for pattern, replacement in [
+    (rf"\\(?:operatorname\*?|mathrm|text|rm)\s*\{{\s*({FUNCTION})\s*\}}", r"\\\1 "),
     (r"\\([A-Za-z]+)", lambda m: COMMANDS.get(m[1], m[0])),
+    (r"(?:US\s*)?\\\$|US\s*\$", r"\\dollar "),
     (r"(?<=\d)(?:\\[,!;: ]|\{,\}|,\s*\\[!,])\s*(?=\d{3}(?!\d))", ","),  # 1\,000 and 1{,}000
     (r"(?<![\d.,])\d{1,3}(?:[ ~]\d{3})+(?![\d/]| ?\d)", lambda m: re.sub("[ ~]", "", m[0])),  # 1 000 000
     # Delimiters, sizes, spaces, fonts
+    (r"\\(?:tag|label)\*?\s*\{[^{}]*\}", ""),
+    (r"\\begin\{(cases|aligned|align\*?|gathered|split|equation\*?)\}(.*?)\\end\{\1\}", _rows),
+    (r"[\s,;.]*\\\\(?![A-Za-z]{2}|.*\\end\b)", ", "),
     (r"\\(?:left|right|[bB]igg?[lr]?)x?\.?|\\!", ""),
     (r"(?<!\\)(?:\\[()\[\]](?!\d*pt)|\$)", " "),
     (r"(?<!\\)\\[,;: ]|~|\\q?quad|\\(?:text)?color\s*\{\w+\}", " "),
+    (r"\\frac\s*\{\s*\\(?:text|mathrm)\s*\{([^{}]*)\}\s*\}\s*"
+     r"\{((?:\s*\\(?:text|mathrm)\s*\{[^{}]*\}(?:\s*\^\s*\{?\d\}?)?)+)\s*\}", _unit_fraction),
+    (r"\\mux?\s*\\(?:text|mathrm)\s*\{\s*", r"\\text{μ"),
+    (r"(\d)\s*(?:\\(?:text|mathrm)\s*\{\s*)?([kM]?)\}?\s*\\Omegax?\s*$", r"\1 \\text{\2Ω}"),
+    (r"(?<=[\d/}])(\s*)\\mathrm\s*\{\s*([A-DF-Za-cf-hj-z])\s*\}", r"\1\\text{\2}"),  # a unit
     (r"(\\(?:mathbf|boldsymbol|vec)\s*\{?\s*[A-Za-z]\s*\}?\s*)\\timesx?", r"\1\\wedge "),  # a product of vectors
-    (rf"\\(?:mathbf|mathit|boldsymbol|bm|pmb)\s*{BRACED}|\\(?:mathrm|vec)\s*\{{\s*([a-zA-Z])\s*\}}",
+    (rf"\\(?:mathbf|mathit|boldsymbol|bm|pmb|underline)\s*{BRACED}|\\(?:mathrm|vec)\s*\{{\s*([a-zA-Z])\s*\}}",
      r" \1\2 "),
-    (r"^\\(?:boxed|fbox)\s*\{(.*)\}$", r"\1"),
-    (r"\\(?:text(?:bf|it|rm|sf|tt|normal)|math(?:rm|sf)|emph|mbox|operatorname)\s*\{", r"\\text{"),
-    (r"\\text\s*\{\s*(\\\$|[+-]?\d[\d.,/]*)\s*\}|^\\text\s*\{\s*(\d[^{}]*)\}$", r" \1\2 "),
+    (r"^\s*\\(?:boxed|fbox|underline)\s*\{(.*)\}\s*$", r"\1"),
+    (r"\\(?:hat|vec)\s*\{?\s*([ijk])\s*\}?(?![A-Za-z])", r" \1 "),
+    (r"\\mathbb\s+([A-Z])", r"\\mathbb{\1}"),
+    (r"\\(?:text(?:bf|it|rm|sf|tt|normal)|math(?:rm|sf)|emph|mbox|operatorname|ce)\s*\{", r"\\text{"),
+    (rf"\\text\s*{BRACED}", _plain_scripts),
+    (r"\\text\{\s*(?i:the answer is|answer:)\s*([^{}]*)\}", r" \1 "),
+    (r"\^\s*\{?\\circx?\s*\}?\s*(?:\\text\{\s*)?([CF])(?![A-Za-z])\s*\}?", r"\\text{ deg\1}"),
+    (r"\\text\s*\{\s*(\\[a-z]+ ?|[+-]?\d[\d.,/]*)\s*\}|^\\text\s*\{\s*(\d[^{}]*)\}$", r" \1\2 "),
     (r"\\text\s*\{\s*,?\s*(?:or|或者?),?\s*\}|(?<=[\dA-Za-z})\]])\s*或者?\s*(?=[\dA-Za-z\\({-])", " or "),
     (r"\\text\s*\{\s*,?\s*(?:and|和),?\s*\}|(?<=[\dA-Za-z})\]])\s*[和与]\s*(?=[\dA-Za-z\\({-])", " , "),
     # Synonyms
@@ -70,25 +120,33 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
     (r"\\\{\s*\\\}", r"\\emptyset"),
     (r"\^\s*\{?\s*((?:\\prime\s*)+)\}?", lambda m: "'" * m[1].count("p")),
-    (r"^\\mathbb\{R\}\s*\\(?:setminus|backslash)\s*\\\{([^{},]*)\\\}$", r"x \\ne \1"),
+    (r"^\\mathbb\{R\}\s*(?:\\setminus|\\backslash|-)\s*\\\{([^{},]*)\\\}$", r"x \\ne \1"),
     (r"\{([:,])\}", r"\1"),
     (r"^\s*(?:=|\\approxx?)", ""),
     (r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])", "^"),
     # What LaTeX allows to be left out, and plain text for LaTeX
-    (r"\\frac\s*(?:\{([^{}]*)\}|(\d))\s*(\d)", r"\\frac{\1\2}{\3}"),
+    (r"\\(frac|binom)\s*(?:\{([^{}]*)\}|(\\pi|\d|(?<=\s)\w))\s*(\w)", r"\\\1{\2\3}{\4}"),
+    (r"\\log_\s*\{?\s*e\s*\}?(?![A-Za-z])", r"\\ln "),
+    (r"^(-?\d*\.\d*)\((\d+)\)$", r"\1\\overline{\2}"),  # 0.(3)
+    (r"(?:(?<=\\cup)|(?<=\\cap)|(?<![\w)}\]]))\s*([\[\]])([^\[\]()]+?[,;][^\[\]()]+?)([\[\]])(?!\w)", _open_bracket),
+    (r"(?<![A-Za-z])\(?\s*\\?[pb]?modx?\s*\{?\s*(\w+)\s*\}?\s*\)?", r"\\pmod{\1}"),
+    (r"^(\w+)分之(\w+)$", lambda m: rf"\frac{{{WORDS.get(m[2], m[2])}}}{{{WORDS.get(m[1], m[1])}}}"),
+    (r"(?<=[a-z)}\d|])\s*\+\s*(?:K|\\text\{\s*const(?:ant)?\.?\s*\})\s*$", "+C"),  # of an integral
     (r"\\sqrt\s+(\d+|[A-Za-z])", r"\\sqrt{\1}"),
     (r"(?:\\sqrt|(?<![\\A-Za-z])sqrt)\s*(\[\d+\])?\s*\(([^()]*)\)", r"\\sqrt\1{\2}"),
     (r"(?<![\\A-Za-z])pix?", r"\\pi "),
     (r"(?<![\\A-Za-z])infinityx?", r"\\infty "),
     (r"(?<![\d.}])(\d+)/(\d+)\s*(?=[A-Za-z])", r"\\frac{\1}{\2}"),  # 1/2x
-    (r"\{?\s*(\w+)\s*\\choose\s*(\w+)\s*\}?|(?<![A-Za-z\\])C\(\s*(\d+)\s*,\s*(\d+)\s*\)",
+    (r"\{([^{}]*)\\choosex?([^{}]*)\}|(\w+)\s*\\choosex?\s*(\w+)", r"\\binom{\1\3}{\2\4}"),
+    (r"(?<![A-Za-z\\])C(?:\(\s*(\d+)\s*,\s*(\d+)\s*\)|\s*_\s*\{?(\d\d+|[3-9]|n)\}?\s*\^\s*\{?(\d+|[kmr])\}?)",
      r"\\binom{\1\3}{\2\4}"),
-    (r"^(?i:so|thus|hence|therefore|then|it is|it's|that is)\b[,:]?\s+(?=\S)", ""),
-    (r"^\s*([+-]?)\s*(\\\$|\\euro|\\pounds)\s*((?:(?!\\\$).)*\S)\s*$",
-     lambda m: rf"{m[1]}{m[3]} \text{{{CURRENCIES[m[2]]}}}"),
+    (r"^(?i:the answer is|answer:|so|thus|hence|therefore|then|it is|it's|that is)\b[,:]?\s+(?=\S)", ""),
+    (rf"^\s*([+-]?)\s*\\({CURRENCY})x?\s*((?:(?!\\(?:{CURRENCY})).)*\S)\s*$", r"\1\3 \\text{\2}"),
     (r"\b([ap])\.\s?m\b\.?", r"\1m"),
     (r"^\s*\{([^{}]*)\}\s*$", r"\1"),
     (r"\s\(([^()]*(?:[<>]|\\(?:in|[lgn]e)x?)[^()]*)\)\s*$", r", \1"),  # y = 2x (x > 0)
+    (r"^(.+?)[\s,;(]+(?:where\s|for\s)?\s*([a-z])\s*\\in\s*\\mathbb\{Z\}$", _integer_parameter),
+    (r"^\(?[aA]\).*[^(\w]\(?[bB]\).*$", lambda m: re.sub(r"[\s,;]+(?=\(?[b-hB-H]\)\s)", ", ", m[0])),
 ]]  # fmt: skip
 
 
@@ -99,7 +157,8 @@ def clean(text: str) -> str:
         return text
     text = re.sub(r"([⁰¹²³⁴-⁹⁺⁻ⁿ]+)", r"^{\1}", text)
     text = re.sub(r"([₀-₉]+)", r"_{\1}", text)
-    text = unicodedata.normalize("NFKC", text.translate(SYMBOLS))
+    # Not of ①③, which is no 13.
+    text = re.sub(r"[^\u2460-\u24ff]+", lambda m: unicodedata.normalize("NFKC", m[0]), text.translate(SYMBOLS))
     visible = (c for c in text if c.isspace() or unicodedata.category(c) not in ("Cf", "Cc"))
     text = " ".join("".join(visible).split())
     text = text.strip("`*" if not text.endswith("^*") else "`").strip()
@@ -157,11 +216,13 @@ def number(text: str) -> Fraction | None:
 UNITS = {name: names.split()[0] for names in re.findall("[^,]+", """
     cm centimeter centimetre 厘米, mm millimeter millimetre 毫米, km kilometer kilometre 千米 公里, m meter metre 米,
     kg kilogram 千克 公斤, g gram 克, mg milligram 毫克, lb pound lbs, oz ounce, ft feet foot, yd yard, mi mile,
-    in inche inch, s second sec 秒, min minute 分钟, h hour hr hrs 小时 时, l liter litre 升,
-    ml milliliter millilitre 毫升, $ dollar usd buck 美元, deg degree 度, % percent, u unit, mi/h mph, km/h kph kmph,
-    rad radian, j joule, n newton, w watt, v volt, hz hertz, people person 人, child children, man men, woman women,
-    mol mole, day 天 日, week 周, year 年, month, cent, am, pm, euro, sterling, 元, 岁, 月, 个月, 分, 吨, 分米, 公顷
+    in inche inch, s second sec 秒, min minute 分钟, h hour hr hrs 小时 时, L l liter litre 升,
+    mL ml milliliter millilitre 毫升, $ dollar usd buck 美元, deg degree 度, % percent, u unit, mi/h mph, km/h kph kmph,
+    rad radian, J joule, N newton, W watt, V volt, Hz hertz, Ω ohm, A ampere amp, K kelvin, Pa pascal, degC celsius,
+    degF fahrenheit, people person 人, child children, man men, woman women, mol mole, day 天 日, week 周, year 年,
+    month, cent, am AM, pm PM, euro, sterling, 元 yuan rmb, rupee, yen, 岁, 月, 个月, 分, 吨, 分米, 公顷
 """) for name in names.split()}  # fmt: skip
+SI = re.compile(r"[pnμmckMGT]?(?:[mgsAKNJWVCFTHL]|mol|Hz|Pa|Ω|eV|Wb|cal|bar)")  # a prefix and a symbol
 COUNTED = r"[个只本块支张辆名位条棵件次种组页台间根颗盒箱袋朵套双](?![半十百千万亿])[\u4e00-\u9fff]*"  # 3个苹果
 # What says something about the value, behind it or on the left of "=": 7 dozens, 7 tenths, 7 more,
 # half of x = 7
@@ -171,10 +232,10 @@ NO_UNITS = {*SCALES, *WORDS, *re.findall(r"\w+", """
     least less log maybe millions minus mod more most nearly negative never no not ones or others over pairs
     percents plus quarters reciprocal root roughly scores sin square squared squares tens than thirds this
     thousands times to trap trillion triples twice twins unless versus vs was wrong wrongly yes""")}  # fmt: skip
-UNIT_WORD = r"[A-Za-z\u4e00-\u9fff]+\.?(?:\s*\^\s*\{?-?\d\}?)?"
+UNIT_WORD = r"[A-Za-zμΩ\u4e00-\u9fff]+\.?(?:\s*\^\s*(?:\{-?\d\}|-?\d))?"
 QUANTITY = re.compile(
     rf"(?P<value>.*(?:[\d}})]|\\pi|{'|'.join(SCALES)}))\s*(?P<unit>\\?%|\^\\circ\s*"
-    r"|(?:\\text\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?\s*(?:/|\\cdot)?\s*)+"
+    r"|(?:\\text\{[^{}]*\}(?:\s*\^\s*(?:\{-?\d\}|-?\d))?\s*(?:/|\\cdot)?\s*)+"
     rf"|\([^()]+\)|(?:(?<=\s)|(?<=[\d)}}])){UNIT_WORD}(?:(?:\s*/\s*|\s+){UNIT_WORD})*)", re.DOTALL,
 )  # fmt: skip
 
@@ -184,29 +245,46 @@ def unit(text: str, is_apart: bool) -> str | None:
 
     A unit is made of known names, abbreviations and plurals of any noun. `is_apart`: a letter is no factor ("5 m").
     """
-    if re.search(r"(?<![A-Za-z])(?!(?:[JLNVW]|Hz|[AP]M)\b)(?:[A-Z][A-Za-z]?|[jnvw])(?![A-Za-z.])", text):
-        return None  # 5 M is no length, 5 Mg is not 5 mg, 5 n is a product
-    text = re.sub(r"\\text\s*\{\s*\(?(?:in (?=\w))?([^{}()]*)\)?\s*\}", r" \1 ", text.lower())
-    text = re.sub(r"\\?%", " percent ", text.replace("^\\circ", " deg ")).replace("\\cdot", " ").replace(".", "")
-    if not re.fullmatch(r"[\sa-z\u4e00-\u9fff/^{}\d]*", text) or re.search(r"(?<!\^)(?<!\^\{)\d", text):
+    is_marked = "\\text" in text
+    text = re.sub(r"\\text|\\cdot|[{}().]|^\W*in\s(?=\s*\w)", " ", text)
+    text = re.sub(r"\\?%", " percent ", text.replace("^\\circ", " deg "))
+    text = re.sub(r"\bper\b|每", "/", re.sub(r"(?i)\bdeg(?:ree)?s?\s(?=\s*[cf]\w)", "", text))
+    text = re.sub("平方", " square ", re.sub("立方", " cubic ", text))
+    text = re.sub(r"\bsquared\b", "^2", re.sub(r"\bcubed\b", "^3", text))
+    if not re.fullmatch(r"(?:[\s/]|\^\s*-?\d|[A-Za-zμΩ\u4e00-\u9fff])*", text):
         return None
-    power = "^2" if re.search(r"\bsq|平方", text) else "^3" if re.search(r"\bcu|立方", text) else ""
-    text = re.sub(r"\bper\b|每", "/", text)
-    text = re.sub(r"\b(?:square|squared|sq|cubic|cubed|cu|of|the|old)\b|平方|立方", " ", text)
-    names = []
-    for word in re.findall(r"[a-z\u4e00-\u9fff]+|\^\{?\d|/", text):
-        name = UNITS.get(word, UNITS.get(word.removesuffix("s")))
-        if word in NO_UNITS or (name is None and re.search(r"ths?$", word)):
-            return None
-        if word[0] in "^/":
-            names.append(word.replace("{", ""))
-        elif name is not None and (is_apart or names or len(word.encode()) > 1):
-            names += ["·"] * bool(names and names[-1].isalpha()) + [name]
-        elif re.fullmatch(rf"\w\w+[^\Ws]s|{COUNTED}", word):
-            names.append(word.removesuffix("s"))
-        elif names or len(word) < 2 or not re.search(r"s\b", text):  # blue marbles: an adjective before a plural
-            return None
-    return "".join(names) + power if names else None
+    powers: dict[str, int] = {}
+    sign, power, name = 1, 1, ""
+    for word in re.findall(r"[A-Za-zμΩ]+|[\u4e00-\u9fff]+|-?\d|/", text):
+        if word == "/":
+            sign = -1
+        elif word[-1].isdigit() and name:
+            powers[name] = powers.get(name, 1) * int(word)
+        elif word.lower() in ("square", "sq", "cubic", "cu"):
+            power = 3 if word.lower().startswith("cu") else 2
+        elif word.lower() not in ("of", "the", "old"):
+            found = _unit_name(word, is_apart or bool(powers), is_marked)
+            is_adjective = not powers and len(word) > 1 and re.search(r"s\b", text)  # blue marbles
+            if word.lower() in NO_UNITS or (found is None and (not is_adjective or re.search("ths?$", word))):
+                return None
+            if found:
+                name = found
+                powers[name] = powers.get(name, 0) + sign * power
+                power = 1
+    return "·".join(f"{name}{power if power != 1 else ''}" for name, power in sorted(powers.items())) or None
+
+
+def _unit_name(word: str, is_apart: bool, is_marked: bool) -> str | None:
+    """The name of a unit, None for a word that is none."""
+    folded = word.lower() if len(word) > 2 else word
+    if len(word.encode()) == 1 and not is_apart:
+        return None
+    name = UNITS.get(word) or UNITS.get(folded) or UNITS.get(folded.removesuffix("s"))
+    if name is None and SI.fullmatch(word) and (is_marked or len(word) > 1):
+        name = word
+    if name is None and re.fullmatch(rf"\w\w+[^\Ws]s|{COUNTED}", folded) and not folded.endswith("ths"):
+        name = folded.removesuffix("s")
+    return name
 
 
 # Values -----------------------------------------------------------------------------------------------------------
@@ -246,9 +324,11 @@ COMMA = r"、|(?<!\d),|,(?!\d{3}(?!\d))|;|,\s|(?<=[\s\d})])and(?=[\s(\\])"
 OR = r"(?<=[\s\d})\]])or(?=[\s\\(\d-]|\w(?:\(\w\))?\s*=)|\\cup(?![A-Za-z])"
 # What SymPy has no value for is compared as text.
 UNCOUNTED = re.compile(
-    r"\\(?:equiv|approx|[pb]?mod|[lc]?dots|mid|parallel|perp|neg|land|wedge|to|rightarrow|implies|iff)(?![A-Za-z])|\.\.|\?"
+    r"\\(?:equiv|approx|[pb]?mod|[lc]?dots|mid|parallel|perp|neg|land|wedge|to|rightarrow|implies|iff|cases|angle|triangle)(?![A-Za-z])|\.\.|\?"
 )
 OPENING, CLOSING = ("(", "[", "{", "\\{", "\\langle"), (")", "]", "}", "\\}", "\\rangle")
+AMOUNTS = re.compile(r"(?<=[A-Za-z}])\s+(?:and\s+)?(?=\d)")
+COLUMN = re.compile(r"\\begin\{[pbB]matrix\}([^&]*)\\end\{[pbB]matrix\}")
 BRACKET = r"\\[{}]|\\[lr]angle|\\.|[()\[\]{}]"  # or an escaped character, which is none
 
 
@@ -258,13 +338,15 @@ def parse_value(text: str) -> Value:
     depths = itertools.accumulate((c in "([{") - (c in ")]}") for c in text)
     if len(text) > MAX_FORMULA or max(depths, default=0) > MAX_DEPTH:
         return ("words", text)
+    if DATED.fullmatch(text):
+        return _text(text)
     if (value := number(text)) is not None:
         return ("number", value, "")
     for read in (_choice, _named, _collection, quantity):
         value = read(text)
         if value is not None:
             return value
-    return ("formula", text, "")
+    return ("formula", text, "") if _is_formula(text) else _text(text)
 
 
 def _parse_all(texts: list[str]) -> tuple[Value, ...]:
@@ -315,19 +397,19 @@ def _named(text: str) -> Value | None:
     if len(terms) > 1:
         signs = re.findall(RELATION, text)  # also those in brackets, which part no terms
         is_whole = len(sides) == 1 and all(terms) and len(signs) == len(terms) - 1
-        return _relation(terms, signs) if is_whole else ("words", text)
+        return _relation(terms, signs) if is_whole else _text(text)
     named = NAMED.fullmatch("=".join(sides))
     match sides:
         case [point, values] if NAMES.fullmatch(point):  # (x, y) = (1, 2)
             names, value = re.findall(r"[A-Za-z]", point), parse_value(values)
-            return value if names == sorted(names) or value[0] != "sequence" else ("words", text)
+            return value if names == sorted(names) or value[0] != "sequence" else _text(text)
         case [first, *rest] if named and (rest or "\\in" in text):
             rest = rest or [named[2].strip()]
             return ("named", re.sub(r"\\text|[\s{}]", "", fold(named[1])), _chain(rest), f"{first} = {rest[-1]}")
         case [first, *_, last] if CONSTANT.fullmatch(first) and CONSTANT.fullmatch(last):
             return _chain(sides)  # 2 + 3 = 5
         case [_, _, _, *_]:
-            return ("words", text)  # 2x = 10 = 5
+            return _text(text)  # 2x = 10 = 5
         case [left, right] if left and right:
             return ("equation", text)
     return None
@@ -336,7 +418,8 @@ def _named(text: str) -> Value | None:
 def _chain(sides: list[str]) -> Value:
     """The last side, with the other sides without letters, which have to equal it."""
     *firsts, last = sides
-    values = _parse_all([*filter(CONSTANT.fullmatch, firsts), last])
+    sides = [*filter(CONSTANT.fullmatch, firsts), last]
+    values = _parse_all(sides)
     return ("chain", values) if len(values) > 1 else values[0]
 
 
@@ -344,6 +427,14 @@ def _relation(terms: list[str], signs: list[str]) -> Value:
     """0 < x <= a as the interval that it describes, with the name of its variable; another relation as it is."""
     if all(sign in (">", r"\ge") for sign in signs):  # everything the one way round
         terms, signs = terms[::-1], ["<" if sign == ">" else r"\le" for sign in signs[::-1]]
+    if len(terms) == 2 and r"\ne" not in signs:
+        for (size, bound), is_above in ((terms, False), (terms[::-1], True)):
+            inner = re.fullmatch(r"\|([^|]+)\|", size)
+            if inner and VARIABLE.fullmatch(inner[1]):
+                low, name = f"-({bound})", inner[1]
+                if not is_above:
+                    return _relation([low, name, bound], signs * 2)
+                return ("union", (_relation([name, low], signs), _relation([bound, name], signs)))
     match terms:
         case [name, bound] if VARIABLE.fullmatch(name) and bound not in ("x", "y", "z"):
             if signs == [r"\ne"]:  # x \ne 2 is (-\infty, 2) \cup (2, \infty)
@@ -356,7 +447,7 @@ def _relation(terms: list[str], signs: list[str]) -> Value:
             brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
             return ("sequence", brackets, _parse_all([low, high]), (name,))
     text = "".join(itertools.chain(*zip(terms, [*signs, ""], strict=True)))
-    return ("equation", text) if len(terms) == 2 else ("words", text)
+    return ("equation", text) if len(terms) == 2 else _text(text)
 
 
 def _collection(text: str) -> Value | None:
@@ -368,7 +459,14 @@ def _collection(text: str) -> Value | None:
     parts = [re.sub(r"^and\s", "", part).strip() for part in _split(text, COMMA) if part and part != "and"]
     if len(parts) > 1:
         values = _flat(_parse_all(parts))
-        return _point(values) or ("list", values)
+        if all(value[0] == "choice" for value in values):  # (a) 2, (b) 9
+            return ("sequence", "", tuple(sorted(values, key=lambda value: value[1])), ())
+        return _point(values) or _between(values) or ("list", values)
+    amounts = _parse_all(AMOUNTS.split(text)) if AMOUNTS.search(text) else ()
+    if amounts and all(value[0] == "number" and value[2] for value in amounts):  # 5 ft 11 in
+        return ("sequence", "", amounts, ())
+    if column := COLUMN.fullmatch(text):
+        return ("sequence", "()", _parse_all(re.split(r"\s*\\\\\s*", column[1].strip())), ())
     inner = _brackets(text)
     if inner is None:
         if text.count("\\pm") != 1:
@@ -396,9 +494,45 @@ def _point(values: tuple[Value, ...]) -> Value | None:
     return ("sequence", "()", tuple(items[name] for name in names), names)
 
 
+def _between(values: tuple[Value, ...]) -> Value | None:
+    """0 < x, x < 1 as the interval between them."""
+    if len(values) != 2 or any(value[0] != "sequence" or not value[3] for value in values):
+        return None
+    first, second = values if values[0][2][1][1] == r"\infty" else values[::-1]
+    (low, no_high), (no_low, high) = first[2], second[2]
+    is_bounded = no_high[1] == r"\infty" and no_low[1] == r"-\infty" and low[0] == high[0] == "number"
+    if first[3] == second[3] and is_bounded and low[1] < high[1]:
+        return ("sequence", first[1][0] + second[1][1], (low, high), first[3])
+    return None
+
+
 def _flat(values: tuple[Value, ...]) -> tuple[Value, ...]:
     """1, \\pm 2 -> 1, 2, -2."""
     return tuple(item for value in values for item in (value[1] if value[0] == "list" else (value,)))
+
+
+SUBSTANCE = re.compile(  # MgCl2, Al2(SO4)3, with capitals alone: EDF; GMm may be a product
+    r"(?=.*[A-Za-z)]\d|[A-Z]+$)\d*(?:(?:[A-Z][a-z]?|\((?:[A-Z][a-z]?\d*)+\))\d*){2,}(?:\^[\d+-]+)?"
+)
+DATED = re.compile(  # 40-45, 3-2, 2022-07-11, 09/06/2000
+    r"\d+(?:\.\d+)?(?:\s*-\s*\d+(?:\.\d+)?)+|\d+(?:\s*/\s*\d+){2,}|0\d+/\d+|\d+/0\d+"
+)
+
+
+def _is_formula(text: str) -> bool:
+    """False for substances and capitals alone, for letters before digits (9 R 4) and digits apart (2 4 1)."""
+    if SUBSTANCE.fullmatch(re.sub(r"\\text|[\s_{}]", "", text)):
+        return False
+    signs = re.sub(rf"\\[A-Za-z]+|(?<![A-Za-z])(?:{FUNCTION}|max|min|mod)", r"\\", text)
+    signs = re.sub(r"_\s*(?:\{[^{}]*\}|\w)", "", signs)
+    signs = re.sub(r"\^\s*(?:\{[^{}]*\}|\w)", "^", signs)
+    return not re.search(r"[A-Za-z]\s*\d|\d\s+\d", signs)
+
+
+def _text(text: str) -> Value:
+    """A text equals itself alone. Spaces do not count, but between digits; nor do fonts, and the case of words."""
+    text = re.sub(r"\\text|[{}_]", "", fold(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text)))
+    return ("words", re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text))
 
 
 def _is_text(words: str, is_marked: bool) -> bool:
@@ -413,19 +547,20 @@ def _is_text(words: str, is_marked: bool) -> bool:
 def quantity(text: str, is_apart: bool = False) -> Value | None:
     """Based numbers, times and ratios, words, money, and what has a unit. `is_apart`: also of one letter (0.64N)."""
     if based := BASED.fullmatch(text):
-        return ("words", f"{based[1].lstrip('0').upper()}_{WORDS.get(based[2], based[2])}")
+        digits, base = based[1].lstrip("0").upper(), f"base {WORDS.get(based[2], based[2])}"
+        return ("number", Fraction(digits), base) if digits.isdigit() else ("words", f"{digits}{base[5:]}")
     parts = _split(text, ":")
     if len(parts) > 1 and all(parts):
         values = _parse_all(parts)
         if all(value[0] in ("number", "formula") for value in values):
             return ("sequence", ":", values, ())
     if UNCOUNTED.search(text):
-        return ("words", re.sub(r"\s", "", text))
+        return _text(text)
     words = " ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split())
     if _is_text(words, is_marked="\\text" in text):
         folded = words.casefold() if FOREIGN.search(words) else fold(words)
         plain = "".join(c if c.isalnum() or unicodedata.category(c)[0] == "M" else " " for c in folded)
-        return ("words", re.sub(r"^(?:an?|the) (?=\w{3})", "", " ".join(plain.split()), flags=re.IGNORECASE))
+        return ("words", re.sub(r"^(?:an?|the) (?=\w{3})|\s", "", plain.strip(), flags=re.IGNORECASE))
     written = QUANTITY.fullmatch(text)
     number_text, unit_text = written.group("value", "unit") if written else ("", "")
     if written and not ("circ" in unit_text and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", number_text)):
@@ -440,4 +575,4 @@ def quantity(text: str, is_apart: bool = False) -> Value | None:
                 if name is not None:
                     return (kind, value, name)
     says_more = FOREIGN.search(text) or "\\text" in unit_text  # about the value
-    return ("words", fold(words)) if says_more else None
+    return _text(text) if says_more else None

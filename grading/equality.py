@@ -86,12 +86,14 @@ def _same(key: Value, answer: Value) -> bool:
         case _, ("named", _, value, _):
             return _same(key, value)
         case (("words", text), ("formula", text_2, _)) | (("formula", text, _), ("words", text_2)):
-            return _letters(text) == _letters(text_2) != ""
+            is_product = text.isalpha() and re.search(r"\\cdot|\*", text_2)  # IR is R \cdot I
+            return _letters(text) == _letters(text_2) != "" or bool(is_product and same_formula(text, text_2))
         case ("number", value, _), ("words", text) if DATED.fullmatch(text):  # 10 - 3 is 7, but 4-1 no 5-2
             return same_formula(value, text)
-        case (("words", text), ("list", items)) | (("list", items), ("words", text)):  # ACD is A, C, D
-            letters = [str(item[1]) for item in items]
-            return max(map(len, letters)) == 1 and "".join(letters) == text
+        case (("words", text), ("list", items)) | (("list", items), ("words", text)):
+            return _are_letters(items, text)
+        case (("words", text), ("sequence", "", items, _)) | (("sequence", "", items, _), ("words", text)):
+            return _are_letters(items, text)
         case (("choice", *_), _) | (_, ("choice", *_)):
             return _same_choice(key, answer)
         case ("number" | "formula", *_), ("number" | "formula", *_):
@@ -108,6 +110,12 @@ def _same(key: Value, answer: Value) -> bool:
             is_point = len(names) != 1 and all(part[0] != "named" for part in parts)  # x < 1 has one name
             return is_point and _same_ordered(point, parts)
     return False
+
+
+def _are_letters(items: tuple[Value, ...], text: str) -> bool:
+    """Whether the items spell the text: A, C, D is ACD; also ①, ③."""
+    letters = [str(item[1]) for item in items]
+    return max(map(len, letters)) == 1 and "".join(letters).casefold() == text.casefold()
 
 
 def _same_choice(key: Value, answer: Value) -> bool:
@@ -272,8 +280,8 @@ def _value(formula: Basic, point: dict[Symbol, Float]) -> Expr | None:
 
 
 SENTENCE = re.compile(  # There are 15 ways. The value of $x$ is $5$.
-    r"[A-Z](?:[^$\d]|\$[^$\d]+\$)*\s(?:is|are|has|have|equals)\s+"
-    r"(?P<value>\$[^$]+\$|[^\s$]*\d[^\s$]*(?:\s[a-z]+){0,3})\s*\.?"
+    r"[A-Z](?:[^$\d]|\$[^$\d]+\$)*\s(?:is|are|has|have|equals|gets?|obtain)\s+"
+    r"(?P<value>(?:\$[^$]+\$|[^\s$]*\d[^\s$]*)(?:\s[a-z]+){0,3})\s*\.?"
 )
 
 

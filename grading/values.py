@@ -27,12 +27,14 @@ SYMBOLS = str.maketrans({
     "≥": r"\ge ", "≠": r"\ne ", "°": r"^\circ ", "∪": r"\cup ", "∈": r"\in ", "±": r"\pm ", "×": r"\times ",
     "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "⁄": "/", "−": "-", "–": "-", "—": "-", "∅": r"\emptyset ",
     "ℝ": r"\mathbb{R}", "θ": r"\theta ", "√": r"\sqrt ", "€": r"\euro ", "£": r"\sterling ", "’": "'", "≈": r"\approx ",
-    "≃": r"\approx ", "⁻": "-", "≡": r"\equiv ", "ℤ": r"\mathbb{Z}", "₹": r"\rupee ", "¥": r"\yuan ", "￥": r"\yuan ",
+    "≃": r"\approx ", "⁻": "-", "≡": r"\equiv ", "ℤ": r"\mathbb{Z}", "∖": r"\setminus ", 
+    "₹": r"\rupee ", "¥": r"\yuan ", "￥": r"\yuan ",
 })  # fmt: skip
-WORDS = {word: n % 21 for n, word in enumerate(re.findall(r"\w+", """
+WORDS = {word: n for n, word in enumerate(re.findall(r"\w+", """
     zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
     eighteen nineteen twenty
-    零 一 二 三 四 五 六 七 八 九 十 十一 十二 十三 十四 十五 十六 十七 十八 十九 二十"""))}  # fmt: skip
+    """))} | {"十" + digit: n for n, digit in enumerate("一二三四五六七八九", start=11)}  # fmt: skip
+CHINESE_DIGITS = "零一二三四五六七八九十"
 SPOKEN = {
     r"\mathbb{R}": r"all real(?: number)?s?|\(-\\infty ?, ?\+?\\infty ?\)", "does not exist": "dne",
     r"\emptyset": r"(?:there (?:is|are) )?no (?:real )?(?:solutions?|roots?)|(?:the )?empty set",
@@ -62,7 +64,8 @@ def _unit_fraction(match: re.Match) -> str:
 
 def _plain_scripts(match: re.Match) -> str:
     r"""\text{m s^{-1}} without braces inside."""
-    inside = re.sub(r"([_^])\{(-?[0-9A-Za-z]+)\}", r"\1\2", match[1])
+    inside = re.sub(r"([_^])\{([-+0-9A-Za-z]+)\}", r"\1\2", match[1])
+    inside = re.sub(r"\\mu\s*", "μ", inside.replace(r"\Omega", "Ω"))
     return rf"\text{{{inside}}}"
 
 
@@ -83,15 +86,17 @@ def _integer_parameter(match: re.Match) -> str:
 
 # Pattern and replacement, in order; "x?" stands for: not followed by a letter.
 REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for pattern, replacement in [
-    (rf"\\(?:operatorname\*?|mathrm|text|rm)\s*\{{\s*({FUNCTION})\s*\}}", r"\\\1 "),
+    (rf"\\(?:operatorname\*?|mathrm|text|rm)\s*\{{\s*({FUNCTION}|mod)\s*\}}", r"\\\1 "),
     (r"\\([A-Za-z]+)", lambda m: COMMANDS.get(m[1], m[0])),
     (r"(?:US\s*)?\\\$|US\s*\$", r"\\dollar "),
+    (r"(?<![A-Za-z])(?:Rs\.?|INR)\s*(?=\d)", r"\\rupee "),
     (r"(?<=\d)(?:\\[,!;: ]|\{,\}|,\s*\\[!,])\s*(?=\d{3}(?!\d))", ","),  # 1\,000 and 1{,}000
     (r"(?<![\d.,])\d{1,3}(?:[ ~]\d{3})+(?![\d/]| ?\d)", lambda m: re.sub("[ ~]", "", m[0])),  # 1 000 000
     # Delimiters, sizes, spaces, fonts
     (r"\\(?:tag|label)\*?\s*\{[^{}]*\}", ""),
-    (r"\\begin\{(cases|aligned|align\*?|gathered|split|equation\*?)\}(.*?)\\end\{\1\}", _rows),
-    (r"[\s,;.]*\\\\(?![A-Za-z]{2}|.*\\end\b)", ", "),
+    (r"(?:\\left\s*\\\{\s*)?\\begin\{(cases|aligned|align\*?|gathered|split|equation\*?|array(?=\}\{[lc]\}))\}"
+     r"(?:\{[lc]\})?(.*?)\\end\{\1\}(?:\s*\\right\.)?", _rows),
+    (r"(?:[\s,;.]*\\\\)+(?![A-Za-z]{2}|.*\\end\b)", ", "),
     (r"\\(?:left|right|[bB]igg?[lr]?)x?\.?|\\!", ""),
     (r"(?<!\\)(?:\\[()\[\]](?!\d*pt)|\$)", " "),
     (r"(?<!\\)\\[,;: ]|~|\\q?quad|\\(?:text)?color\s*\{\w+\}", " "),
@@ -104,15 +109,16 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (rf"\\(?:mathbf|mathit|boldsymbol|bm|pmb|underline)\s*{BRACED}|\\(?:mathrm|vec)\s*\{{\s*([a-zA-Z])\s*\}}",
      r" \1\2 "),
     (r"^\s*\\(?:boxed|fbox|underline)\s*\{(.*)\}\s*$", r"\1"),
-    (r"\\(?:hat|vec)\s*\{?\s*([ijk])\s*\}?(?![A-Za-z])", r" \1 "),
+    (r"\\(?:hat|vec)\s*\{?\s*\\?([ijk])(?:math)?\s*\}?(?![A-Za-z])", r" \1 "),
     (r"\\mathbb\s+([A-Z])", r"\\mathbb{\1}"),
     (r"\\(?:text(?:bf|it|rm|sf|tt|normal)|math(?:rm|sf)|emph|mbox|operatorname|ce)\s*\{", r"\\text{"),
     (rf"\\text\s*{BRACED}", _plain_scripts),
-    (r"\\text\{\s*(?i:the answer is|answer:)\s*([^{}]*)\}", r" \1 "),
+    (r"\\text\{\s*(?i:(?:the )?(?:final )?answer(?: is|:))\s*([^{}]*)\}", r" \1 "),
     (r"\^\s*\{?\\circx?\s*\}?\s*(?:\\text\{\s*)?([CF])(?![A-Za-z])\s*\}?", r"\\text{ deg\1}"),
-    (r"\\text\s*\{\s*(\\[a-z]+ ?|[+-]?\d[\d.,/]*)\s*\}|^\\text\s*\{\s*(\d[^{}]*)\}$", r" \1\2 "),
+    (r"\\text\s*\{\s*(\\[a-z]+ ?|[+-]?\d[\d.,/]*)\s*\}|^\\text\s*\{\s*((?:\d|[A-J](?:,|\s(?:and|or)\b))[^{}]*)\}$", r" \1\2 "),
+    (r"\\text\s*\{([^{}]*\S)\s+(and|or)\s*\}", r"\\text{\1} \2 "),
     (r"\\text\s*\{\s*,?\s*(?:or|或者?),?\s*\}|(?<=[\dA-Za-z})\]])\s*或者?\s*(?=[\dA-Za-z\\({-])", " or "),
-    (r"\\text\s*\{\s*,?\s*(?:and|和),?\s*\}|(?<=[\dA-Za-z})\]])\s*[和与]\s*(?=[\dA-Za-z\\({-])", " , "),
+    (r"\\text\s*\{\s*,?\s*(?:and|和),?\s*\}|(?<=[\dA-Za-z})\]①-⑳])\s*[和与]\s*(?=[\dA-Za-z\\({①-⑳-])", " , "),
     # Synonyms
     (r"\\notx?\s*=|(?<![\d)])!=", r"\\ne "),
     ("<=", r"\\le "),
@@ -120,7 +126,7 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
     (r"\\\{\s*\\\}", r"\\emptyset"),
     (r"\^\s*\{?\s*((?:\\prime\s*)+)\}?", lambda m: "'" * m[1].count("p")),
-    (r"^\\mathbb\{R\}\s*(?:\\setminus|\\backslash|-)\s*\\\{([^{},]*)\\\}$", r"x \\ne \1"),
+    (r"^\\mathbb\{R\}\s*(?:\\setminus|\\backslash|-)\s*\\?\{([^{},]*?)\\?\}$", r"x \\ne \1"),
     (r"\{([:,])\}", r"\1"),
     (r"^\s*(?:=|\\approxx?)", ""),
     (r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])", "^"),
@@ -130,8 +136,9 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"^(-?\d*\.\d*)\((\d+)\)$", r"\1\\overline{\2}"),  # 0.(3)
     (r"(?:(?<=\\cup)|(?<=\\cap)|(?<![\w)}\]]))\s*([\[\]])([^\[\]()]+?[,;][^\[\]()]+?)([\[\]])(?!\w)", _open_bracket),
     (r"(?<![A-Za-z])\(?\s*\\?[pb]?modx?\s*\{?\s*(\w+)\s*\}?\s*\)?", r"\\pmod{\1}"),
-    (r"^(\w+)分之(\w+)$", lambda m: rf"\frac{{{WORDS.get(m[2], m[2])}}}{{{WORDS.get(m[1], m[1])}}}"),
-    (r"(?<=[a-z)}\d|])\s*\+\s*(?:K|\\text\{\s*const(?:ant)?\.?\s*\})\s*$", "+C"),  # of an integral
+    (r"^([二三四五六七八九十])分之([一二三四五六七八九])$",
+     lambda m: rf"\frac{{{CHINESE_DIGITS.index(m[2])}}}{{{CHINESE_DIGITS.index(m[1])}}}"),
+    (r"(?<=[a-z)}\d|])\s*\+\s*(?:[Kc]|\\text\{\s*const(?:ant)?\.?\s*\})\s*$", "+C"),  # of an integral
     (r"\\sqrt\s+(\d+|[A-Za-z])", r"\\sqrt{\1}"),
     (r"(?:\\sqrt|(?<![\\A-Za-z])sqrt)\s*(\[\d+\])?\s*\(([^()]*)\)", r"\\sqrt\1{\2}"),
     (r"(?<![\\A-Za-z])pix?", r"\\pi "),
@@ -140,7 +147,7 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\{([^{}]*)\\choosex?([^{}]*)\}|(\w+)\s*\\choosex?\s*(\w+)", r"\\binom{\1\3}{\2\4}"),
     (r"(?<![A-Za-z\\])C(?:\(\s*(\d+)\s*,\s*(\d+)\s*\)|\s*_\s*\{?(\d\d+|[3-9]|n)\}?\s*\^\s*\{?(\d+|[kmr])\}?)",
      r"\\binom{\1\3}{\2\4}"),
-    (r"^(?i:the answer is|answer:|so|thus|hence|therefore|then|it is|it's|that is)\b[,:]?\s+(?=\S)", ""),
+    (r"^(?i:(?:the )?(?:final )?answer(?: is|:)|so|thus|hence|therefore|then|it is|it's|that is)\b[,:]?\s+(?=\S)", ""),
     (rf"^\s*([+-]?)\s*\\({CURRENCY})x?\s*((?:(?!\\(?:{CURRENCY})).)*\S)\s*$", r"\1\3 \\text{\2}"),
     (r"\b([ap])\.\s?m\b\.?", r"\1m"),
     (r"^\s*\{([^{}]*)\}\s*$", r"\1"),
@@ -220,7 +227,7 @@ UNITS = {name: names.split()[0] for names in re.findall("[^,]+", """
     mL ml milliliter millilitre 毫升, $ dollar usd buck 美元, deg degree 度, % percent, u unit, mi/h mph, km/h kph kmph,
     rad radian, J joule, N newton, W watt, V volt, Hz hertz, Ω ohm, A ampere amp, K kelvin, Pa pascal, degC celsius,
     degF fahrenheit, people person 人, child children, man men, woman women, mol mole, day 天 日, week 周, year 年,
-    month, cent, am AM, pm PM, euro, sterling, 元 yuan rmb, rupee, yen, 岁, 月, 个月, 分, 吨, 分米, 公顷
+    month, cent, am AM, pm PM, euro, sterling, 元 yuan rmb, rupee inr, yen, 岁, 月, 个月, 分, 吨, 分米, 公顷
 """) for name in names.split()}  # fmt: skip
 SI = re.compile(r"[pnμmckMGT]?(?:[mgsAKNJWVCFTHL]|mol|Hz|Pa|Ω|eV|Wb|cal|bar)")  # a prefix and a symbol
 COUNTED = r"[个只本块支张辆名位条棵件次种组页台间根颗盒箱袋朵套双](?![半十百千万亿])[\u4e00-\u9fff]*"  # 3个苹果
@@ -262,9 +269,11 @@ def unit(text: str, is_apart: bool) -> str | None:
             powers[name] = powers.get(name, 1) * int(word)
         elif word.lower() in ("square", "sq", "cubic", "cu"):
             power = 3 if word.lower().startswith("cu") else 2
-        elif word.lower() not in ("of", "the", "old"):
+        elif word.lower() not in ("of", "the", "old", "left"):
             found = _unit_name(word, is_apart or bool(powers), is_marked)
             is_adjective = not powers and len(word) > 1 and re.search(r"s\b", text)  # blue marbles
+            if word in ("K", "T") and not powers:
+                return None  # 5K is 5,000
             if word.lower() in NO_UNITS or (found is None and (not is_adjective or re.search("ths?$", word))):
                 return None
             if found:
@@ -280,7 +289,7 @@ def _unit_name(word: str, is_apart: bool, is_marked: bool) -> str | None:
     if len(word.encode()) == 1 and not is_apart:
         return None
     name = UNITS.get(word) or UNITS.get(folded) or UNITS.get(folded.removesuffix("s"))
-    if name is None and SI.fullmatch(word) and (is_marked or len(word) > 1):
+    if name is None and SI.fullmatch(word) and (is_marked or (len(word) > 1 and word[-1] not in "AKCFTH")):
         name = word
     if name is None and re.fullmatch(rf"\w\w+[^\Ws]s|{COUNTED}", folded) and not folded.endswith("ths"):
         name = folded.removesuffix("s")
@@ -327,7 +336,7 @@ UNCOUNTED = re.compile(
     r"\\(?:equiv|approx|[pb]?mod|[lc]?dots|mid|parallel|perp|neg|land|wedge|to|rightarrow|implies|iff|cases|angle|triangle)(?![A-Za-z])|\.\.|\?"
 )
 OPENING, CLOSING = ("(", "[", "{", "\\{", "\\langle"), (")", "]", "}", "\\}", "\\rangle")
-AMOUNTS = re.compile(r"(?<=[A-Za-z}])\s+(?:and\s+)?(?=\d)")
+AMOUNTS = re.compile(r"(?:(?<=\})\s*|(?<=[A-Za-z])\s+)(?:and\s+)?(?=\d)")
 COLUMN = re.compile(r"\\begin\{[pbB]matrix\}([^&]*)\\end\{[pbB]matrix\}")
 BRACKET = r"\\[{}]|\\[lr]angle|\\.|[()\[\]{}]"  # or an escaped character, which is none
 
@@ -454,6 +463,8 @@ def _collection(text: str) -> Value | None:
     parts = _split(text, ";" if all(sign in text for sign in ",=;") else OR)  # x=1, y=2; x=2, y=1
     if len(parts) > 1 and all(parts):
         values = _parse_all(parts)
+        if all(re.fullmatch("[A-J①-⑳]", part) for part in parts):
+            return ("union", values)  # A or B, which is no AB
         are_intervals = any(value[0] == "sequence" and len(value[3]) == 1 for value in values)  # x < 1 or x > 2
         return ("union", values) if "\\cup" in text or are_intervals else ("list", _flat(values))
     parts = [re.sub(r"^and\s", "", part).strip() for part in _split(text, COMMA) if part and part != "and"]
@@ -525,8 +536,8 @@ def _is_formula(text: str) -> bool:
         return False
     signs = re.sub(rf"\\[A-Za-z]+|(?<![A-Za-z])(?:{FUNCTION}|max|min|mod)", r"\\", text)
     signs = re.sub(r"_\s*(?:\{[^{}]*\}|\w)", "", signs)
-    signs = re.sub(r"\^\s*(?:\{[^{}]*\}|\w)", "^", signs)
-    return not re.search(r"[A-Za-z]\s*\d|\d\s+\d", signs)
+    signs = re.sub(r"\^\s*(?:\{[^{}]*[^{}+-]\}|\w(?![+-]$))", "^", signs)
+    return not re.search(r"[A-Za-z]\s*\d|[\d)]\s+\d|\^(?:\{\d*[+-]\}|\d*[+-]$)", signs)
 
 
 def _text(text: str) -> Value:

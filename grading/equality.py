@@ -26,7 +26,8 @@ from sympy import Basic, Derivative, Eq, Expr, Float, I, Integral, Limit, Pow, P
 from sympy.core.function import AppliedUndef
 
 from grading.answer import read_answer
-from grading.values import DATED, MAX_FORMULA, Value, clean, fold, parse_value, quantity
+from grading.spelling import MAX_FORMULA, clean, fold
+from grading.values import DATED, Value, parse_value, quantity
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
 
@@ -92,13 +93,15 @@ def _same(key: Value, answer: Value) -> bool:
             return same_formula(value, text)
         case (("words", text), ("list", items)) | (("list", items), ("words", text)):
             return _are_letters(items, text)
-        case (("words", text), ("sequence", "", items, _)) | (("sequence", "", items, _), ("words", text)):
-            return _are_letters(items, text)
         case (("choice", *_), _) | (_, ("choice", *_)):
             return _same_choice(key, answer)
         case ("number" | "formula", *_), ("number" | "formula", *_):
             return _same_quantity(key, answer)
+        case ("list", items), ("list", items_2) if len({*items}) < len(items) and items[0][0] != "number":
+            return _same_ordered(items, items_2)  # true, false, true
         case (("list" | "set", items), ("list" | "set", items_2)) | (("union", items), ("union", items_2)):
+            return _same_unordered(items, items_2)
+        case ("sequence", "", items, _), ("sequence", "", items_2, _):
             return _same_unordered(items, items_2)
         case ("sequence", brackets, items, names), ("sequence", brackets_2, items_2, names_2):
             are_named_alike = not names or not names_2 or names == names_2
@@ -195,10 +198,6 @@ def read_formula(text: str | Fraction) -> Basic | None:
     if not _is_small(formula) or formula.has(sympy.nan, sympy.zoo):
         return None
     letters = {symbol: I for symbol in formula.free_symbols if symbol.name == "i"}
-    if "\\sqrt[" in text:  # an odd root of a negative number is real
-        for root in formula.atoms(Pow):
-            if root.base.is_negative and root.exp.is_Rational and root.exp.p == 1 and root.exp.q % 2:
-                letters[root] = -Pow(-root.base, root.exp)
     for slope in formula.atoms(Derivative):  # dy/dx is no 0, but a letter of its own
         if slope.expr.free_symbols.isdisjoint(slope.variables):
             letters[slope] = Symbol(str(slope), real=True)

@@ -8,7 +8,8 @@ from fractions import Fraction
 from grading import Case, Verdict, spelled
 from grading.answer import read_answer, visible_text
 from grading.equality import canonical, check_key, equal, key_content
-from grading.values import MAX_FORMULA, SCALES, clean, parse_value
+from grading.spelling import MAX_FORMULA, clean
+from grading.values import SCALES, parse_value
 
 
 def verify_math(case: Case) -> Verdict:

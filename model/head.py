@@ -17,8 +17,7 @@ of the logits to the weight's dtype for two matrix products, as in every other l
 fp32 would take 4 more bytes a number: 2 GiB for a 7B model.
 
 With a `Teacher`, a reference that is followed over the whole vocabulary, there is a chunk of its
-logits, too. With `Kept`, the tokens that --top_p and --top_k left to the sampler, all others get the
-probability 0: log-probs, entropies and gradients are those of what was sampled from.
+logits, too.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from model import sizes
 
 FUSED_ON = {"cuda"}  # kinds of devices on which torch.compile makes the kernels
 EAGER_PIECES = 8  # pieces of a chunk in eager mode: each number takes about 20 bytes for a moment
-LEFT_OUT = -1e30  # a logit; not -inf, whose product with the probability 0 would be nan
 
 
 class Teacher(NamedTuple):
@@ -48,19 +46,29 @@ class Teacher(NamedTuple):
     divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # one of `DIVERGENCES`
 
 
-class Kept(NamedTuple):
-    """The tokens that are left of the vocabulary at each of T places, the label among them: J in all places."""
+class Distilled(NamedTuple):
+    """A KL over the whole vocabulary, float32, at each of N places."""
 
-    places_J: Tensor  # int32, ascending: 0 to T - 1
-    ids_J: Tensor  # int32
-    is_missed_T: Tensor  # bool: the sampler drew the label, but it had to be added
+    ref_logprobs_N: Tensor  # the teacher's of the labels, at the same temperature
+    kl_N: Tensor
+    agrees_N: Tensor  # 1 where both models find the same token the likeliest
 
 
-class HeadOptions(NamedTuple):
-    """How the head's logits are made."""
+class TokenScores(NamedTuple):
+    """The results of a pass, float32, at each of N places."""
 
-    dtype: torch.dtype | None = None  # None: that of the weight
-    kept: Kept | None = None  # None: the whole vocabulary
+    logprobs_N: Tensor  # those of the labels
+    entropies_N: Tensor  # in nats
+    distilled: Distilled | None = None  # None: without a teacher
+
+
+class HeadSettings(NamedTuple):
+    """How the head computes, in both passes."""
+
+    temperature: float
+    has_entropy_gradient: bool
+    dtype: torch.dtype  # of the logits
+    divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None  # the teacher's
 
 
 def chunked_logprobs(
@@ -69,20 +77,18 @@ def chunked_logprobs(
     labels: Tensor,
     temperature: float,
     with_entropy_gradient: bool = False,
-    options: HeadOptions | None = None,
+    head_dtype: torch.dtype | None = None,
     teacher: Teacher | None = None,
-) -> tuple[Tensor, ...]:
-    """(log-probabilities of the labels, entropies in nats), float32, one per row of `hidden` [T, D].
-
-    With a teacher also its log-probabilities of the labels, at the same temperature; the divergence; and 1 where both
-    models find the same token the likeliest, else 0.
-    """
+) -> TokenScores:
+    """The scores of the labels, one per row of `hidden` [T, D]. `head_dtype`: None: that of the head's weight."""
     assert head.bias is None, "no supported model has a head with a bias"
-    options = options or HeadOptions()
-    options = options._replace(dtype=options.dtype or head.weight.dtype)
-    settings = temperature, with_entropy_gradient, options, teacher and teacher.divergence
-    teacher_tensors = (teacher.hidden_TD, teacher.weight_VD[: len(head.weight)]) if teacher else ()
-    return _HeadLogprobs.apply(hidden, head.weight, labels, settings, *teacher_tensors)
+    dtype, divergence = head_dtype or head.weight.dtype, teacher and teacher.divergence
+    settings = HeadSettings(temperature, with_entropy_gradient, dtype, divergence)
+    if teacher is None:
+        return TokenScores(*_HeadLogprobs.apply(hidden, head.weight, labels, settings))
+    tensors = teacher.hidden_TD, teacher.weight_VD[: len(head.weight)]
+    logprobs, entropies, *distilled = _HeadLogprobs.apply(hidden, head.weight, labels, settings, *tensors)
+    return TokenScores(logprobs, entropies, Distilled(*distilled))
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -93,23 +99,27 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, labels: Tensor, settings: tuple, *teacher_tensors: Tensor
+        ctx: FunctionCtx,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        settings: HeadSettings,
+        *teacher_tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(hidden, weight, labels, *teacher_tensors)
         ctx.settings = settings
-        _, has_entropy_gradient, options, _ = settings
         outputs = [hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(5 if teacher_tensors else 2)]
         ctx.last_chunk = None
         for rows in chunks(len(labels), len(weight)):
             ctx.last_chunk = None  # before the next one is made
-            ctx.last_chunk = logits = kept_logits(hidden, weight, rows, options)
-            teacher_logits = chunk_of_teacher(teacher_tensors, rows, options.dtype)
+            ctx.last_chunk = logits = chunk_logits(hidden[rows], weight, settings.dtype)
+            teacher_logits = chunk_of_teacher(teacher_tensors, rows, settings.dtype)
             chunk_values = by_rows(score, settings, logits, labels[rows], teacher_logits)
             for output, values in zip(outputs, chunk_values, strict=True):
                 output[rows] = values
             del logits, teacher_logits
         constants = [*outputs[2:3], *outputs[4:]]  # with a teacher, the divergence alone has a gradient
-        if not has_entropy_gradient:  # the entropy is mostly only a metric
+        if not settings.has_entropy_gradient:  # the entropy is mostly only a metric
             constants.append(outputs[1])
         ctx.mark_non_differentiable(*constants)
         return tuple(outputs)
@@ -117,16 +127,16 @@ class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, *teacher_tensors = ctx.saved_tensors
-        options = ctx.settings[2]
+        settings = ctx.settings
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for rows in reversed(chunks(len(labels), len(weight))):
             logits, ctx.last_chunk = ctx.last_chunk, None
             if logits is None:
-                logits = kept_logits(hidden, weight, rows, options)
-            teacher_logits = chunk_of_teacher(teacher_tensors, rows, options.dtype)
+                logits = chunk_logits(hidden[rows], weight, settings.dtype)
+            teacher_logits = chunk_of_teacher(teacher_tensors, rows, settings.dtype)
             grads = [gradient[rows] for gradient in gradients]
-            by_rows(replace_by_gradient, ctx.settings, logits, labels[rows], teacher_logits, *grads)
+            by_rows(replace_by_gradient, settings, logits, labels[rows], teacher_logits, *grads)
             del teacher_logits  # or its memory would still be held when the next chunk is computed
             grad = logits.to(weight.dtype)
             del logits
@@ -155,18 +165,6 @@ def chunk_logits(hidden: Tensor, weight: Tensor, head_dtype: torch.dtype) -> Ten
     return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
 
 
-def kept_logits(hidden: Tensor, weight: Tensor, rows: slice, options: HeadOptions) -> Tensor:
-    """The logits of these rows; those of tokens that are not kept are so low that their probability is exactly 0."""
-    logits = chunk_logits(hidden[rows], weight, options.dtype)
-    if options.kept is None:
-        return logits
-    places_J, ids_J, _ = options.kept
-    first, end = torch.searchsorted(places_J, torch.tensor([rows.start, rows.stop], device=logits.device)).tolist()
-    is_left_out = torch.ones_like(logits, dtype=torch.bool)
-    is_left_out[places_J[first:end].long() - rows.start, ids_J[first:end].long()] = False
-    return logits.masked_fill_(is_left_out, LEFT_OUT)
-
-
 def chunk_of_teacher(tensors: Sequence[Tensor], rows: slice, head_dtype: torch.dtype) -> Tensor | None:
     """The teacher's logits of these rows; None without a teacher."""
     return chunk_logits(tensors[0][rows], tensors[1], head_dtype) if tensors else None
@@ -176,7 +174,7 @@ def chunk_of_teacher(tensors: Sequence[Tensor], rows: slice, head_dtype: torch.d
 
 
 def by_rows(
-    function: Callable[..., list[Tensor]], settings: tuple, logits: Tensor, *inputs: Tensor | None
+    function: Callable[..., list[Tensor]], settings: HeadSettings, logits: Tensor, *inputs: Tensor | None
 ) -> list[Tensor]:
     """Runs `score` or `replace_by_gradient` on the rows of these tensors; returns what it returns."""
     tensors = logits, *inputs
@@ -196,29 +194,28 @@ def compiled(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor
     return torch.compile(function)
 
 
-def score(settings: tuple, logits: Tensor, labels: Tensor, teacher_logits: Tensor | None) -> list[Tensor]:
-    """The values that `chunked_logprobs` returns, for some of its rows."""
-    temperature, _, _, divergence = settings
-    log_p = log_probabilities(logits, temperature)
+def score(settings: HeadSettings, logits: Tensor, labels: Tensor, teacher_logits: Tensor | None) -> list[Tensor]:
+    """The fields of `TokenScores`, then those of `Distilled`, for some of the rows."""
+    log_p = log_probabilities(logits, settings.temperature)
     values = [log_p.gather(-1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)]
     if teacher_logits is not None:
-        log_q = log_probabilities(teacher_logits, temperature)
+        log_q = log_probabilities(teacher_logits, settings.temperature)
         agrees = log_p.argmax(dim=-1) == log_q.argmax(dim=-1)
-        values += [log_q.gather(-1, labels[:, None])[:, 0], divergence(log_p, log_q)[0], agrees]
+        values += [log_q.gather(-1, labels[:, None])[:, 0], settings.divergence(log_p, log_q)[0], agrees]
     return values
 
 
 def replace_by_gradient(
-    settings: tuple, logits: Tensor, labels: Tensor, teacher_logits: Tensor | None, *gradients: Tensor
+    settings: HeadSettings, logits: Tensor, labels: Tensor, teacher_logits: Tensor | None, *gradients: Tensor
 ) -> list[Tensor]:
     """Writes over the logits their gradient, by those of what `score` returns; returns nothing more."""
-    temperature, has_entropy_gradient, _, divergence = settings
+    temperature, divergence = settings.temperature, settings.divergence
     grad_logprob, slopes = gradients[0][:, None], None
     log_p = log_probabilities(logits, temperature)
     p = log_p.exp()
     if teacher_logits is not None:  # slopes: see `divergences.py`
         slopes = divergence(log_p, log_probabilities(teacher_logits, temperature))[1] * gradients[3][:, None]
-    if has_entropy_gradient:  # its slopes are -p log p
+    if settings.has_entropy_gradient:  # its slopes are -p log p
         entropy_slopes = log_p * p * -gradients[1][:, None]
         slopes = entropy_slopes if slopes is None else slopes + entropy_slopes
     grad = p * -grad_logprob if slopes is None else slopes - p * (slopes.sum(dim=-1, keepdim=True) + grad_logprob)
@@ -234,35 +231,3 @@ def log_probabilities(logits: Tensor, temperature: float) -> Tensor:
     if temperature != 1:
         logits = logits / temperature
     return logits.log_softmax(dim=-1)
-
-
-# What the sampler kept ------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def find_kept(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, cut: tuple, head_dtype: torch.dtype | None
-) -> Kept:
-    """The labels, and what a sampler with these weights keeps at each row of `hidden` [T, D]; 8 bytes a token."""
-    parts = [(labels[:0].int(), labels[:0].int(), labels[:0].bool())]  # a rank may have no labels
-    for rows in chunks(len(labels), len(weight), sizes.HEAD_CHUNK_LOGITS // EAGER_PIECES):
-        logits = chunk_logits(hidden[rows], weight, head_dtype or weight.dtype)
-        is_kept = keep(logits.float() / temperature, *cut)
-        was_kept = is_kept.gather(-1, labels[rows, None])
-        places, ids = is_kept.scatter_(-1, labels[rows, None], True).nonzero(as_tuple=True)
-        parts.append(((places + rows.start).int(), ids.int(), ~was_kept[:, 0]))
-    return Kept(*(torch.cat(values) for values in zip(*parts, strict=True)))
-
-
-def keep(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """bool [T, V]: the top_k likeliest tokens, then the fewest of them that have top_p of their probability.
-
-    The order is vLLM's (`apply_top_k_top_p`). What is as likely as the last one is kept, too; there with top_k alone.
-    """
-    vocab = logits.shape[-1]
-    largest = logits.topk(min(top_k or vocab, vocab), dim=-1).values
-    # Of each token and all that are less likely, added up as vLLM does: from the smallest, or rounding would add up to
-    # thousands of tokens.
-    tails = largest.softmax(dim=-1).flip(-1).cumsum(dim=-1).flip(-1)
-    num_kept = ((tails > 1 - top_p) | (top_p == 1)).sum(dim=-1, keepdim=True).clamp(min=1)
-    return logits >= largest.gather(-1, num_kept - 1)

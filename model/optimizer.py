@@ -88,9 +88,8 @@ class ChunkedAdamW(torch.optim.AdamW):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, group, turns)
-        if (
-            is_streamed
-        ):  # gradients may be freed, and what the host reads next, for example for a checkpoint, has arrived
+        if is_streamed:
+            # Gradients may be freed then, and what the host reads next, as for a checkpoint, has arrived.
             torch.cuda.synchronize()
 
     def _update(self, parameter: nn.Parameter, group: Group, turns: Iterator[torch.cuda.Stream | None]) -> None:

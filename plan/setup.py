@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from torch import nn
 from transformers import PretrainedConfig
 
-from extras.models.vision import tower_of
 from flags import EngineSettings, Lora, Memory, Settings
 from model.sizes import (
     HYBRIDS,
@@ -23,7 +22,7 @@ from model.sizes import (
     linear_widths,
     state_bytes,
 )
-from model.weights import model_of_shapes
+from model.weights import model_of_shapes, tower_of
 from schedule import Plan
 
 GIB = 1024**3
@@ -77,7 +76,7 @@ class ModelShape:
 
 def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
     """The shape of the model `name`, without storage. Raises ValueError for one that the formulas do not cover."""
-    text, model = config.get_text_config(), model_of_shapes(name, config)
+    text, model = config.get_text_config(), model_of_shapes(config)
     known = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text", "gemma3_text", "olmo3", *MIXTURES, *HYBRIDS)
     if text.model_type not in known or (text is not config and config.model_type != "qwen2_5_vl"):
         raise ValueError(
@@ -139,6 +138,9 @@ class RunShape(Settings, kw_only=True):
     has_kl: bool
     over_vocabulary: bool  # the KL is taken over all tokens: the reference runs beside the update
     needs_first_logprobs: bool  # old log-probs are computed for the first update, too
+    old_logprobs: str
+    steps_ahead: int
+    partial_rollouts: bool
     in_flight: bool
     num_checkpoints: int  # on the disk at a time, at most
 
@@ -262,7 +264,7 @@ class Setup:
     @property
     def old_logprob_passes(self) -> float:
         """Passes of the policy over a rollout for old log-probs, which the first update may make by itself."""
-        if self.plan.old_logprobs == "rollout":
+        if self.run.old_logprobs == "rollout":
             return 0
         return 1 if self.run.needs_first_logprobs else 1 - 1 / self.plan.updates_per_pass
 

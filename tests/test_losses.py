@@ -19,7 +19,7 @@ from helpers.made_up import flags, make_rollout
 from helpers.runs import ROOT
 from update import compute_advantages
 
-FOLDER = ROOT / "losses"
+FOLDER = ROOT / "extras" / "losses"
 LENGTHS = [5, 3, 4, 2]  # tokens of sequences; the last token of the first is not trained
 CLIP = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 2.0}
 
@@ -139,6 +139,19 @@ def test_clip_cov_leaves_out_some_tokens_of_high_covariance():
     assert_trained(loss.per_token, {t: 0.0 if t in left_out else naive_clip(case, t) for t in tokens})
     alone, _ = loss_of(case, "clip_cov", **CLIP)
     assert (alone.per_token[tokens] == 0).sum() == 0, "no covariance is above 1"
+    least, _ = loss_of(case, "clip_cov", {"ratio": 0.01, "low": 0.1, "high": 1.0}, **CLIP)
+    assert (least.per_token[tokens] == 0).sum() == 1, "0.13 tokens are one"
+
+
+def test_clip_cov_draws_among_tokens_that_are_not_clipped():
+    """Tokens that the clip has left without a gradient are no part of the share."""
+    case, tight = make_case(scale=0.5), CLIP | {"clip_low": 0.01, "clip_high": 0.01}
+    tokens = sum(case.trained, [])
+    plain, _ = loss_of(case, "clip", **tight)
+    is_clipped = plain.is_low | plain.is_high
+    loss, _ = loss_of(case, "clip_cov", {"ratio": 1.0, "low": -100.0, "high": 100.0}, **tight)
+    assert 0 < is_clipped[tokens].sum() < len(tokens)
+    assert [loss.per_token[t].item() == 0 for t in tokens] == [not is_clipped[t].item() for t in tokens]
 
 
 # Advantages -----------------------------------------------------------------------------------------------------------
@@ -221,8 +234,6 @@ def test_gigpo_compares_turns_that_began_in_the_same_state():
     ]  # fmt: skip
     found = algorithm_of(given).advantage(graded)
     assert found.tolist() == pytest.approx(expected, abs=1e-5)
-    with pytest.raises(ValueError, match="gigpo needs episodes of turns"):
-        algorithm_of(flags(advantage="gigpo"))
 
 
 def test_gigpo_takes_an_episode_without_replies_as_one_turn():
@@ -249,7 +260,6 @@ def test_a_star_po_takes_off_a_value_from_rewards_of_the_start():
         mask_T=torch.ones(4).bool(), columns=columns,
     )  # fmt: skip
     algorithm = algorithm_of(flags(advantage="a_star_po", group_size=2))
-    assert algorithm.columns == ("start_rewards",), "what was read on the trial"
     value = 0.5 * math.log((2 * math.exp(2.0) + 2) / 4)
     assert_near(algorithm.advantage(graded).tolist(), [[1 - value, -value], [-0.25, 0.75]])
 
@@ -263,8 +273,6 @@ def test_a_star_po_is_a_regression_of_the_log_ratio_to_the_reference():
         slopes |= dict.fromkeys(own, 2 * error * 0.1 * len(own))  # each token's loss depends on all of them
     assert_trained(loss.per_token, expected)
     assert_trained(gradient, slopes)
-    with pytest.raises(ValueError, match="needs the reference"):
-        algorithm_of(flags(policy_loss="a_star_po"))
 
 
 def test_kl_cov_holds_the_tokens_of_largest_covariance():
@@ -305,5 +313,3 @@ def test_rlsd_weighs_a_token_by_the_evidence_of_its_teacher():
         evidence = math.exp(math.copysign(1.0, case.a[t]) * (case.sampler[t] - case.old[t]).item())
         values[t] = (0.5 + 0.5 * min(max(evidence, 0.8), 1.2)) * naive_clip(case, t)
     assert_trained(loss.per_token, values)
-    with pytest.raises(ValueError, match="needs the teacher"):
-        algorithm_of(flags(policy_loss="rlsd"))

@@ -58,7 +58,6 @@ from helpers.made_up import (
     vision_flags,
     whole_update,
 )
-from model.head import Kept, keep
 from model.sizes import HYBRIDS
 from model.weights import load_config
 from policy import Policy
@@ -79,19 +78,13 @@ def start_engine(
     return Engine(str(path), AutoTokenizer.from_pretrained(path), world, settings, **options)
 
 
-def trainer_scores(
-    policy: Policy, rollout: Rollout, cut: tuple[int, float] | None = None
-) -> tuple[Tensor, Kept | None]:
-    """(the trainer's log-probs of the sampled tokens, sequence after sequence, what it finds that was kept)."""
+def trainer_logprobs(policy: Policy, rollout: Rollout) -> Tensor:
+    """The trainer's log-probs of the sampled tokens, sequence after sequence."""
     rollout = replace(rollout, loss_weights_B=np.zeros(len(rollout.texts), dtype=np.float32))
     batch = pack_with_images(rollout, list(range(len(rollout.texts))))
     with torch.no_grad():
-        scores = policy(replace(batch.to(next(policy.parameters()).device), cut=cut), TEMPERATURE)
-    return scores.logprobs_N.cpu()[batch.loss_mask_N], scores.kept
-
-
-def trainer_logprobs(policy: Policy, rollout: Rollout) -> Tensor:
-    return trainer_scores(policy, rollout)[0]
+        scores = policy(batch.to(next(policy.parameters()).device), TEMPERATURE)
+    return scores.logprobs_N.cpu()[batch.loss_mask_N]
 
 
 def sampler_logprobs(rollout: Rollout) -> Tensor:
@@ -184,33 +177,6 @@ def findings(engine: object) -> dict[str, list[str]]:
     engine.llm.apply_model(plant)
     (with_planted,) = engine.llm.apply_model(hidden_tensors)
     return {"hidden": hidden, "planted": [name for name in with_planted if name not in hidden]}
-
-
-def kept(world: World, path: str) -> dict[tuple[int, float], dict[str, float]]:
-    """By --top_k and --top_p: how far sampler and trainer are apart in log-probs, with the cut and without, ..."""
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch  # here: rollout.py prepares it
-
-    logits = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.1, 5, 200)[:, None]
-    policy = sharded(load_policy(path), world)
-    engine, found = start_engine(path, world, "float32", "float32"), {}
-    engine.sync(policy.full_weights())
-    rows = load(f"{path}/heldout.jsonl", engine.tokenizer, max_prompt_tokens=8).rows
-    for cut in ((0, 0.9), (20, 0.8), (0, 1.0)):
-        rollout = engine.sample(rows, Sampling(8, TEMPERATURE, 12, cut[1], cut[0]), (1,))
-        sampled = sampler_logprobs(rollout)
-        logprobs, kept = trainer_scores(policy, rollout, cut)
-        k, p = torch.full((200,), cut[0] or 64), torch.full((200,), cut[1])
-        theirs = apply_top_k_top_p_pytorch(logits.clone(), k, p if cut[1] < 1 else None, allow_cpu_sync=True)
-        found[cut] = {
-            "is vLLM's": keep(logits, *cut).equal(theirs.isfinite()),
-            "gap": (logprobs - sampled).abs().max().item(),
-            "gap of the whole": (trainer_logprobs(policy, rollout) - sampled).abs().max().item(),
-            "missed": int(kept.is_missed_T.sum()),
-            "tokens": len(sampled),
-            "kept": len(kept.ids_J) / len(sampled),
-        }
-    engine.close()
-    return found
 
 
 def hidden(world: World, path: str) -> dict[str, list[str]]:
@@ -435,7 +401,7 @@ def faults_of(trial: FaultTrial) -> dict[str, Callable[[], AbstractContextManage
         "prefix cache kept": lambda: patch.object(engine.llm, "reset_prefix_cache", lambda: True),
         "wrong temperature": lambda: patch.object(trial, "sampling", replace(trial.sampling, temperature=0.9)),
         "kernel": lambda: another_kernel(trial),
-    } | (lora_fault if trial.policy.has_adapter else head_fault)
+    } | (lora_fault if trial.policy.adapter else head_fault)
 
 
 def faults(world: World, path: str, lora_rank: str) -> dict[str, object]:
@@ -466,7 +432,7 @@ PROMPTS, GROUP, LIMIT, STEPS = 8, 2, 110, 5
 
 def largest_gap(models, rollout):
     """Between recorded log-probs and those under the weights whose version the tokens have."""
-    versions = np.concatenate(rollout.versions)
+    versions = np.concatenate(rollout.parts["versions"])
     found = []
     for version in {*versions.tolist()}:
         with torch.no_grad():
@@ -484,7 +450,7 @@ def check_step(step, rollout, tokenizer):
     assert rollout.texts == tokenizer.batch_decode(ids, skip_special_tokens=True)
     is_cut = [len(each) == LIMIT and each[-1] != tokenizer.eos_token_id for each in ids]
     assert rollout.is_truncated_B.tolist() == is_cut
-    for versions, lags in zip(rollout.versions, rollout.lags, strict=True):
+    for versions, lags in zip(rollout.parts["versions"], rollout.parts["lags"], strict=True):
         assert versions.min() >= 0 and versions.max() < step and lags.max() <= MOST_LAG
         assert lags.tolist() == (step - 1 - versions).tolist()
 
@@ -513,7 +479,9 @@ def partial_rollouts(world: World, path: str) -> None:
             for parameter in model.parameters():
                 parameter.mul_(1.04)
     assert largest_gap([*models[1:], model], found[-1]) > 0.01, "the log-probs of the next version would show"
-    assert sum(len({*versions.tolist()}) > 1 for rollout in found for versions in rollout.versions) >= 3, "mixed"
+    assert sum(len({*versions.tolist()}) > 1 for rollout in found for versions in rollout.parts["versions"]) >= 3, (
+        "mixed"
+    )
     assert any(rollout.is_truncated_B.any() for rollout in found)
     assert sorted(row.where for rollout in found for row in rollout.rows[::GROUP]) == sorted(x.where for x in data.rows)
     assert sampler.state(STEPS) == {"prompts_drawn": PROMPTS * STEPS, "in_the_air": []}
@@ -601,7 +569,7 @@ def images(world: World, path: str, exported: str) -> dict[str, object]:
 
     data = vision_data(args)
     processor = data.rows[0].images.vision.processor
-    demand = Demand(images=3, vision=data.rows[0].images.vision)
+    demand = Demand(images=data.rows[0].images.vision.engine_options(3))
     engine = start_engine(path, world, "float32", max_model_len=48, demand=demand)
     engine.sync(policy.full_weights())
     order = [0, 2, 4, 1, 3]  # the second engine's share is two texts

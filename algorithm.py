@@ -119,7 +119,7 @@ def own_function(flag: str, reference: str, names: Iterable[str] = ()) -> Callab
     """The user's function, FILE.py:FUNCTION. Raises ValueError if it cannot be loaded. `names`: what else is known."""
     if not reference.rpartition(":")[0].endswith(".py"):
         raise ValueError(f"{flag} {reference}: use {', '.join([*names, 'FILE.py:FUNCTION'])}.")
-    from grading.own import load_reference
+    from grading.user_code import load_reference
 
     try:
         return load_reference(reference)

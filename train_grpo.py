@@ -45,7 +45,7 @@ from flags import (
 from fsdp_utils import World, close_world, init_world, is_main_process, set_allocator
 from gate.agreement import check_same_step, check_world
 from gate.inputs import check_loaded, check_training
-from grading.own import load_reference
+from grading.user_code import load_reference
 from grpo import Algorithm
 from inputs import Inputs, digest, digest_of_config, digest_of_data, digest_of_weights, digests_of_files, start_grader
 from metrics import merge_updates, throughput, work_of_step

@@ -69,7 +69,7 @@ def load_inputs(args: Namespace) -> Inputs:
     samplings = samplings_of(args.eval_data, "eval_", eval_options)
     longest = max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     config, tokenizer, vision, load = load_model_files(args, longest)
-    check_experts(args.model, config, args.router_replay)
+    check_experts(args.model, config, args.router_replay, args.dtype if args.compile else None)
     if args.lora_rank:
         target_names(model_of_shapes(args.model, config), args.lora_targets)  # raises for one that it does not have
     generation = load_generation_config(args.model, config, stop_ids(tokenizer, args.stop_tokens))

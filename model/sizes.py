@@ -252,11 +252,20 @@ def check_cpu_kernels(path: str, config: PretrainedConfig, dtype: str, tensor_pa
         )
 
 
-def check_experts(path: str, config: PretrainedConfig, router_replay: bool) -> None:
-    """Raises ValueError for --router_replay of a model without experts."""
+def check_experts(path: str, config: PretrainedConfig, router_replay: bool, compiled_dtype: str | None = None) -> None:
+    """Raises ValueError for --router_replay of a model without experts, and for experts that --compile does not know.
+
+    `compiled_dtype`: --dtype, with --compile. In float32 torch cannot compile the experts' matrices: transformers then
+    multiplies them one by one, outside of the graph.
+    """
     kind = config.get_text_config().model_type
     if router_replay and kind not in MIXTURES:
         raise ValueError(f"--router_replay: --model {path} ({kind}) has no experts to choose from; leave it out.")
+    if compiled_dtype == "float32" and kind in MIXTURES:
+        raise ValueError(
+            f"--compile with --dtype float32: the experts of --model {path} ({kind}) are compiled in bfloat16 alone; "
+            "use --dtype bfloat16, or leave --compile out."
+        )
 
 
 def check_config(path: str, config: PretrainedConfig, limits: tuple[int, int], tensor_parallel_size: int) -> None:

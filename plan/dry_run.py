@@ -84,7 +84,7 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     check_flags(args, gpus)
     limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     check_config(args.model, config, limits, args.tensor_parallel_size)
-    check_experts(args.model, config, args.router_replay)
+    check_experts(args.model, config, args.router_replay, args.dtype if args.compile else None)
     check_images(args.model, config, PromptFormat.from_flags(args))
     model, lora = shape_of(config, args.model), Lora.from_flags(args)
     if lora.lora_rank:

@@ -5,6 +5,7 @@ smaller with replay, also while both are trained.
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -115,11 +116,15 @@ def test_a_turn_keeps_the_routes_by_which_it_was_sampled():
     assert episode.routes.flatten().tolist() == [7, 7, 7, 7, 8, 8, 8, 8]
 
 
-def test_a_dense_model_is_refused():
-    with pytest.raises(ValueError, match=r"--router_replay: --model m \(qwen3\) has no experts .*; leave it out\.$"):
-        check_experts("m", AutoConfig.for_model("qwen3"), router_replay=True)
-    check_experts("m", AutoConfig.for_model("qwen3"), router_replay=False)
-    check_experts("m", AutoConfig.for_model("qwen3_moe"), router_replay=True)
+@pytest.mark.parametrize(("kind", "router_replay", "compiled_dtype", "words"), [
+    ("qwen3", True, None, r"--router_replay: --model m \(qwen3\) has no experts .*; leave it out\.$"),
+    ("qwen3_moe", False, "float32", r"--compile with --dtype float32: the experts of --model m \(qwen3_moe\) are"),
+    ("qwen3", False, "float32", None),
+    ("qwen3_moe", True, "bfloat16", None),
+])  # fmt: skip
+def test_what_experts_cannot_do_is_refused(kind, router_replay, compiled_dtype, words):
+    with pytest.raises(ValueError, match=words) if words else nullcontext():
+        check_experts("m", AutoConfig.for_model(kind), router_replay, compiled_dtype)
 
 
 @pytest.fixture(scope="module")

@@ -331,29 +331,22 @@ def with_optimizer(world: World, path: str, optimizer: str) -> tuple[list[Metric
 
 # An update with --compile beside the same one in eager mode -----------------------------------------------------------
 
-COMPILED = {  # ranks -> name -> flags
-    2: {
-        "all weights": {"kl_coef": 0.1, "num_iterations": 2},
-        "recomputed, on the host": {"kl_coef": 0.1, "gradient_checkpointing": True, "offload": "all"},
-        "prompts shared": {"share_prompts": True},
-        "copies": {"shard_ranks": 1},
-        "teacher": {"kl_coef": 0.5, "kl_over": "vocabulary", "communicate_once": True},
-    },
-    # By a backend that traces and differentiates as inductor does, and leaves the arithmetic to torch: the kernels of
-    # these cases would be half a minute of the C++ compiler each. Those of the others are the same.
-    1: {
-        "LoRA, recomputed": {
-            "lora_rank": 3, "kl_coef": 0.1, "gradient_checkpointing": True, "lora_targets": "v_proj",
-        },
-        "images": {"kl_coef": 0},
-    },
-}  # fmt: skip
+COMPILED = {  # name -> flags
+    "all weights": {"kl_coef": 0.1},
+    "recomputed, on the host": {"kl_coef": 0.1, "gradient_checkpointing": True, "offload": "all"},
+    "prompts shared": {"share_prompts": True},
+    "teacher": {"kl_coef": 0.5, "kl_over": "vocabulary", "communicate_once": True},
+    "LoRA, recomputed": {"lora_rank": 3, "kl_coef": 0.1, "gradient_checkpointing": True, "lora_targets": "v_proj"},
+    "images": {"kl_coef": 0},
+}
 
 
 def compiled(world: World, path: str, vision: str) -> dict[str, object]:
     """Case -> (graphs that were compiled, update in eager mode, compiled update); "counts": those of the benchmark.
 
-    An update: its metrics and gradients, and the weights that plain gradient descent makes of them.
+    An update: its metrics and gradients, and the weights that plain gradient descent makes of them. The first case has
+    inductor's kernels. The others have a backend that traces and differentiates as inductor does, and leaves the
+    arithmetic to torch: their kernels would be half a minute of the C++ compiler each.
     """
     from torch._dynamo.utils import counters
 
@@ -361,38 +354,34 @@ def compiled(world: World, path: str, vision: str) -> dict[str, object]:
     from bench_update import count_compilations
 
     def train_one(args: Namespace, rollout: Rollout) -> tuple[Metrics, Tensors, Tensors]:
-        own = replace(world, shard_ranks=args.shard_ranks)
-        policy, reference, _ = build(args, own)
+        policy, reference, _ = build(args, world)
         names = list(policy.state_dict())
         # Adam makes a step of a gradient that is rounding.
         optimizer = torch.optim.SGD(parameter for parameter in policy.parameters() if parameter.requires_grad)
         last = kept_gradients(policy, optimizer)
-        (metrics,) = train((policy, reference, optimizer), args, own, 1, rollout, rate=0.1)
+        (metrics,) = train((policy, reference, optimizer), args, world, 1, rollout, rate=0.1)
         assert names == list(policy.state_dict()) and not any("_orig_mod" in name for name in names)
         return metrics, last, weights_of(policy)
 
-    torch._dynamo.config.disable = True  # as an engine on CPUs does
-    found, backend = {}, {}
-    # Rank 1 computes its half of the batch by a backend that traces and differentiates as inductor does, and leaves the
-    # arithmetic to torch: the kernels would be the same ones again.
-    if world.num_trainers == 1 or not world.is_main:
-        backend = {"backend": "aot_eager"}
-    with patch.object(torch, "compile", partial(torch.compile, **backend)):
-        if world.num_trainers > 1:
-            trainer = Trainer(flags_of(path, "--dtype", "float32", "--compile"), world)
-            lengths = np.random.default_rng(0).permutation(np.arange(2, 100, 5)).tolist()
-            found["counts"] = count_compilations(trainer, 64, lengths)
+    def train_both(name: str) -> tuple[int, tuple[Metrics, Tensors, Tensors], tuple[Metrics, Tensors, Tensors]]:
         common = {"dtype": "float32", "group_size": 2, "prompts_per_step": 4, "micro_batch_tokens": 40}
-        for name, changes in COMPILED[world.num_trainers].items():
-            args, rollout = flags(model=path, **common | changes), make_rollout(group_size=2)
-            if name == "images":
-                args = vision_flags(vision, **changes)
-                rollout = vision_rollout(vision_data(args))
-            eager, before = train_one(args, rollout), counters["stats"]["unique_graphs"]
-            args.compile = True
-            update = train_one(args, rollout)
-            found[name] = counters["stats"]["unique_graphs"] - before, eager, update
-    return found
+        args, rollout = flags(model=path, **common | COMPILED[name]), make_rollout(group_size=2)
+        if name == "images":
+            args = vision_flags(vision, **COMPILED[name])
+            rollout = vision_rollout(vision_data(args))
+        eager, before = train_one(args, rollout), counters["stats"]["unique_graphs"]
+        args.compile = True
+        update = train_one(args, rollout)
+        return counters["stats"]["unique_graphs"] - before, eager, update
+
+    torch._dynamo.config.disable = True  # as an engine on CPUs does
+    first, *others = COMPILED
+    found = {first: train_both(first)}
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        trainer = Trainer(flags_of(path, "--dtype", "float32", "--compile"), world)
+        lengths = np.random.default_rng(0).permutation(np.arange(2, 100, 12)).tolist()
+        found["counts"] = count_compilations(trainer, 64, lengths)
+        return found | {name: train_both(name) for name in others}
 
 
 # Updates that follow a reference, of its own or the policy without its adapter ----------------------------------------

@@ -76,14 +76,12 @@ Metrics = dict[str, float]
 Tensors = dict[str, torch.Tensor]
 
 
-def on_ranks(
-    num_ranks: int, work: str, *arguments: object, tp_size: int = 1, timeout: float = 300, wait_minutes: int = 2
-) -> object:
+def on_ranks(num_ranks: int, work: str, *arguments: object, tp_size: int = 1, wait_minutes: int = 10) -> object:
     """What the work (`file:function` of this folder) returns on the first rank. Ranks wait so long for each other."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "found.pt"
         words = work, tp_size, wait_minutes, output, *arguments
-        torchrun(num_ranks, "tests/helpers/distributed.py", *words, timeout=timeout)
+        torchrun(num_ranks, "tests/helpers/distributed.py", *words)
         return torch.load(output, weights_only=False)
 
 
@@ -241,7 +239,7 @@ def copies(whole: World, path: str) -> dict[str, dict[int | None, tuple[list[Met
         world = replace(whole, shard_ranks=shard_ranks)
         check_unequal_parts(world)
         for group in world.mesh.get_all_groups():
-            assert group._get_backend(world.device).options._timeout == timedelta(minutes=2), "that of the run"
+            assert group._get_backend(world.device).options._timeout == timedelta(minutes=10), "that of the run"
         shape = (4,) if shard_ranks is None else (4 // shard_ranks, shard_ranks)
         placements = (Shard(0),) if shard_ranks is None else (Replicate(), Shard(0))
         for case in COPIES:

@@ -34,7 +34,7 @@ from model.special_tokens import special_tokens
 
 if TYPE_CHECKING:
     from extras.models.vision import BatchImages, PromptImages
-    from model.head import Kept, Teacher
+    from model.head import Teacher
 
 IMAGE = "<image>"  # in a prompt: the place of an image
 Messages = list[dict[str, object]]
@@ -257,8 +257,6 @@ class Batch:
     teacher: Callable[[], Teacher] | None = None  # runs the reference, for a KL over the vocabulary
     kl_N: Tensor | None = None  # float32, that KL of each position; None: of sampled tokens, or not known yet
     agrees_N: Tensor | None = None  # float32, 1 where policy and reference find the same token the likeliest
-    cut: tuple[int, float] | None = None  # --top_k and --top_p; None: the sampler leaves nothing out
-    kept: Kept | None = None  # what these kept at the K trained positions; None: the first pass is to find it
 
     def reference_batch(self) -> Batch:
         """What the reference reads: with hints, if there are any, and by routes of its own."""

@@ -10,8 +10,8 @@ import sys
 import time
 from typing import NoReturn
 
-from flags import GROUPS, Flag, most_lag
-from gate.checks import default_dtype
+from algorithm import NAMES, choices_in_words
+from flags import GROUPS, Flag, default_dtype, most_lag
 from runtime.progress import OFF
 from runtime.start import leave_the_others, note_reason, print_any_text
 
@@ -103,14 +103,9 @@ class HelpFormatter(argparse.HelpFormatter):
         return action.type.__name__ if action.type else "text"
 
     def _get_help_string(self, action: argparse.Action) -> str:
-        from algorithm import CHOICES, OWN, summary  # torch: for --help only
-
         text, name = action.help, action.option_strings[0]
-        if name in CHOICES:
-            choices = [f"{choice} = {summary(function)}" for choice, function in CHOICES[name].items()]
-            if name in OWN:
-                choices.append("or FILE.py:FUNCTION")
-            text = f"{text} {'; '.join(choices)}".replace("%", "%%")
+        if name in NAMES:
+            text = f"{text} {'; '.join(choices_in_words(name))}".replace("%", "%%")
         if action.default in (None, [], "") or action.nargs == 0:  # nothing to say, or a switch
             return text
         return f"{text} (default: %(default)s)"

@@ -35,9 +35,9 @@ from command_line import exit_with_error, parser_of
 from data import PromptData, most_images
 from engine.options import Demand, largest_share
 from flags import FLAGS as TRAINING_FLAGS
-from flags import GROUPS, INF, EngineSettings, Sampling, Settings, flag
+from flags import GROUPS, INF, EngineSettings, Sampling, Settings, default_dtype, flag
 from fsdp_utils import gather_from_ranks, init_world, is_main_process
-from gate.checks import check_ranges, check_turns, default_dtype, ks_of_pass
+from gate.checks import check_ranges, check_turns, ks_of_pass
 from gate.load_inputs import SET_FLAGS, load_model_files, samplings_of, start_grader
 from grading import Grade
 from model.special_tokens import describe_tags

@@ -2,8 +2,8 @@
 
 A flag has the name of its attribute, so one search finds the flag, its use, the scripts and the documentation. Other
 files get small frozen objects made from flags (`PromptFormat`, `Memory`, ...); only `main` sees all flags.
-The choices of the algorithm are functions in `grpo.py` and `losses/`: their parameters after `*` are the flags that
-have an effect.
+The choices of the algorithm are functions, which `algorithm.py` finds by name: their parameters after `*` are the flags
+that have an effect.
 No torch here, so that a mistake is reported at once.
 """
 
@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import shutil
 from dataclasses import dataclass, fields
 from typing import NamedTuple, Self, dataclass_transform
 
 from runtime.cards import GPUS
+from runtime.start import launched_world_size
 
 MORE_UNFINISHED = 0.5  # --partial_rollouts: unfinished prompts beside those of a step, as a share of them
 MOST_LAG = 4  # --partial_rollouts: steps that the oldest token may be behind; its group is then waited for
@@ -44,6 +47,14 @@ class Flag(NamedTuple):
     def is_changed(self, args: argparse.Namespace) -> bool:
         """Whether its value in `args` is another one than the default."""
         return self.of(args) != self.default
+
+    def written(self, args: argparse.Namespace) -> str:
+        """The flag as it was written."""
+        value = self.of(args)
+        if value is True:
+            return self.name
+        values = value if isinstance(value, list) else [value]
+        return " ".join([self.name, *map(str, values)])
 
 
 def flag(
@@ -136,9 +147,6 @@ GROUPS["batch, counted in prompts"] = [
 GROUPS["sampling"] = [
     # vLLM would silently raise a temperature below 0.01; the trainer would not. It refuses one above 2.
     flag("--temperature", 1.0, "sampling temperature; the trainer divides its logits by it, too", (0.01, 2)),
-    flag("--top_p", 1.0, "share of the probability, that of the likeliest tokens, which is sampled from; the trainer "
-         "renormalises over them, too; only with --dtype float32, so not on GPUs; 1: all", (TINY, 1)),
-    flag("--top_k", 0, "number of likeliest tokens that are sampled from, before --top_p; 0: all", (0, INF)),
     flag("--max_completion_tokens", 1024, "completions are truncated after this many tokens", (1, INF)),
     flag("--partial_rollouts", False, "a step ends when its prompts' worth of groups is finished, out of half as many "
          "again; unfinished completions go on in the next one, under its weights; only with --engine colocated"),
@@ -444,8 +452,7 @@ class Sampling(Settings):  # how often and how a set of prompts is sampled: the 
     num_samples: int
     temperature: float
     max_completion_tokens: int
-    top_p: float
-    top_k: int
+    top_p: float = 1.0  # of an evaluation; training samples from the whole distribution
     router_replay: bool  # the routes of what is sampled are kept; those of an evaluation never
 
 
@@ -459,6 +466,18 @@ class Saving(Settings):  # when checkpoints are written, and which are kept
     save_every: int
     keep_checkpoints: int
     keep_best: str | None
+
+
+def default_dtype(needs_bfloat16: bool = False) -> str:
+    """bfloat16 on GPUs, else float32, if it may be. The launch scripts count the GPUs; else there is nvidia-smi."""
+    has_gpus = shutil.which("nvidia-smi") and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    num_gpus = int(os.environ.get("NUM_GPUS") or bool(has_gpus))
+    return "bfloat16" if num_gpus or needs_bfloat16 else "float32"
+
+
+def ranks_per_engine(args: argparse.Namespace, num_ranks: int | None = None) -> int:
+    """Ranks that see the same completions and grade them once: servers are to all ranks as one engine."""
+    return args.tensor_parallel_size if args.engine == "colocated" else num_ranks or launched_world_size()
 
 
 def stall_limit(args: argparse.Namespace) -> float:

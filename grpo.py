@@ -1,7 +1,7 @@
 """The algorithm: advantages, policy losses, KL, correction of the sampler's mismatch, aggregation, and the total loss.
 
-Each choice is one function; `algorithm.py` finds it by its name in the dict of its section.
-Rare ones are in `losses/`, one paper a file. To add one, write the function and name it there, or
+Each choice is one function, which `algorithm.py` finds by its name in `NAMES`.
+Rare ones are in `extras/losses/`, one paper a file. To add one, write the function and name it there, or
 keep it in a file of your own: `--policy_loss my_loss.py:f`, `--advantage my_advantage.py:f`,
 `--kl_estimator my_kl.py:f`. The parameters after `*` are the flags of the same names: only those
 have an effect. `--help` and the log show the first sentence of its docstring. How the choices
@@ -79,16 +79,6 @@ def reward_itself(g: Graded) -> Tensor:
 def zero(g: Graded) -> Tensor:
     """Nothing is learnt from rewards, all from the reference: distillation, by --kl_coef."""
     return torch.zeros_like(g.rewards_PG)
-
-
-ADVANTAGES: dict[str, Callable[..., Tensor]] = {  # Graded -> [P, G], the same for all tokens of a completion, or [T]
-    "grpo": grpo,
-    "grpo_batch_std": grpo_batch_std,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "none": reward_itself,
-    "zero": zero,
-}
 
 
 def centred(rewards_PG: Tensor) -> Tensor:
@@ -176,14 +166,6 @@ def reinforce(t: Tokens) -> Loss:
     return Loss(-t.advantages * t.logprobs)
 
 
-LOSSES: dict[str, Callable[..., Loss | Tensor]] = {  # Tokens -> Loss, or its values alone
-    "clip": clip,
-    "gspo": gspo,
-    "cispo": cispo,
-    "reinforce": reinforce,
-}
-
-
 def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual_clip: float) -> Loss:
     """`clip` of any ratio. The marked tokens are those without a gradient.
 
@@ -261,15 +243,6 @@ def no_kl(x: Tensor) -> Tensor:
     return torch.zeros_like(x)
 
 
-KL: dict[str, Callable[..., Tensor]] = {  # x -> estimate of the KL
-    "k1": k1,
-    "k2": k2,
-    "k3": k3,
-    "k3+": k3_plus,
-    "none": no_kl,
-}
-
-
 # Sampler-trainer mismatch ---------------------------------------------------------------------------------------------
 # Weights of the policy loss, per token: its probability by the trainer / by the sampler. The trainer's model is that at
 # the beginning of the step; the sampler's may be older (--steps_ahead, --partial_rollouts).
@@ -283,9 +256,6 @@ class Correction(NamedTuple):
 def no_correction(t: Tokens) -> Correction:
     """The ratio is measured and not used."""
     return Correction(mismatch(t), torch.zeros_like(t.mask))
-
-
-CORRECTIONS: dict[str, Callable[..., Correction]] = {"none": no_correction}
 
 
 def mismatch(t: Tokens, is_sequence: bool = False) -> Tensor:
@@ -338,14 +308,6 @@ def prompt_mean(lengths_B: Tensor, *, group_size: int) -> Tensor:
     return (1.0 / (num_prompts * lengths_P1.clamp(min=1))).expand(-1, group_size).flatten().float()
 
 
-AGGREGATIONS: dict[str, Callable[..., Tensor]] = {  # lengths_B -> weights_B
-    "token_mean": token_mean,
-    "seq_mean_token_mean": seq_mean_token_mean,
-    "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
-    "prompt_mean": prompt_mean,
-}
-
-
 def num_sequences(lengths_B: Tensor) -> Tensor:
     """The number of completions with a trained token, at least 1."""
     return (lengths_B > 0).sum().clamp(min=1)
@@ -361,12 +323,9 @@ class Algorithm:
     advantage: Callable[[Graded], Tensor]
     policy_loss: Callable[[Tokens], Loss | Tensor]
     kl_estimator: Callable[[Tensor], Tensor]
-    kl_direction: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     rollout_correction: Callable[[Tokens], Correction]
     loss_aggregation: Callable[[Tensor], Tensor]
-    columns: tuple[str, ...]  # of a row, that the advantage reads
     old_logprobs: str  # whose: "trainer" or "rollout", the sampler
-    loss_metrics: tuple[str, ...]  # names of the metrics that a policy loss brings
     is_corrected: bool  # the rollout correction's weights enter the loss
     kl_coef: float
     kl_in: str  # "loss" or "reward"
@@ -376,10 +335,10 @@ class Algorithm:
     entropy_coef: float
     group_size: int
     temperature: float  # logits are divided by it, in the sampler and in the trainer
-    cut: tuple[int, float] | None  # top_k and top_p, which leave out tokens in the sampler; None: none is left out
     num_iterations: int  # passes over a rollout
     most_lag: int  # steps that the weights that sample may be behind; 0: they are the trained ones
     description: str  # what the flags amount to, in words: the log's first line
+    kl_direction: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None  # with --kl_over vocabulary
 
     @property
     def has_penalties(self) -> bool:
@@ -413,11 +372,6 @@ def total_loss(
         total_steps=total_steps,
     )
     loss = as_loss(algorithm.policy_loss(t), t)
-    if set(loss.metrics) != set(algorithm.loss_metrics):  # ranks add them up together, so all must have the same
-        raise ValueError(
-            f"--policy_loss returned the metrics {', '.join(loss.metrics) or 'none'}, "
-            f"on its trial {', '.join(algorithm.loss_metrics) or 'none'}; return all each time."
-        )
     loss_N = loss.per_token
     weights_N, is_outside_N = algorithm.rollout_correction(t)
     means, maxima = measured(batch, t, loss, weights_N, algorithm)
@@ -459,13 +413,7 @@ def measured(
         "weight": weights_N,
         "weight_squared": weights_N.square(),
     }
-    for name in algorithm.loss_metrics:
-        means[f"loss/{name}"] = loss.metrics[name]
-    if batch.kept is not None:
-        counts_K = torch.bincount(batch.kept.places_J, minlength=len(batch.trained_K))
-        kept = {"policy/kept_mean": counts_K, "policy/kept_missed": batch.kept.is_missed_T}
-        for name, values_K in kept.items():
-            means[name] = torch.zeros_like(gap_N).index_copy(0, batch.trained_K, values_K.float())
+    means |= {f"loss/{name}": values for name, values in loss.metrics.items()}
     if algorithm.most_lag:
         for lag in range(algorithm.most_lag + 1):
             is_lag_N = (batch.lags_N == lag).float()

@@ -16,9 +16,9 @@ from algorithm import algorithm_of
 from command_line import parse_flags
 from data import PromptData, most_images
 from engine.options import Demand
-from flags import FLAGS, AdamW, EngineSettings, Lora, Memory, Sampling
+from flags import FLAGS, AdamW, EngineSettings, Lora, Memory, Sampling, ranks_per_engine
 from fsdp_utils import init_world
-from gate.checks import check_flags, ranks_per_engine
+from gate.checks import check_flags
 from gate.load_inputs import load_inputs
 from metrics import merge_updates
 from policy import build_policy

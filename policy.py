@@ -31,7 +31,7 @@ from extras.models.vision import BatchImages, PromptImages, embed, tower_of
 from flags import AdamW, Lora, Memory
 from fsdp_utils import World, full_tensors, local_shard, own_rows, shard
 from model.attention import make_packing
-from model.head import HeadOptions, Kept, Teacher, chunked_logprobs, find_kept
+from model.head import Teacher, chunked_logprobs
 from model.optimizer import make_optimizer
 from model.sizes import active_share, attention_layers, head_dim
 from model.weights import fill, in_files, load_config, model_from_config, without_storage
@@ -48,7 +48,6 @@ class TokenScores(NamedTuple):
     ref_logprobs_N: Tensor | None = None
     kl_N: Tensor | None = None
     agrees_N: Tensor | None = None
-    kept: Kept | None = None  # that of the batch, or what this pass has found
 
 
 class Policy(adapters.WithAdapter):
@@ -92,15 +91,11 @@ class Policy(adapters.WithAdapter):
         trained_K, head = batch.trained_K, self.model.get_output_embeddings()
         hidden_KD, labels_K = self._trained_hidden(batch), batch.labels_N.index_select(0, trained_K)
         temperature *= self.logits_divisor
-        kept = batch.kept
-        if kept is None and batch.cut is not None:
-            kept = find_kept(hidden_KD, head.weight, labels_K, temperature, batch.cut, self.head_dtype)
         # Not `head(hidden)`: the logits of all positions would take more memory than the model.
-        options = HeadOptions(self.head_dtype, kept)
-        scores = chunked_logprobs(hidden_KD, head, labels_K, temperature, trains_entropy, options, teacher)
+        scores = chunked_logprobs(hidden_KD, head, labels_K, temperature, trains_entropy, self.head_dtype, teacher)
         # Back to all positions, so that whatever adds up over them needs one kind of index.
         zeros_N = torch.zeros(len(batch.labels_N), device=trained_K.device)
-        return TokenScores(*(zeros_N.index_copy(0, trained_K, values_K) for values_K in scores), kept=kept)
+        return TokenScores(*(zeros_N.index_copy(0, trained_K, values_K) for values_K in scores))
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(hidden_KD, weight_VD): what the head multiplies at the trained positions. A `Teacher` is made of them."""

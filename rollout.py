@@ -163,7 +163,6 @@ class Engine:
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            top_k=sampling.top_k,
             max_tokens=max_tokens,
             stop_token_ids=self.stop_ids,
             logprobs=0,  # 0: of the sampled token alone

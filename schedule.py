@@ -29,15 +29,10 @@ class Plan(Settings, kw_only=True):
     lr_schedule: str
     max_grad_norm: float
     seed: int
-    max_rollout_gap: float
-    old_logprobs: str
-    lora_dropout: float
+    max_rollout_gaps: tuple[float, float]  # of the first update of a step, of a later one; 0: no bound
     reference_every: int
     reference_mixup: float
     reset_optimizer: bool
-    steps_ahead: int
-    partial_rollouts: bool
-    replay: str | None
 
     def describe(self) -> str:
         """The numbers of the plan, for the first lines of the log."""
@@ -51,9 +46,6 @@ class Plan(Settings, kw_only=True):
     def update(self, step: int, i: int) -> UpdateStep:
         """Where update i of step 1, 2, ... stands in the run, and its learning rate."""
         index = (step - 1) * self.updates_per_step + i
-        is_older = self.steps_ahead or self.partial_rollouts or self.replay  # other weights sampled: a gap is no fault
-        # Without a pass of the trainer before the first update, later ones only see how far the policy has moved.
-        is_unknown = self.old_logprobs == "rollout" and (i > 0 or self.lora_dropout > 0)
         is_last = i + 1 == self.updates_per_step
         is_moving = is_last and self.reference_every > 0 and step % self.reference_every == 0
         return UpdateStep(
@@ -64,7 +56,7 @@ class Plan(Settings, kw_only=True):
             seed=self.seed,
             step=step,
             number=i + 1,
-            max_rollout_gap=0.0 if is_older or is_unknown else self.max_rollout_gap,
+            max_rollout_gap=self.max_rollout_gaps[i > 0],
             total_steps=self.total_steps,
             reference_mixup=self.reference_mixup if is_moving else 0.0,
             resets_optimizer=is_moving and self.reset_optimizer,
@@ -121,8 +113,15 @@ def make_plan(args: argparse.Namespace, num_rows: int) -> Plan:
         total_steps = args.total_episodes // completions_per_step
     updates_per_pass = args.prompts_per_step // args.prompts_per_update
     total_updates = total_steps * updates_per_pass * args.num_iterations
+    # Other weights sampled: a gap is no fault.
+    bound = 0.0 if args.steps_ahead or args.partial_rollouts or args.replay else args.max_rollout_gap
+    # Without a pass of the trainer before the first update, that one also sees its dropout, and later ones how far the
+    # policy has moved.
+    is_unknown = args.old_logprobs == "rollout"
+    gaps = 0.0 if is_unknown and args.lora_dropout else bound, 0.0 if is_unknown else bound
     return Plan.from_flags(
         args,
+        max_rollout_gaps=gaps,
         completions_per_step=completions_per_step,
         updates_per_pass=updates_per_pass,
         updates_per_step=updates_per_pass * args.num_iterations,

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 from gate import command
 
 # Before the imports that take seconds, so that a mistake in a flag is reported at once.
-ARGS, ALGORITHM = command.start() if __name__ == "__main__" else (None, None)
+ARGS = command.start() if __name__ == "__main__" else None
 
+from algorithm import algorithm_of
 from checkpoint import Writer, latest, load, set_link
 from command_line import exit_with_error
 from data import PromptData, most_images
@@ -29,10 +30,20 @@ from engine.options import Demand, largest_share
 from evaluate import Evaluator
 from extras.samplers.partial import PartialSampler, num_unfinished_prompts
 from extras.samplers.replay import NoEngine, ReplaySampler, weights_of
-from flags import AdamW, EngineSettings, Lora, Memory, Recording, Sampling, Saving, Servers, free_on_resume
+from flags import (
+    AdamW,
+    EngineSettings,
+    Lora,
+    Memory,
+    Recording,
+    Sampling,
+    Saving,
+    Servers,
+    free_on_resume,
+    ranks_per_engine,
+)  # fmt: skip
 from fsdp_utils import World, close_world, init_world, is_main_process, set_allocator
-from gate.checks import ranks_per_engine
-from gate.load_inputs import Inputs, check_columns, check_world, load_inputs
+from gate.load_inputs import Inputs, check_world, load_inputs
 from grading.own import load_reference
 from grpo import Algorithm
 from policy import Policy, build_policy
@@ -164,7 +175,6 @@ def open_run(args: Namespace, algorithm: Algorithm) -> tuple[Inputs, PromptData,
         check_world(args, world)
         train_data = PromptData.mix([inputs.grader.check_keys(data, world) for data in inputs.train_data])
         eval_sets = [inputs.grader.check_keys(data, world) for data in inputs.eval_sets]
-        check_columns(args, algorithm.columns, train_data)
         plan = make_plan(args, len(train_data.rows))
         watch = watch_memory(args, len(train_data.rows), world, most_sequences(args, inputs, world))
     except (ValueError, OSError, RuntimeError) as error:
@@ -177,7 +187,8 @@ def open_run(args: Namespace, algorithm: Algorithm) -> tuple[Inputs, PromptData,
     return inputs, train_data, eval_sets, plan, run
 
 
-def main(args: Namespace, algorithm: Algorithm) -> None:
+def main(args: Namespace) -> None:
+    algorithm = algorithm_of(args)
     inputs, train_data, eval_sets, plan, run = open_run(args, algorithm)
     world, out_dir, memory = run.world, run.out_dir, Memory.from_flags(args)
     last_step = min(plan.total_steps, args.stop_after or plan.total_steps)
@@ -266,6 +277,6 @@ def main(args: Namespace, algorithm: Algorithm) -> None:
 
 if __name__ == "__main__":
     try:
-        main(ARGS, ALGORITHM)
+        main(ARGS)
     except (RunError, MemoryError) as error:  # it says what to change
         exit_with_error(error)

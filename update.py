@@ -95,7 +95,7 @@ def pack_updates(
             if hinted:
                 batch = replace(batch, hinted=pack(hinted, chosen, group_size_of_hinted))
             batch = add_images(batch, images_B).to(world.device)
-            batches.append(replace(add_packing(batch, policy.needs_rows), cut=algorithm.cut))
+            batches.append(add_packing(batch, policy.needs_rows))
         num_tokens = max(int(trained_lengths_B[indices].sum()), 1)
         updates.append(Update(batches, num_tokens, plan.prompts_per_step))
     return updates
@@ -136,7 +136,6 @@ def add_logprobs(updates: list[Update], policy: Policy, reference: Policy | None
         updates = [update.map(lambda x: replace(x, old_logprobs_N=x.rollout_logprobs_N)) for update in updates]
     else:
         needs_all = policy.has_dropout or algorithm.num_iterations > 1 or algorithm.has_penalties
-        needs_all |= algorithm.cut is not None  # all that follows is over what this pass finds that was kept
         # Until the first optimizer step the policy is the old policy: that update's own pass has
         # the old log-probs.
         first = 0 if needs_all else 1
@@ -171,12 +170,11 @@ def logprobs_under(model: Policy, field: str, update: Update, algorithm: Algorit
 
     def scored(batch: Batch) -> Batch:
         read = batch.reference_batch() if field == "ref_logprobs_N" else batch
-        scores = model(replace(read, kept=batch.kept), algorithm.temperature)
-        logprobs_N = scores.logprobs_N
+        logprobs_N = model(read, algorithm.temperature).logprobs_N
         if read is batch.hinted:  # the same tokens in the same order, at other positions
             logprobs_K = logprobs_N.index_select(0, read.trained_K)
             logprobs_N = torch.zeros_like(batch.rollout_logprobs_N).index_copy(0, batch.trained_K, logprobs_K)
-        return replace(batch, kept=scores.kept, **{field: logprobs_N})
+        return replace(batch, **{field: logprobs_N})
 
     update = update.map(scored)
     # FSDP keeps the last layer gathered for a backward pass that does not follow.

@@ -7,13 +7,12 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 from itertools import chain, cycle, product
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
-from flags import FLAGS, GROUPS, INF, TINY, Flag
+from flags import FLAGS, GROUPS, INF, TINY, Flag, ranks_per_engine
 from model.sizes import check_path
 from runtime.cards import gpu_figures
 from runtime.start import check_divides, launched_world_size
@@ -30,10 +29,6 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Flags of the first column do not go together with those of the second: one with a value if it has that value, one
 # without if it has not its default.
 CONTRADICTIONS = (
-    ("--top_p --top_k", "--engine --partial_rollouts --replay",
-     "which tokens the sampler kept is found by the trainer, with the weights that sampled, in its own step"),
-    ("--top_p --top_k", "--old_logprobs", "the pass for old log-probs finds what the sampler kept"),
-    ("--top_p --top_k", "--kl_over", "a part of the vocabulary alone is compared"),
     ("--kl_over", "--kl_estimator --kl_clamp", "the KL over the vocabulary is exact"),
     ("--kl_over", "--kl_in", "a reward takes the KL of sampled tokens"),
     ("--drop_solved --dynamic_sampling", "--epochs --keep_last", "the steps of an epoch are no fixed number"),
@@ -58,6 +53,13 @@ CONTRADICTIONS = (
     ("--advantage=zero", "--kl_in", "nothing is trained on but the KL in the loss"),
     ("--group_size=1", "--dynamic_sampling", "a group of one never has a signal"),
 )  # fmt: skip
+# A flag with this value needs one of the flags of the second column.
+NEEDS = (
+    ("--policy_loss=a_star_po", "--kl_coef", "it reads the log-probs of the reference"),
+    ("--policy_loss=rlsd", "--kl_coef", "it reads the log-probs of the teacher"),
+    ("--advantage=gigpo", "--environment --tools", "it compares turns"),
+    ("--advantage=mt_grpo", "--environment", "it compares the rewards of turns"),
+)
 
 
 def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
@@ -77,13 +79,6 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     for check in (*checks, check_evaluation):
         check(args, flag)
     check_tracker(args.track)
-
-
-def default_dtype(needs_bfloat16: bool = False) -> str:
-    """bfloat16 on GPUs, else float32, if it may be. The launch scripts count the GPUs; else there is nvidia-smi."""
-    has_gpus = shutil.which("nvidia-smi") and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
-    num_gpus = int(os.environ.get("NUM_GPUS") or bool(has_gpus))
-    return "bfloat16" if num_gpus or needs_bfloat16 else "float32"
 
 
 # Contradictions, by topic: each check raises ValueError for the first one. `flag.NAME` is the flag
@@ -108,13 +103,6 @@ def check_loss(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         raise ValueError(
             f"{flag.kl_estimator} as a loss has a gradient of mean zero, so --advantage zero learns nothing; use k2."
         )
-    if args.top_k == 1:
-        raise ValueError(f"{flag.top_k}: all completions of a group would be the same; use at least 2, or 0 for all.")
-    if (args.top_k or args.top_p < 1) and args.dtype != "float32":
-        raise ValueError(
-            f"{flag.top_k if args.top_k else flag.top_p} with {flag.dtype}: each side rounds bfloat16 in its own way, "
-            "and keeps other tokens (not on GPUs, then); leave one of them out."
-        )
 
 
 def check_groups(args: argparse.Namespace, flag: SimpleNamespace) -> None:
@@ -127,8 +115,6 @@ def check_groups(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         raise ValueError(
             "--policy_loss gspo needs one advantage a sequence, not reinforce++ with --kl_in reward; use gspo_token."
         )
-    if args.advantage == "mt_grpo" and not args.environment:
-        raise ValueError("--advantage mt_grpo needs an --environment that rewards each turn; give one, or use grpo.")
     is_on_policy = args.prompts_per_update == args.prompts_per_step and args.num_iterations == 1
     if args.max_kl and is_on_policy and not args.lora_dropout:
         raise ValueError(f"{flag.max_kl} has no effect with one update a step, whose KL is 0; leave it out.")
@@ -235,8 +221,6 @@ def check_replay(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         raise ValueError(
             f"{flag.reference_every} with {flag.from_step}: the checkpoints of --replay hold no reference; begin at 1."
         )
-    if replayed.get("top_p", 1) < 1 or replayed.get("top_k"):
-        raise ValueError(f"{flag.replay}: its rollouts do not say what --top_p or --top_k kept; name a run without.")
     for name in FIXED_BY_ROLLOUTS:
         if name in replayed and replayed[name] != getattr(args, name):
             written, value = getattr(flag, name), replayed[name]
@@ -283,7 +267,7 @@ def ks_of_pass(num_samples: int) -> list[int]:
 
 
 def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> None:
-    """Raises ValueError for a value out of its range, for a flag without effect, and for `CONTRADICTIONS`."""
+    """Raises ValueError for a value out of its range, a flag without effect, `CONTRADICTIONS`, `NEEDS`."""
     for flag in chain.from_iterable(groups.values()):
         value = flag.of(args)
         for number in value if isinstance(value, list) else [value]:
@@ -293,13 +277,16 @@ def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> Non
         if partners and flag.is_changed(args) and not any(partner.is_changed(args) for partner in partners):
             needed = " or ".join(map(as_needed, partners))
             raise ValueError(
-                f"{given(flag, args)} has no effect here, only with {needed}: {leave(flag)}, or change the other."
+                f"{flag.written(args)} has no effect here, only with {needed}: {leave(flag)}, or change the other."
             )
     for firsts, seconds, reason in CONTRADICTIONS:
         for pair in product(firsts.split(), seconds.split()):
             if all(is_given(each, args) for each in pair):
-                both = " with ".join(given(FLAGS[each.partition("=")[0]], args) for each in pair)
+                both = " with ".join(FLAGS[each.partition("=")[0]].written(args) for each in pair)
                 raise ValueError(f"{both}: {reason}; leave one of them out.")
+    for written, partners, reason in NEEDS:
+        if is_given(written, args) and not any(is_given(each, args) for each in partners.split()):
+            raise ValueError(f"{written.replace('=', ' ')} needs {partners.replace(' ', ' or ')}: {reason}.")
 
 
 def is_given(written: str, args: argparse.Namespace) -> bool:
@@ -324,29 +311,15 @@ def check_range(flag: Flag, number: float) -> None:
         raise ValueError(f"{flag.name} {number:g}: must be {bounds}.")
 
 
-def given(flag: Flag, args: argparse.Namespace) -> str:
-    """The flag as it was written."""
-    value = flag.of(args)
-    if value is True:
-        return flag.name
-    values = value if isinstance(value, list) else [value]
-    return " ".join([flag.name, *map(str, values)])
-
-
 def all_given(args: argparse.Namespace) -> SimpleNamespace:
     """All flags that there are, as they were written."""
     names = [name.removeprefix("--") for name in FLAGS]
-    return SimpleNamespace(**{name: given(FLAGS[f"--{name}"], args) for name in names if hasattr(args, name)})
+    return SimpleNamespace(**{name: FLAGS[f"--{name}"].written(args) for name in names if hasattr(args, name)})
 
 
 def leave(flag: Flag) -> str:
     """How to say that the default should stay."""
     return f"leave it at {flag.default}" if flag.default else "leave it out"
-
-
-def ranks_per_engine(args: argparse.Namespace, num_ranks: int | None = None) -> int:
-    """Ranks that see the same completions and grade them once: servers are to all ranks as one engine."""
-    return args.tensor_parallel_size if args.engine == "colocated" else num_ranks or launched_world_size()
 
 
 def check_batches(args: argparse.Namespace, num_ranks: int) -> None:

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from typing import TYPE_CHECKING
 
 from command_line import exit_with_error, parse_flags
 from gate.checks import check_flags
 from runtime.start import join_launcher, listen
 
-if TYPE_CHECKING:
-    from grpo import Algorithm
 
-
-def start() -> tuple[Namespace, Algorithm]:
-    """The flags and the algorithm of this rank. A mistake ends the process with one sentence."""
+def start() -> Namespace:
+    """The flags of this rank. A mistake ends the process with one sentence."""
     join_launcher()  # a rank must not outlive it
     listen()  # from here on a signal is no crash
     args = parse_flags()
@@ -28,8 +24,9 @@ def start() -> tuple[Namespace, Algorithm]:
 
             sys.exit(dry_run(args))
         check_flags(args)
-        from algorithm import algorithm_of
+        from gate.choices import check_choices
 
-        return args, algorithm_of(args)
+        check_choices(args)
     except (ValueError, OSError) as error:
         exit_with_error(error)
+    return args

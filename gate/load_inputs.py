@@ -24,10 +24,10 @@ from extras.models.lora import target_names
 from extras.models.vision import Vision, load_processor
 from extras.teacher.hints import Hints
 from extras.turns.turns import Turns
-from flags import FLAGS, Grading, PromptFormat, Sampling, TurnLimits, stall_limit
+from flags import FLAGS, Grading, PromptFormat, Sampling, TurnLimits, ranks_per_engine, stall_limit
 from fsdp_utils import World, gather_from_ranks, is_engine_leader_process, is_main_process, wait_for_all
 from gate.agreement import ROOT, check_same_start, digest, digests_of
-from gate.checks import LOOPBACK, given, ranks_per_engine
+from gate.checks import LOOPBACK
 from grading.own import files_of
 from model.attention import check_device
 from model.sizes import check_config, check_cpu_kernels, check_experts
@@ -237,17 +237,7 @@ def check_places(args: Namespace) -> None:
         raise ValueError("--engine server: give --generation_gpus, or --server_urls of servers that run.")
     if torch.cuda.is_available() and min(gpus) < num_ranks:
         taken = f"the {num_ranks} ranks of this node train on GPUs 0 to {num_ranks - 1}"
-        raise ValueError(f"{given(FLAGS['--generation_gpus'], args)}: {taken}; use {num_ranks} and higher.")
-
-
-def check_columns(args: Namespace, columns: Sequence[str], data: PromptData) -> None:
-    """Raises ValueError for a row that lacks a column which the advantage reads, or has null in it."""
-    for row in data.rows:
-        for name in columns:
-            if row.columns.get(name) is None:
-                known = ", ".join(each for each, value in row.columns.items() if value is not None) or "none"
-                given = f"--advantage {args.advantage}"
-                raise ValueError(f"{given} reads the column {name!r}; those of {row.where} are {known}.")
+        raise ValueError(f"{FLAGS['--generation_gpus'].written(args)}: {taken}; use {num_ranks} and higher.")
 
 
 def check_world(args: Namespace, world: World) -> None:

@@ -17,8 +17,7 @@ of the logits to the weight's dtype for two matrix products, as in every other l
 fp32 would take 4 more bytes a number: 2 GiB for a 7B model.
 
 With a `Teacher`, a reference that is followed over the whole vocabulary, there is a chunk of its
-logits, too. With `Kept`, the tokens that --top_p and --top_k left to the sampler, all others get the
-probability 0: log-probs, entropies and gradients are those of what was sampled from.
+logits, too.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from model import sizes
 
 FUSED_ON = {"cuda"}  # kinds of devices on which torch.compile makes the kernels
 EAGER_PIECES = 8  # pieces of a chunk in eager mode: each number takes about 20 bytes for a moment
-LEFT_OUT = -1e30  # a logit; not -inf, whose product with the probability 0 would be nan
 
 
 class Teacher(NamedTuple):
@@ -48,39 +46,22 @@ class Teacher(NamedTuple):
     divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # one of `DIVERGENCES`
 
 
-class Kept(NamedTuple):
-    """The tokens that are left of the vocabulary at each of T places, the label among them: J in all places."""
-
-    places_J: Tensor  # int32, ascending: 0 to T - 1
-    ids_J: Tensor  # int32
-    is_missed_T: Tensor  # bool: the sampler drew the label, but it had to be added
-
-
-class HeadOptions(NamedTuple):
-    """How the head's logits are made."""
-
-    dtype: torch.dtype | None = None  # None: that of the weight
-    kept: Kept | None = None  # None: the whole vocabulary
-
-
 def chunked_logprobs(
     hidden: Tensor,
     head: nn.Linear,
     labels: Tensor,
     temperature: float,
     with_entropy_gradient: bool = False,
-    options: HeadOptions | None = None,
+    head_dtype: torch.dtype | None = None,
     teacher: Teacher | None = None,
 ) -> tuple[Tensor, ...]:
     """(log-probabilities of the labels, entropies in nats), float32, one per row of `hidden` [T, D].
 
     With a teacher also its log-probabilities of the labels, at the same temperature; the divergence; and 1 where both
-    models find the same token the likeliest, else 0.
+    models find the same token the likeliest, else 0. `head_dtype`: of the logits; None: that of the head's weight.
     """
     assert head.bias is None, "no supported model has a head with a bias"
-    options = options or HeadOptions()
-    options = options._replace(dtype=options.dtype or head.weight.dtype)
-    settings = temperature, with_entropy_gradient, options, teacher and teacher.divergence
+    settings = temperature, with_entropy_gradient, head_dtype or head.weight.dtype, teacher and teacher.divergence
     teacher_tensors = (teacher.hidden_TD, teacher.weight_VD[: len(head.weight)]) if teacher else ()
     return _HeadLogprobs.apply(hidden, head.weight, labels, settings, *teacher_tensors)
 
@@ -97,13 +78,13 @@ class _HeadLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(hidden, weight, labels, *teacher_tensors)
         ctx.settings = settings
-        _, has_entropy_gradient, options, _ = settings
+        _, has_entropy_gradient, head_dtype, _ = settings
         outputs = [hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(5 if teacher_tensors else 2)]
         ctx.last_chunk = None
         for rows in chunks(len(labels), len(weight)):
             ctx.last_chunk = None  # before the next one is made
-            ctx.last_chunk = logits = kept_logits(hidden, weight, rows, options)
-            teacher_logits = chunk_of_teacher(teacher_tensors, rows, options.dtype)
+            ctx.last_chunk = logits = chunk_logits(hidden[rows], weight, head_dtype)
+            teacher_logits = chunk_of_teacher(teacher_tensors, rows, head_dtype)
             chunk_values = by_rows(score, settings, logits, labels[rows], teacher_logits)
             for output, values in zip(outputs, chunk_values, strict=True):
                 output[rows] = values
@@ -117,14 +98,14 @@ class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, *teacher_tensors = ctx.saved_tensors
-        options = ctx.settings[2]
+        head_dtype = ctx.settings[2]
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for rows in reversed(chunks(len(labels), len(weight))):
             logits, ctx.last_chunk = ctx.last_chunk, None
             if logits is None:
-                logits = kept_logits(hidden, weight, rows, options)
-            teacher_logits = chunk_of_teacher(teacher_tensors, rows, options.dtype)
+                logits = chunk_logits(hidden[rows], weight, head_dtype)
+            teacher_logits = chunk_of_teacher(teacher_tensors, rows, head_dtype)
             grads = [gradient[rows] for gradient in gradients]
             by_rows(replace_by_gradient, ctx.settings, logits, labels[rows], teacher_logits, *grads)
             del teacher_logits  # or its memory would still be held when the next chunk is computed
@@ -153,18 +134,6 @@ def chunk_logits(hidden: Tensor, weight: Tensor, head_dtype: torch.dtype) -> Ten
     if weight.device.type == "cpu":  # no kernel there keeps its fp32 sums of bf16 numbers: the weight is copied
         return F.linear(hidden.float(), weight.float())
     return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-
-
-def kept_logits(hidden: Tensor, weight: Tensor, rows: slice, options: HeadOptions) -> Tensor:
-    """The logits of these rows; those of tokens that are not kept are so low that their probability is exactly 0."""
-    logits = chunk_logits(hidden[rows], weight, options.dtype)
-    if options.kept is None:
-        return logits
-    places_J, ids_J, _ = options.kept
-    first, end = torch.searchsorted(places_J, torch.tensor([rows.start, rows.stop], device=logits.device)).tolist()
-    is_left_out = torch.ones_like(logits, dtype=torch.bool)
-    is_left_out[places_J[first:end].long() - rows.start, ids_J[first:end].long()] = False
-    return logits.masked_fill_(is_left_out, LEFT_OUT)
 
 
 def chunk_of_teacher(tensors: Sequence[Tensor], rows: slice, head_dtype: torch.dtype) -> Tensor | None:
@@ -234,35 +203,3 @@ def log_probabilities(logits: Tensor, temperature: float) -> Tensor:
     if temperature != 1:
         logits = logits / temperature
     return logits.log_softmax(dim=-1)
-
-
-# What the sampler kept ------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def find_kept(
-    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, cut: tuple, head_dtype: torch.dtype | None
-) -> Kept:
-    """The labels, and what a sampler with these weights keeps at each row of `hidden` [T, D]; 8 bytes a token."""
-    parts = [(labels[:0].int(), labels[:0].int(), labels[:0].bool())]  # a rank may have no labels
-    for rows in chunks(len(labels), len(weight), sizes.HEAD_CHUNK_LOGITS // EAGER_PIECES):
-        logits = chunk_logits(hidden[rows], weight, head_dtype or weight.dtype)
-        is_kept = keep(logits.float() / temperature, *cut)
-        was_kept = is_kept.gather(-1, labels[rows, None])
-        places, ids = is_kept.scatter_(-1, labels[rows, None], True).nonzero(as_tuple=True)
-        parts.append(((places + rows.start).int(), ids.int(), ~was_kept[:, 0]))
-    return Kept(*(torch.cat(values) for values in zip(*parts, strict=True)))
-
-
-def keep(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """bool [T, V]: the top_k likeliest tokens, then the fewest of them that have top_p of their probability.
-
-    The order is vLLM's (`apply_top_k_top_p`). What is as likely as the last one is kept, too; there with top_k alone.
-    """
-    vocab = logits.shape[-1]
-    largest = logits.topk(min(top_k or vocab, vocab), dim=-1).values
-    # Of each token and all that are less likely, added up as vLLM does: from the smallest, or rounding would add up to
-    # thousands of tokens.
-    tails = largest.softmax(dim=-1).flip(-1).cumsum(dim=-1).flip(-1)
-    num_kept = ((tails > 1 - top_p) | (top_p == 1)).sum(dim=-1, keepdim=True).clamp(min=1)
-    return logits >= largest.gather(-1, num_kept - 1)

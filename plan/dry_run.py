@@ -15,12 +15,12 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
-from algorithm import algorithm_of
 from extras.models.lora import target_names
 from extras.models.vision import check_images
 from flags import EngineSettings, Lora, Memory, PromptFormat, Saving
 from fsdp_utils import is_main_process
 from gate.checks import check_flags, launched_world_size
+from gate.choices import check_choices
 from model.sizes import check_config, check_experts
 from model.weights import load_config, model_of_shapes
 from plan.setup import GIB, Hardware, RunShape, Setup, shape_of
@@ -89,7 +89,7 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     model, lora = shape_of(config, args.model), Lora.from_flags(args)
     if lora.lora_rank:
         target_names(model_of_shapes(args.model, config), lora.lora_targets)
-    algorithm_of(args)  # raises for choices that do not exist, or flags without effect
+    check_choices(args)
     num_rows = args.plan_rows or rows_of(args.train_data)
     if num_rows is None and args.epochs is not None:
         raise ValueError(
@@ -99,7 +99,6 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     plan = make_plan(args, args.prompts_per_step if num_rows is None else num_rows)
     has_kl = args.kl_coef != 0
     needs_first = args.num_iterations > 1 or (has_kl and args.kl_in == "reward") or lora.lora_dropout > 0
-    needs_first |= args.top_k > 0 or args.top_p < 1
     run = RunShape.from_flags(
         args, num_rows=num_rows, has_kl=has_kl, over_vocabulary=args.kl_over == "vocabulary",
         mean_prompt_tokens=mean_tokens("prompt", args.plan_prompt_tokens, args.max_prompt_tokens),

@@ -139,6 +139,9 @@ class RunShape(Settings, kw_only=True):
     has_kl: bool
     over_vocabulary: bool  # the KL is taken over all tokens: the reference runs beside the update
     needs_first_logprobs: bool  # old log-probs are computed for the first update, too
+    old_logprobs: str
+    steps_ahead: int
+    partial_rollouts: bool
     in_flight: bool
     num_checkpoints: int  # on the disk at a time, at most
 
@@ -262,7 +265,7 @@ class Setup:
     @property
     def old_logprob_passes(self) -> float:
         """Passes of the policy over a rollout for old log-probs, which the first update may make by itself."""
-        if self.plan.old_logprobs == "rollout":
+        if self.run.old_logprobs == "rollout":
             return 0
         return 1 if self.run.needs_first_logprobs else 1 - 1 / self.plan.updates_per_pass
 

@@ -122,12 +122,12 @@ def rollout_seconds(setup: Setup) -> float:
     prompts = sequences / plan.group_size * prompt
     steps = tokens / running_sequences(setup)
     alone = max(run.max_completion_tokens - completion, 0)
-    if run.in_flight and plan.steps_ahead > 1:  # meanwhile the servers sample the next step, and the one after it
+    if run.in_flight and run.steps_ahead > 1:  # meanwhile the servers sample the next step, and the one after it
         alone = 0
     weights = setup.weight_bytes / tp / memory
     lone = m.active_parameters * setup.compute_bytes / tp / memory  # a token reads its experts alone
     prefill = forward_flops(m, prompt, 1) * sequences / plan.group_size / flops
-    if plan.partial_rollouts:  # the step waits for groups, not for the longest of all; what goes on is read again
+    if run.partial_rollouts:  # the step waits for groups, not for the longest of all; what goes on is read again
         # Mean length of the longest of G over that of all, if each token is as likely to be the last.
         longest = sum(1 / i for i in range(1, plan.group_size + 1))
         alone = min(alone, completion * (longest - 1))
@@ -152,7 +152,7 @@ def step_seconds(setup: Setup) -> float:
     """The phases one after the other; with --steps_ahead the servers sample a coming step while the ranks train."""
     seconds = phase_seconds(setup)
     total = sum(seconds.values())
-    if setup.plan.steps_ahead:
+    if setup.run.steps_ahead:
         training = total - seconds["rollout"] - seconds["sync"]
         total -= min(seconds["rollout"], training)
     return total

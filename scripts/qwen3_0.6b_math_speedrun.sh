@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The speedrun: Qwen3-0.6B-Base learns from 400 completions. Source: rasbt's reasoning-from-scratch, chapter 6
 # (ch06/02_rlvr_grpo_scripts_intro: rlvr_grpo_original_no_kl.py and its README). Hardware: 1 GPU of 24 GB (20.3 GB in the
-# source); or CPUs, with --dtype float32 --top_p 0.9, overnight. Time: not known. Expected, from the source: MATH-500,
+# source); or CPUs, with --dtype float32, overnight. Time: not known. Expected, from the source: MATH-500,
 # greedy, 15.2 before and 47.4 after 50 steps; after 100 it is 44.0. Part of that is form: see reward/part/box, and
 # docs/setups.md, which also has the leaderboard.
 # First, the data:
@@ -44,7 +44,7 @@ ARGS=(
     --adam_beta1 0.9              # source: the same
     --adam_beta2 0.999            # source: the same
     --max_grad_norm 1.0           # source: 1.0
-    --temperature 0.8             # source: 0.8, with top_p 0.9, here on CPUs alone; ours divides the logits of the loss by it, too
+    --temperature 0.8             # source: 0.8, with top_p 0.9, which we leave out; ours divides the logits of the loss by it, too
     --eval_temperature 0          # source: greedy
     --eval_samples 1              # source: one answer
     --eval_max_completion_tokens 2048 # source: 2,048

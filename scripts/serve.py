@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from command_line import exit_with_error, parser_of
 from extras.servers.start import server_command, server_environment
-from flags import DTYPES, INF, EngineSettings, flag
-from gate.checks import LOOPBACK, check_ranges, default_dtype
+from flags import DTYPES, INF, EngineSettings, default_dtype, flag
+from gate.checks import LOOPBACK, check_ranges
 from model.sizes import check_path
 
 # fmt: off

@@ -12,10 +12,10 @@ import pytest
 from transformers import AutoTokenizer
 
 import show_data
-from algorithm import algorithm_of
 from command_line import parse_flags
 from flags import free_on_resume
 from gate.checks import check_flags
+from gate.choices import check_choices
 from gate.load_inputs import Inputs, load_inputs
 from helpers.made_up import write_lines
 from helpers.runs import ROOT, run_command, run_ranks, torchrun, training_flags
@@ -28,7 +28,7 @@ def check(policy: Path, out_dir: Path, **changes: object) -> None:
     """What the program does before it loads a model."""
     args = parse_flags(training_flags(policy, out_dir, **changes))
     check_flags(args)
-    algorithm_of(args)
+    check_choices(args)
     load_inputs(args).grader.close()
 
 

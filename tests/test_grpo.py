@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import grpo
-from algorithm import CHOICES, algorithm_of, parameters_of
+from algorithm import NAMES, algorithm_of, choose, parameters_of
 from batch import Batch
 from extras.losses.gspo_token import gspo_token_ratio
 from grpo import Graded, Loss, Tokens, masked_sum, whitened
@@ -28,7 +28,7 @@ UNTRAINED = 4  # the sequence of which no token is trained
 ADVANTAGES = ["grpo", "grpo_batch_std", "dr_grpo", "rloo", "maxrl"]
 LOSSES = ["clip", "gspo", "gspo_token", "cispo", "sapo", "dppo", "dppo_kl", "reinforce"]
 CORRECTIONS = ["none", "token_truncate", "sequence_truncate", "token_mask", "sequence_mask"]
-ESTIMATORS = [kind for kind in grpo.KL if kind != "none"]
+ESTIMATORS = [kind for kind in NAMES["--kl_estimator"] if kind != "none"]
 AGGREGATIONS = ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
 
 each_seed = pytest.mark.parametrize("seed", range(4))
@@ -102,15 +102,15 @@ def graded_of(rewards_PG: Tensor, lengths_B: Tensor) -> Graded:
     return Graded(rewards_PG=rewards_PG, returns_T=rewards_PG.flatten(), lengths_B=lengths_B, mask_T=lengths_B.bool())
 
 
-def call(choices: dict[str, Callable], kind: str, argument: object, **values: float) -> object:
-    function = choices[kind]
+def call(flag: str, kind: str, argument: object, **values: float) -> object:
+    function = choose(flag, kind)
     return function(argument, **{name: values[name] for name in parameters_of(function)})
 
 
 def advantages(rewards_PG: Tensor, kind: str, ddof: int, eps: float = 1e-6) -> Tensor:
     lengths_B = torch.ones(rewards_PG.numel(), dtype=torch.int64)
     graded = graded_of(rewards_PG, lengths_B)
-    return call(CHOICES["--advantage"], kind, graded, advantage_ddof=ddof, advantage_eps=eps)
+    return call("--advantage", kind, graded, advantage_ddof=ddof, advantage_eps=eps)
 
 
 def loss_of(
@@ -120,11 +120,11 @@ def loss_of(
     t = tokens_of(logprobs_N, case.old_logprobs_N, case.rollout_logprobs_N, case.advantages_N, *case.packing)
     values = {"clip_low": bounds[0], "clip_high": bounds[1], "dual_clip": dual}
     values |= {"sapo_tau_pos": tau[0], "sapo_tau_neg": tau[1]}
-    return grpo.as_loss(call(CHOICES["--policy_loss"], kind, t, **values), t)
+    return grpo.as_loss(call("--policy_loss", kind, t, **values), t)
 
 
 def kl(x: Tensor, kind: str, clamp: float) -> Tensor:
-    return call(grpo.KL, kind, x, kl_clamp=clamp)
+    return call("--kl_estimator", kind, x, kl_clamp=clamp)
 
 
 def correction(
@@ -132,11 +132,11 @@ def correction(
 ) -> tuple[Tensor, Tensor]:
     """(weights, which of them are truncated or 0)."""
     tokens = tokens_of(None, old, rollout, None, mask, sequence_ids)
-    return call(CHOICES["--rollout_correction"], kind, tokens, rollout_correction_min=low, rollout_correction_max=high)
+    return call("--rollout_correction", kind, tokens, rollout_correction_min=low, rollout_correction_max=high)
 
 
 def aggregation(lengths_B: Tensor, kind: str, constant: float = 12.0) -> Tensor:
-    return call(grpo.AGGREGATIONS, kind, lengths_B, loss_constant_tokens=constant)
+    return call("--loss_aggregation", kind, lengths_B, loss_constant_tokens=constant)
 
 
 # The papers' equations, of a case, its log-probs, and the same where they are sg[...] ---------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from algorithm import CHOICES, parameters_of
+from algorithm import NAMES, choose, parameters_of, places_of
 from command_line import parse_flags
 from flags import FLAGS
 
@@ -191,7 +191,7 @@ def test_broad_excepts_are_only_around_code_of_others():
 def test_every_flag_is_documented_and_used(capsys):
     # Dead is a flag that no line reads as an attribute, and that is no parameter of a function of the algorithm.
     read = set(re.findall(r"\.(\w+)", "\n".join(SOURCES.values())))
-    chosen = {key for name in CHOICES for function in CHOICES[name].values() for key in parameters_of(function)}
+    chosen = {key for flag in NAMES for name in places_of(flag) for key in parameters_of(choose(flag, name))}
     names = {name.removeprefix("--") for name in FLAGS}
     assert names - read - chosen == set() and all(len(each.help) > 10 for each in FLAGS.values())
     assert vars(parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o"])).keys() == names

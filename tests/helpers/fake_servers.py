@@ -199,5 +199,5 @@ def sampler_over(engine, **changes) -> Sampler:
         indices_from=lambda start, count, _: np.arange(start, start + count),
     )
     run = SimpleNamespace(phase=lambda _: nullcontext(), reward_failures=lambda *_: None)
-    sampling = Sampling.from_flags(args, num_samples=2, top_p=1.0)
+    sampling = Sampling.from_flags(args, num_samples=2)
     return Sampler(engine, StubGrader(), data, Draws.from_flags(args), sampling, run)

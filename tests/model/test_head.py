@@ -9,7 +9,7 @@ import model.head
 from batch import pack
 from helpers.made_up import ALONE, RAGGED, build, flags, load_policy, make_rollout
 from model import sizes
-from model.head import HeadOptions, chunked_logprobs
+from model.head import chunked_logprobs
 
 
 def test_chunks_of_the_head_change_neither_value_nor_gradient(policy, monkeypatch):
@@ -91,7 +91,7 @@ def test_the_gradient_of_fp32_logits_is_wrong_by_rounding_alone(monkeypatch):
     for head_dtype in (torch.bfloat16, torch.float32):
         ours = [hidden.clone().requires_grad_(), head.weight]
         head.weight.grad = None
-        (chunked_logprobs(ours[0], head, labels, 1.0, options=HeadOptions(head_dtype))[0] * weights).sum().backward()
+        (chunked_logprobs(ours[0], head, labels, 1.0, head_dtype=head_dtype)[0] * weights).sum().backward()
         assert [x.grad.dtype for x in ours] == [torch.bfloat16] * 2
         errors.append([((a.grad - b.grad).norm() / b.grad.norm()).item() for a, b in zip(ours, exact, strict=True)])
     assert max(errors[1]) < 0.005

@@ -1,0 +1,43 @@
+"""Refuses flags that the chosen functions of the algorithm do not read, and functions of the user that do not load."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections import defaultdict
+
+from algorithm import NAMES, choose, own_function, parameters_of, places_of, split
+from flags import FLAGS
+from gate.checks import leave
+
+
+def check_choices(args: argparse.Namespace) -> None:
+    """Raises ValueError for a flag without effect, or a function of the user's that cannot be loaded or called."""
+    check_effects(args)
+    if args.optimizer != "adamw":
+        own_function("--optimizer", args.optimizer, ["adamw"])
+    if args.after_step:
+        hook = own_function("--after_step", args.after_step)
+        try:
+            inspect.signature(hook).bind(1, {})
+        except TypeError as error:
+            raise ValueError(f"--after_step {args.after_step} is called as f(step, metrics), but {error}.") from None
+
+
+def check_effects(args: argparse.Namespace) -> None:
+    """Raises ValueError for a flag that was changed, but that none of the chosen functions has as a parameter."""
+    used = {"group_size"}  # which says how many are compared, whether or not a function asks for it
+    for name in NAMES:
+        used |= parameters_of(choose(name, split(FLAGS[name].of(args))[0])).keys()
+    for name in NAMES:
+        users = defaultdict(list)  # parameter -> the choices that have it
+        for choice in places_of(name):
+            for key in parameters_of(choose(name, choice)):
+                users[key].append(choice)
+        for key, choices in users.items():
+            flag = FLAGS.get(f"--{key}")  # None: a parameter with a default of its own
+            if flag and key not in used and flag.is_changed(args):
+                raise ValueError(
+                    f"{flag.written(args)} has no effect with {FLAGS[name].written(args)}, "
+                    f"only with {name} {', '.join(choices)}: {leave(flag)}."
+                )

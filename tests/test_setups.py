@@ -193,6 +193,7 @@ def test_a_script_runs_on_a_tiny_model(name, tmp_path):
         assert any(key.startswith("eval/") for key in metrics[step]), "evaluated after each start"
         assert (run_dir / f"step_{step}").exists()
     assert (run_dir / "final" / "model.safetensors").exists()
+    assert json.loads((run_dir / "status.json").read_text())["now"] == f"stopped after step {steps[-1]}"
     if name == "qwen7b_simplerl_2x8xh100":
         assert "4 prompts x 8 = 32 completions a step, 4 updates a step, 257 steps an epoch, 100 steps in all" in shown
 

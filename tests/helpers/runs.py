@@ -198,7 +198,11 @@ def launched(*arguments: object) -> list[str]:
 
 
 def run_ranks(
-    num_ranks: int, script: str, arguments: list[object], timeout: float, environment: dict[str, str] = ENVIRONMENT
+    num_ranks: int,
+    script: str,
+    arguments: list[object],
+    timeout: float = GUARD_SECONDS,
+    environment: dict[str, str] = ENVIRONMENT,
 ) -> subprocess.CompletedProcess[str]:
     """What scripts/launch.py and its ranks print, and its exit status. Raises TimeoutExpired, when all are ended."""
     with tempfile.TemporaryDirectory() as folder:

@@ -89,8 +89,10 @@ def score(completion, answer, columns):
 """
 
 
+FAILS = {0: "error:", 1: "timeout", 2: "error:"}  # kind of a completion -> what its grade says
+
+
 def kind_of(completion: str) -> int:
-    """As the reward has it."""
     return sum(map(ord, completion)) % 8
 
 
@@ -102,13 +104,12 @@ def test_a_reward_that_sometimes_fails_costs_those_completions(policy, tmp_path)
     changes = {"reward": f"{tmp_path}/my_reward.py:score", "reward_timeout": 2.0, "total_steps": 2}
     done = torchrun(2, "train_grpo.py", *training_flags(policy, tmp_path / "run", **changes, **NO_EVAL))
     kept = [row for step in (1, 2) for row in read_table(file_of(tmp_path / "run", step)).to_pylist()]
-    failures, may_be = lines(tmp_path / "run" / "reward_failures.jsonl"), {0: {"error:"}, 1: {"timeout"}, 2: {"error:"}}
+    failures = lines(tmp_path / "run" / "reward_failures.jsonl")
     for failure in failures:
-        kind, status = kind_of(failure["completion"]), failure["reward_status"].partition(" ")[0]
-        assert status in (may_be.get(kind, set()) | {"timeout"}), failure
-    assert sum(kind_of(row["completion"]) in may_be for row in kept) == sum(
-        kind_of(failure["completion"]) in may_be for failure in failures
-    )
+        status = failure["reward_status"].partition(" ")[0]
+        assert status in ("timeout", FAILS.get(kind_of(failure["completion"]))), failure
+    must_fail, failed = (sum(kind_of(row["completion"]) in FAILS for row in rows) for rows in (kept, failures))
+    assert must_fail == failed > 0
     for step, metrics in metrics_of(tmp_path / "run").items():
         num_failed = sum(failure["step"] == step for failure in failures)
         assert metrics["reward/timeouts"] + metrics["reward/errors"] == num_failed

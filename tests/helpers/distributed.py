@@ -169,7 +169,7 @@ ALGORITHMS = {  # name -> flags
     "reinforce": "--policy_loss reinforce --loss_aggregation seq_mean_token_mean",
     "distill": "--kl_coef 0.5 --kl_over vocabulary --kl_direction jsd --kl_beta 0.3 --entropy_coef 0.1",
 }
-CAPS = (16, 23, 40, 1000)
+CAPS = (16, 23, 1000)  # tokens of a micro-batch: a sequence, one or two, all
 LEFT_OUT = [1, 4]  # sequences that "reinforce" leaves out of the loss
 
 

@@ -1,8 +1,9 @@
 """--compile: an update is that of eager mode, whatever it goes with; a few graphs serve all layers and lengths, also of
 experts; a run begins as the golden curve.
+
+Kernels stay in torch's own folder: a second run of the suite finds them.
 """
 
-import os
 import re
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,7 @@ from torch._inductor.utils import run_and_get_code
 
 import model.head
 from batch import pack
-from helpers.distributed import COMPILED, on_ranks
+from helpers.distributed import COMPILED, TRACED, on_ranks
 from helpers.made_up import load_policy, make_model_of_family, make_rollout, make_vision_model
 from helpers.runs import ROOT, lines, metrics_of, run_script, without_times
 from model import sizes
@@ -27,17 +28,8 @@ from test_main_job import POLICY, run_job
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def kernels(tmp_path_factory):
-    """One folder for all: a kernel takes the C++ compiler half a second."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
-        patch.setattr("helpers.runs.ENVIRONMENT", os.environ | {"OMP_NUM_THREADS": "1"})
-        yield
-
-
 @pytest.fixture(scope="module")
-def found(tmp_path_factory, kernels):
+def found(tmp_path_factory):
     vision = make_vision_model(tmp_path_factory.mktemp("vision"))
     return on_ranks(1, "distributed:compiled", "scripts/tiny_policy", vision)
 
@@ -50,7 +42,7 @@ def test_a_compiled_update_is_that_of_eager_mode(case, found):
     assert compiled[0] == pytest.approx(eager[0], rel=1e-5, abs=1e-5, nan_ok=True)
     torch.testing.assert_close(compiled[1:], eager[1:], atol=1e-5, rtol=1e-5)
     is_own = any(not gradient.equal(eager[1][name]) for name, gradient in compiled[1].items())
-    assert is_own or case != "all weights", "eager mode has computed this"
+    assert is_own or case in TRACED, "eager mode has computed this"
 
 
 def test_a_few_graphs_serve_all_layers_and_lengths(found):
@@ -94,6 +86,7 @@ def test_the_head_compiles_to_one_kernel_in_each_direction(monkeypatch):
     of eager mode within 1e-5, gradients within a rounding.
     """
     monkeypatch.setattr(sizes, "HEAD_CHUNK_LOGITS", 9 * 1000)
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)  # what is found there has no source
     torch.manual_seed(0)
     hidden, head = torch.randn(13, 16).bfloat16(), nn.Linear(16, 1000, bias=False).bfloat16()
     labels, weights, found = torch.randint(1000, (13,)), torch.randn(13), []
@@ -116,8 +109,8 @@ def test_the_head_compiles_to_one_kernel_in_each_direction(monkeypatch):
 
 
 def test_a_compiled_run_begins_as_the_golden_curve(tmp_path, found):
-    """Step 1 within the tolerance of test_main_job.py. `found` has made most of its kernels. A run of its own: nobody
-    else compiles beside an engine, which turns compilation off in the whole process.
+    """Step 1 within the tolerance of test_main_job.py. `found` has made most of its kernels. A run of its own: no other
+    one compiles beside an engine, which turns compilation off in the whole process.
     """
     flags = ["--compile", "--stop_after", "1", "--eval_data", f"{POLICY}/heldout.jsonl#4"]
     done = run_job(run_script, tmp_path / "run", *flags, OMP_NUM_THREADS=1)

@@ -330,21 +330,21 @@ def with_optimizer(world: World, path: str, optimizer: str) -> tuple[list[Metric
 # An update with --compile beside the same one in eager mode -----------------------------------------------------------
 
 COMPILED = {  # name -> flags
-    "all weights": {"kl_coef": 0.1},
-    "recomputed, on the host": {"kl_coef": 0.1, "gradient_checkpointing": True, "offload": "all"},
+    "all weights": {"kl_coef": 0.1, "num_iterations": 2},
     "prompts shared": {"share_prompts": True},
     "teacher": {"kl_coef": 0.5, "kl_over": "vocabulary", "communicate_once": True},
     "LoRA, recomputed": {"lora_rank": 3, "kl_coef": 0.1, "gradient_checkpointing": True, "lora_targets": "v_proj"},
     "images": {"kl_coef": 0},
 }
+TRACED = ("LoRA, recomputed", "images")
 
 
 def compiled(world: World, path: str, vision: str) -> dict[str, object]:
     """Case -> (graphs that were compiled, update in eager mode, compiled update); "counts": those of the benchmark.
 
-    An update: its metrics and gradients, and the weights that plain gradient descent makes of them. The first case has
-    inductor's kernels. The others have a backend that traces and differentiates as inductor does, and leaves the
-    arithmetic to torch: their kernels would be half a minute of the C++ compiler each.
+    An update: its metrics and gradients, and the weights that plain gradient descent makes of them. Those of `TRACED`
+    have a backend that traces and differentiates as inductor does, and leaves the arithmetic to torch: their kernels
+    would be half a minute of the C++ compiler each, and are the same as the others'.
     """
     from torch._dynamo.utils import counters
 
@@ -361,25 +361,23 @@ def compiled(world: World, path: str, vision: str) -> dict[str, object]:
         assert names == list(policy.state_dict()) and not any("_orig_mod" in name for name in names)
         return metrics, last, weights_of(policy)
 
-    def train_both(name: str) -> tuple[int, tuple[Metrics, Tensors, Tensors], tuple[Metrics, Tensors, Tensors]]:
-        common = {"dtype": "float32", "group_size": 2, "prompts_per_step": 4, "micro_batch_tokens": 40}
-        args, rollout = flags(model=path, **common | COMPILED[name]), make_rollout(group_size=2)
+    torch._dynamo.config.disable = True  # as an engine on CPUs does
+    trainer = Trainer(flags_of(path, "--dtype", "float32", "--compile"), world)
+    lengths = np.random.default_rng(0).permutation(np.arange(2, 100, 12)).tolist()
+    found: dict[str, object] = {"counts": count_compilations(trainer, 64, lengths)}
+    common = {"dtype": "float32", "group_size": 2, "prompts_per_step": 4, "micro_batch_tokens": 40}
+    for name, changes in COMPILED.items():
+        args, rollout = flags(model=path, **common | changes), make_rollout(group_size=2)
         if name == "images":
-            args = vision_flags(vision, **COMPILED[name])
+            args = vision_flags(vision, **changes)
             rollout = vision_rollout(vision_data(args))
         eager, before = train_one(args, rollout), counters["stats"]["unique_graphs"]
         args.compile = True
-        update = train_one(args, rollout)
-        return counters["stats"]["unique_graphs"] - before, eager, update
-
-    torch._dynamo.config.disable = True  # as an engine on CPUs does
-    first, *others = COMPILED
-    found = {first: train_both(first)}
-    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
-        trainer = Trainer(flags_of(path, "--dtype", "float32", "--compile"), world)
-        lengths = np.random.default_rng(0).permutation(np.arange(2, 100, 12)).tolist()
-        found["counts"] = count_compilations(trainer, 64, lengths)
-        return found | {name: train_both(name) for name in others}
+        backend = {"backend": "aot_eager"} if name in TRACED else {}
+        with patch.object(torch, "compile", partial(torch.compile, **backend)):
+            update = train_one(args, rollout)
+        found[name] = counters["stats"]["unique_graphs"] - before, eager, update
+    return found
 
 
 # Updates that follow a reference, of its own or the policy without its adapter ----------------------------------------

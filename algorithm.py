@@ -143,8 +143,6 @@ def bind(name: str, args: argparse.Namespace) -> partial:
         if key in values or key not in known:
             free = ", ".join(key for key in known if key not in values) or "none"
             raise ValueError(f"{name} {choice}:{key}=...: what can be set here is {free}; flags are set as flags.")
-    if values.get("loss_constant_tokens", 0) is None:
-        values["loss_constant_tokens"] = args.max_completion_tokens
     return partial(function, **values | given)
 
 

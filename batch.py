@@ -21,20 +21,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import chain
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from grading import NOT_GRADED, Grade
+from model.head import Distilled, Teacher
 from model.packed import Packing, Segment
 from model.special_tokens import special_tokens
-
-if TYPE_CHECKING:
-    from extras.models.vision import BatchImages, PromptImages
-    from model.head import Teacher
 
 IMAGE = "<image>"  # in a prompt: the place of an image
 Messages = list[dict[str, object]]
@@ -43,6 +41,22 @@ State = dict[str, int | list[int] | list[float] | list[tuple[int | str, int]]]  
 # (index b of the completion, text, sampled token ids, truncated, grade if the environment has given
 # one)
 OnFinished = Callable[[int, str, Sequence[int], bool, Grade | None], None]
+
+
+NO_IDS = np.zeros(0, np.int32)
+
+
+class PromptImages(Protocol):
+    """The images of a prompt, as far as the core has to know them; `extras/models/vision.py` has the rest."""
+
+    encoded: tuple[bytes, ...]
+    template_ids: np.ndarray  # int32, with one token for each image, as the engine wants the prompt
+
+    def is_image(self) -> np.ndarray:
+        """bool, one per token of the prompt."""
+
+    def decoded(self) -> list[object]:
+        """The images, as the engine wants them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,9 +69,14 @@ class Row:
     where: str  # its place in the source
     encoded_images: tuple[bytes, ...] = ()  # in the order of the image parts
     text: str = ""  # the rendered prompt, which the model continues
-    ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # its tokens, image tokens repeated
+    ids: np.ndarray = field(default_factory=lambda: NO_IDS)  # its tokens, image tokens repeated
     images: PromptImages | None = None  # None: the prompt has no image, or the model sees none
-    hinted_ids: np.ndarray | None = None  # tokens of the prompt with its hint, for the reference; None: it has none
+    hinted_ids: np.ndarray = field(default_factory=lambda: NO_IDS)  # tokens of the prompt with its hint, if it has one
+
+    @property
+    def reference_ids(self) -> np.ndarray:
+        """The tokens of the prompt as the reference reads it."""
+        return self.hinted_ids if len(self.hinted_ids) else self.ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +90,17 @@ class Rollout:
     is_truncated_B: np.ndarray  # bool: stopped by the length limit, not by the model
     is_sampled: list[np.ndarray]  # bool, one per completion token: false where an environment said it
     is_trained_B: np.ndarray  # bool: false: the sequence is left out of the loss
-    versions: list[np.ndarray] | None = None  # int32, per completion token: the steps that its weights were trained
-    lags: list[np.ndarray] | None = None  # int32, the same: steps between those weights and the ones that are trained
-    grades: list[Grade] | None = None  # None: not graded yet
-    loss_weights_B: np.ndarray | None = None  # float32: weight of each of its tokens in the loss of its update
-    is_hinted_B: np.ndarray | None = None  # bool: the step has made a hint for it; None: hints are not made
-    kl_weights_B: np.ndarray | None = None  # float32: the KL's weight over that of the loss, 0 without a hint; None: 1
-    advantages: list[np.ndarray] | None = None  # float32, one per completion token
-    # uint8 or uint16 [positions, layers, experts of a token]: which experts took it in the engine. A sequence has them
-    # on the leader of its engine alone, and then on the rank that trains it (`update.bring_routes`).
-    routes: list[np.ndarray | None] | None = None
+    # Empty until they are known:
+    grades: list[Grade] = field(default_factory=list)
+    loss_weights_B: np.ndarray = field(default_factory=lambda: np.zeros(0))  # float32: of each of its tokens
+    advantages: list[np.ndarray] = field(default_factory=list)  # float32, one per completion token
+    # By name, a value of each completion that only an optional part makes or reads:
+    #   versions    int32, per completion token: the steps that the weights were trained which sampled it
+    #   lags        int32, per completion token: steps between those weights and the ones that are trained
+    #   routes      which experts took each position in the engine (extras/models/experts.py)
+    #   is_hinted   whether the step has made a hint for it (extras/teacher/hints.py)
+    #   kl_weights  the KL's weight over that of the loss; without them it is 1
+    parts: dict[str, list] = field(default_factory=dict)
 
     @property
     def rewards_B(self) -> np.ndarray:
@@ -131,10 +151,10 @@ class Rollout:
 
     def hinted(self) -> Rollout | None:
         """The rollout as the reference reads it: the same completions to prompts with hints; None if there are none."""
-        if all(row.hinted_ids is None for row in self.rows):
+        if not any(len(row.hinted_ids) for row in self.rows):
             return None
-        rows = [row if row.hinted_ids is None else replace(row, ids=row.hinted_ids) for row in self.rows]
-        return replace(self, rows=rows, routes=None)
+        rows = [replace(row, ids=row.hinted_ids) if len(row.hinted_ids) else row for row in self.rows]
+        return replace(self, rows=rows)
 
     def first_position(self, b: int) -> int:
         """The position that predicts the first token of completion b: that of the prompt's last token."""
@@ -157,26 +177,32 @@ class Rollout:
             "is_truncated": bool(self.is_truncated_B[b]),
         }
 
+    def with_parts(self, **values: list | None) -> Rollout:
+        """The rollout with these values of optional parts; None: without them."""
+        parts = self.parts | values
+        return replace(self, parts={name: parts[name] for name in parts if parts[name] is not None})
+
     def select(self, indices_B: np.ndarray) -> Rollout:
         """The sequences of these indices, in this order."""
-        fields = {}
-        for name, values in vars(self).items():
-            if isinstance(values, np.ndarray):
-                fields[name] = values[indices_B]
-            elif values is not None:
-                fields[name] = [values[b] for b in indices_B]
-        return Rollout(**fields)
+
+        def chosen(values: np.ndarray | list) -> np.ndarray | list:
+            if isinstance(values, np.ndarray) and len(values):
+                return values[indices_B]
+            return [values[b] for b in indices_B] if len(values) else values
+
+        fields = {name: chosen(values) for name, values in vars(self).items() if name != "parts"}
+        return Rollout(**fields, parts={name: chosen(values) for name, values in self.parts.items()})
 
     @staticmethod
-    def concatenate(parts: list[Rollout]) -> Rollout:
-        """The sequences of all parts, in their order. The same fields are None in all parts."""
-        fields = {}
-        for name, values in vars(parts[0]).items():
-            if isinstance(values, np.ndarray):
-                fields[name] = np.concatenate([getattr(part, name) for part in parts])
-            elif values is not None:
-                fields[name] = [value for part in parts for value in getattr(part, name)]
-        return Rollout(**fields)
+    def concatenate(rollouts: list[Rollout]) -> Rollout:
+        """The sequences of all rollouts, in their order. All of them have the same parts."""
+
+        def joined(pieces: list[np.ndarray | list]) -> np.ndarray | list:
+            return np.concatenate(pieces) if isinstance(pieces[0], np.ndarray) else list(chain.from_iterable(pieces))
+
+        first = rollouts[0]
+        fields = {name: joined([getattr(each, name) for each in rollouts]) for name in vars(first) if name != "parts"}
+        return Rollout(**fields, parts={name: joined([each.parts[name] for each in rollouts]) for name in first.parts})
 
 
 @dataclass
@@ -186,13 +212,13 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)  # the lists have a value per token
     logprobs: list[float] = field(default_factory=list)  # under the weights that made the token
     versions: list[int] = field(default_factory=list)  # the steps that those were trained
-    finish_reason: str | None = None  # "stop" or "length"; None: it goes on
+    finish_reason: str = ""  # "stop" or "length"; empty: it goes on
     text: str = ""  # empty until it is finished
-    is_sampled: list[bool] | None = None  # false where an environment said it; None: all are sampled
+    is_sampled: list[bool] = field(default_factory=list)  # false where an environment said it; empty: all are sampled
     grade: Grade | None = None  # None: the environment, if there is one, leaves it to the reward
-    routes: np.ndarray | None = None  # `Rollout.routes`, of prompt and tokens but for the last one; None: not known
+    routes: np.ndarray | None = None  # of prompt and tokens but for the last one; None: not known
 
-    def extend(self, token_ids: list[int], logprobs: list[float], version: int, reason: str | None = None) -> None:
+    def extend(self, token_ids: list[int], logprobs: list[float], version: int, reason: str = "") -> None:
         """Appends tokens sampled by the weights of this version."""
         assert len(token_ids) == len(logprobs), "each token has its log-prob"
         self.token_ids += token_ids
@@ -228,8 +254,20 @@ def rollout_of(completions: list[Completion]) -> Rollout:
         is_truncated_B=np.array([completion.finish_reason == "length" for completion in completions], dtype=bool),
         is_sampled=[np.array(flags, dtype=bool) for flags in is_sampled],
         is_trained_B=np.ones(len(completions), dtype=bool),
-        versions=[np.array(completion.versions, dtype=np.int32) for completion in completions],
+        parts={"versions": [np.array(completion.versions, dtype=np.int32) for completion in completions]},
     )
+
+
+class Part(Protocol):
+    """What an optional part of the model knows of a micro-batch, such as its images."""
+
+    is_for_reference: bool  # whether the reference reads it, too
+
+    def to(self, device: torch.device) -> Part:
+        """The same on the device."""
+
+    def inputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor | None]:
+        """Arguments of the decoder, beside those of every batch or in their place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,22 +283,19 @@ class Batch:
     sequence_ids_N: Tensor  # int64, 0 to S - 1
     rollout_logprobs_N: Tensor  # float32, the engine's; zero where the label is no completion token
     segments_S: tuple[Segment, ...]  # their lengths add up to N
+    lags_N: Tensor  # float32, those of `Rollout.parts`; zero where none are known
+    kl_weights_N: Tensor  # float32, the KL's weight over that of the loss
+    parts: tuple[Part, ...] = ()  # of this model
     packing: Packing | None = None  # for its attention, on the device; None: each pass makes it
-    images: BatchImages | None = None  # None: no sequence has any
-    lags_N: Tensor | None = None  # float32, `Rollout.lags` at each position; None: not known
-    routes_NLA: Tensor | None = None  # `Rollout.routes`: A experts in each of L layers; None: the routers choose
     advantages_N: Tensor | None = None  # float32, zero where the label is no completion token; None: not known yet
     old_logprobs_N: Tensor | None = None  # float32, under the weights that sampled; None: not needed
     ref_logprobs_N: Tensor | None = None  # float32, under the reference; None: no KL term
-    kl_weights_N: Tensor | None = None  # float32, the KL's weight over that of the loss; None: 1
     hinted: Batch | None = None  # the same sequences as the reference reads them; None: as they are here
-    teacher: Callable[[], Teacher] | None = None  # runs the reference, for a KL over the vocabulary
-    kl_N: Tensor | None = None  # float32, that KL of each position; None: of sampled tokens, or not known yet
-    agrees_N: Tensor | None = None  # float32, 1 where policy and reference find the same token the likeliest
+    distilled: Distilled | None = None  # for a KL over the vocabulary; None: it is not known yet
 
     def reference_batch(self) -> Batch:
-        """What the reference reads: with hints, if there are any, and by routes of its own."""
-        return self.hinted or replace(self, routes_NLA=None)
+        """What the reference reads: with hints, if there are any."""
+        return self.hinted or replace(self, parts=tuple(part for part in self.parts if part.is_for_reference))
 
     @property
     def lengths_S(self) -> tuple[int, ...]:
@@ -276,11 +311,7 @@ class Batch:
         """The batch on the device, but for pixel values: those of a whole step would be gigabytes."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
-        if self.images:
-            moved["images"] = self.images.to(device)
-        if self.hinted:
-            moved["hinted"] = self.hinted.to(device)
-        return replace(self, **moved)
+        return replace(self, **moved, parts=tuple(part.to(device) for part in self.parts))
 
 
 @dataclass(frozen=True)
@@ -290,6 +321,7 @@ class Update:
     batches: list[Batch]  # the micro-batches of this rank, as many on every rank
     num_tokens: int  # trained tokens over all ranks, at least 1
     num_prompts: int  # in the whole step: the batches name sequences by their place in it
+    run_teacher: Callable[[Batch], Teacher] | None = None  # runs the reference, for a KL over the vocabulary
 
     def map(self, change: Callable[[Batch], Batch]) -> Update:
         """The update with each of its batches changed."""
@@ -314,7 +346,7 @@ class Sampled:
     rollout: Rollout
     round_B: np.ndarray  # int64, the round of dynamic sampling that a completion is of
     used_B: np.ndarray  # int64, indices of those that were trained on, in their order
-    advantages: list[np.ndarray] | None = None  # for these; None: nothing was trained
+    advantages: list[np.ndarray] = field(default_factory=list)  # for these; empty: nothing was trained
     logprobs: dict[int, np.ndarray] = field(default_factory=dict)  # index in `used_B` -> the trainer's old ones
 
 
@@ -326,7 +358,7 @@ def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
     position: a rank with nothing left to train takes part in the collectives.
     """
     if not indices:
-        return empty_batch(has_lags=rollout.lags is not None)
+        return empty_batch()
     segments = _segments(rollout, indices, group_size)
     tokens = {b: np.concatenate([rollout.rows[b].ids, rollout.completions[b]]) for b in indices}
     is_trained_B = rollout.trained_lengths_B > 0
@@ -337,10 +369,10 @@ def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
         is_sampled = np.concatenate([np.zeros(first, dtype=bool), rollout.is_sampled[b]])
         return is_sampled & is_trained_B[b]
 
-    def by_sequence(values_B: np.ndarray) -> Tensor:
-        return packed(segments, lambda segment: np.full(segment.stop, values_B[segment.index]))
+    def by_sequence(values_B: Sequence[float]) -> Tensor:
+        return packed(segments, lambda segment: np.full(segment.stop, values_B[segment.index], dtype=np.float32))
 
-    loss_mask_N = packed(segments, mask)
+    loss_mask_N, zeros = packed(segments, mask), [np.zeros(len(ids)) for ids in rollout.completions]
     return Batch(
         input_ids_N=packed(segments, lambda segment: tokens[segment.index][:-1]).long(),
         position_ids_N=packed(segments, lambda segment: np.arange(segment.stop)),
@@ -351,13 +383,12 @@ def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
         sequence_ids_N=torch.repeat_interleave(torch.tensor([segment.length for segment in segments])),
         rollout_logprobs_N=to_positions(rollout, segments, rollout.rollout_logprobs),
         segments_S=segments,
-        kl_weights_N=None if rollout.kl_weights_B is None else by_sequence(rollout.kl_weights_B),
-        lags_N=None if rollout.lags is None else to_positions(rollout, segments, rollout.lags),
-        routes_NLA=None if rollout.routes is None else packed(segments, lambda segment: rollout.routes[segment.index]),
+        lags_N=to_positions(rollout, segments, rollout.parts.get("lags", zeros)),
+        kl_weights_N=by_sequence(rollout.parts.get("kl_weights", np.ones(len(rollout.rows)))),
     )
 
 
-def empty_batch(has_lags: bool) -> Batch:
+def empty_batch() -> Batch:
     """A single masked position: it trains nothing, and takes part in every collective."""
     zero = torch.zeros(1)
     index = zero.long()
@@ -371,7 +402,8 @@ def empty_batch(has_lags: bool) -> Batch:
         sequence_ids_N=index,
         rollout_logprobs_N=zero,
         segments_S=(Segment(None, 0, 1),),
-        lags_N=zero if has_lags else None,
+        lags_N=zero,
+        kl_weights_N=zero,
     )
 
 
@@ -419,12 +451,15 @@ def from_positions(rollout: Rollout, batch: Batch, values_N: Tensor) -> dict[int
     return per_token
 
 
-def own_values(rollout: Rollout, updates: list[Update], values_of: Callable[[Batch], Tensor]) -> dict[int, np.ndarray]:
-    """Index of each sequence that this rank trains -> the values of its batch, per completion token."""
+def own_values(
+    rollout: Rollout, updates: list[Update], values_of: Callable[[Batch], Tensor | None]
+) -> dict[int, np.ndarray]:
+    """Index of each sequence that this rank trains -> the values of its batch, where it has them, per token."""
     own = {}
     for update in updates:
         for batch in update.batches:
-            own |= from_positions(rollout, batch, values_of(batch))
+            if (values_N := values_of(batch)) is not None:
+                own |= from_positions(rollout, batch, values_N)
     return own
 
 

@@ -1,59 +1,49 @@
-"""Checkpoints: save, verify, resume, export.
+"""Checkpoints: save, resume, export.
 
-    OUT_DIR/step_20/          the policy in Hugging Face format (with LoRA: merged)
-    OUT_DIR/step_20/adapter/  with LoRA only: the adapter in peft's format
-    OUT_DIR/step_20/trainer/  what a resume needs: the sharded trained parameters, optimizer state and moving reference
-                              (torch.distributed.checkpoint); progress.json, the state of the loop; checksums.json, the
-                              size and SHA-256 of every file
-    OUT_DIR/final             link to the last step's checkpoint, made when the run is complete
-    OUT_DIR/best              link to the checkpoint that --keep_best protects
+    OUT_DIR/step_20/            the policy in Hugging Face format (with LoRA: merged)
+    OUT_DIR/step_20/adapter/    with LoRA only: the adapter in peft's format
+    OUT_DIR/step_20/trainer/    what a resume needs: the sharded trained parameters, optimizer state and moving
+                                reference (torch.distributed.checkpoint); progress.json, the state of the loop
+    OUT_DIR/step_20/sizes.json  the size of every other file
+    OUT_DIR/final               link to the last step's checkpoint, made when the run is complete
+    OUT_DIR/best                link to the checkpoint that --keep_best protects
 
-A checkpoint is written under a temporary name, flushed to the disk, and renamed when it is whole.
-`latest` verifies the one that it returns. A checkpoint that the disk refuses is left out; the one
-of the last step must be written.
+A checkpoint is written under a temporary name and renamed when it is whole. `latest` finds files that are missing or
+cut off. A checkpoint that the disk refuses is left out; the one of the last step must be written. `trainer/` holds
+pickles: trust it as you trust code. The exported policy (safetensors) holds none.
 """
 
 from __future__ import annotations
 
 import copy
-import io
 import json
-import pickle
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
-import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from batch import State
 from flags import Saving
-from fsdp_utils import World, gather_from_ranks, wait_for_all
+from fsdp_utils import World, broadcast_from_main, gather_from_ranks
 from policy import Policy
-from runtime import files
-from runtime.files import Checksums, DiskError, best_effort, cause, checkpoints, free_space
+from runtime.files import DiskError, best_effort, cause, checkpoints, find_damage, free_space, write_sizes
 from runtime.history import read_metrics
 from runtime.progress import progress
-from runtime.stall import beat
 from runtime.start import RunError
 
 Companions = list[
     PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig
 ]  # what belongs to the model, in its folder
 Weights = dict[str, Tensor]  # by name, in the engine's dtype
-Result = TypeVar("Result")
 
-LIST = Path("trainer", "checksums.json")
 REFUSED = (OSError, SafetensorError, CheckpointException)  # what a full disk ends in; the last is of `dcp`
 
 
@@ -61,40 +51,25 @@ REFUSED = (OSError, SafetensorError, CheckpointException)  # what a full disk en
 
 
 def latest(out_dir: Path, world: World, say: Callable[[str], None]) -> tuple[int, Path | None]:
-    """(step, folder) of the last checkpoint that is whole; (0, None) if none was ever written.
+    """(step, folder) of the last checkpoint that is whole; (0, None) if none was ever written. All ranks call it.
 
-    All ranks call it: each verifies a part of the files. A damaged checkpoint is renamed to damaged_step_N, and the one
-    before it is verified. Raises DiskError, on all ranks, if all are damaged.
+    A damaged one becomes damaged_step_N, so that its step can be saved again. Raises DiskError, on all ranks, if there
+    are only damaged ones.
     """
-    while True:
-        step, folder = gather_from_ranks([(0, None), *checkpoints(out_dir)][-1])[0]
-        if folder is None:
+    found = 0, None
+    for step, folder in reversed(checkpoints(out_dir)) if world.is_main else ():
+        if not (damage := find_damage(folder)):
+            found = step, folder
             break
-        damages = files.verify(folder, folder / LIST, world.trainer_rank, world.num_trainers)
-        damages = sum(gather_from_ranks(damages), [])
-        if not damages:
-            return step, folder
-        if world.is_main:
-            aside = set_aside(folder)
-            say(f"warning: {folder} is damaged: {damages[0]}. It is now {aside}; the checkpoint before is used.")
-        wait_for_all()
-    damaged = gather_from_ranks(sorted(path.name for path in out_dir.glob("damaged_step_*")))[0]
-    if damaged:
+        aside = folder.with_name(f"damaged_{folder.name}")
+        shutil.rmtree(aside, ignore_errors=True)  # of an earlier start
+        folder.rename(aside)
+        say(f"warning: {folder} is damaged: {damage}. It is now {aside}; the checkpoint before is used.")
+    found, damaged = broadcast_from_main((found, sorted(path.name for path in out_dir.glob("damaged_step_*"))))
+    if damaged and found[1] is None:
         way_out = "put a good copy of one of them back as step_N, or remove them to start again from step 1"
         raise DiskError(f"{out_dir} has no checkpoint that is whole, only {', '.join(damaged)}; {way_out}.")
-    return 0, None
-
-
-def set_aside(folder: Path) -> Path:
-    """The new name of a damaged checkpoint, so that its step can be saved again. Links to it are removed."""
-    aside, number = folder.with_name(f"damaged_{folder.name}"), 2
-    while aside.exists():
-        aside, number = folder.with_name(f"damaged_{folder.name}_{number}"), number + 1
-    folder.rename(aside)
-    for link in (folder.with_name("final"), folder.with_name("best")):
-        if link.is_symlink() and not link.exists():
-            link.unlink()
-    return aside
+    return found
 
 
 def best_checkpoint(out_dir: Path, metric: str) -> Path | None:
@@ -157,52 +132,42 @@ class Writer:
         """Raises DiskError on all ranks."""
         unfinished = self.out_dir / f"unfinished_step_{step}"
         shards, weights = shards_of(policy, optimizer), gather_weights(policy, self.world)
-        beat("writes the checkpoint")
         self._remove_unfinished()  # what a kill left
         self._together(lambda: unfinished.mkdir() if self.world.is_main else None)
-        self._together(lambda: policy.save_adapter(unfinished / "adapter", self.world))
+        if policy.adapter:
+            self._together(lambda: policy.adapter.save(unfinished / "adapter", self.world))
         self._together(lambda: dcp.save(shards, checkpoint_id=unfinished / "trainer"))
-        own = (unfinished / "trainer").glob(f"__{self.world.trainer_rank}_*")  # as `dcp` names them
-        sums = self._together(lambda: files.checksums(unfinished, own))
-        self._together(lambda: self._complete(unfinished, policy, weights, state, sums))
+        self._together(lambda: self._complete(unfinished, policy, weights, state))
 
-    def _together(self, work: Callable[[], Result]) -> list[Result]:
-        """What `work` returns on each rank. Raises DiskError on all ranks if the disk of one refuses something.
+    def _together(self, work: Callable[[], None]) -> None:
+        """Does the work of each rank. Raises DiskError on all ranks if the disk of one refuses something.
 
         What there is of the checkpoint is removed before: a full disk needs the room.
         """
-        result, refused = None, None
+        refused = ""
         try:
-            result = work()
+            work()
         except REFUSED as error:
             refused = f"{reason(error)} ({free_space(self.out_dir)})"
-        outcomes = gather_from_ranks((result, refused))
-        if reasons := [why for _, why in outcomes if why]:
+        if refusals := list(filter(None, gather_from_ranks(refused))):
             self._remove_unfinished()
-            raise DiskError(reasons[0])
-        return [result for result, _ in outcomes]
+            raise DiskError(refusals[0])
 
     def _remove_unfinished(self) -> None:
         for leftover in self.out_dir.glob("unfinished_step_*") if self.world.is_main else ():
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def _complete(
-        self, unfinished: Path, policy: Policy, weights: Weights, state: State, sums: list[Checksums]
-    ) -> None:
-        """On the main process: writes the rest, renames the folder, removes old checkpoints. `sums`: of the shards."""
+    def _complete(self, unfinished: Path, policy: Policy, weights: Weights, state: State) -> None:
+        """On the main process: writes the rest, renames the folder, removes old checkpoints."""
         if not self.world.is_main:
             return
         export(policy, weights, self.companions, unfinished)
         for file in unfinished.rglob("*.safetensors"):  # which its library lets the owner alone read
             file.chmod((unfinished / "config.json").stat().st_mode)
         (unfinished / "trainer" / "progress.json").write_text(json.dumps(state) + "\n", "utf-8")
-        known = {name: each for part in sums for name, each in part.items()}
-        rest = [file for file in sorted(unfinished.rglob("*")) if file.is_file()]
-        rest = [file for file in rest if str(file.relative_to(unfinished)) not in known]
-        files.write_list(unfinished, unfinished / LIST, known | files.checksums(unfinished, rest))
+        write_sizes(unfinished)
         unfinished.rename(self.out_dir / unfinished.name.removeprefix("unfinished_"))
         with best_effort(str(self.out_dir / "best"), ValueError):  # the checkpoint is whole, whatever happens now
-            files.flush(self.out_dir)
             self._remove_old()
 
     def _remove_old(self) -> None:
@@ -262,11 +227,11 @@ def export(policy: Policy, weights: Weights, companions: dict[str, bytes], folde
 def load(folder: Path, policy: Policy, optimizer: Optimizer) -> State:
     """The `state` that was saved. Restores parameters, optimizer and moving reference in place, on any number of ranks.
 
-    Raises DiskError for shards that are not of this policy and optimizer, or hold anything but numbers.
+    Raises DiskError for shards that are not of this policy and optimizer.
     """
     shards = shards_of(policy, optimizer)
     try:
-        dcp.load(shards, storage_reader=ShardReader(folder / "trainer"), planner=ShardPlanner())
+        dcp.load(shards, checkpoint_id=folder / "trainer")
     except CheckpointException as error:
         raise DiskError(f"{folder} cannot be loaded: {reason(error)}") from error
     parts = {"model_state_dict": shards["model"], "optim_state_dict": shards["optimizer"]}
@@ -285,48 +250,3 @@ def shards_of(policy: Policy, optimizer: Optimizer) -> dict[str, dict[str, objec
         # They share the storage: loading writes into the reference.
         shards["reference"] = {name: parameter.detach() for name, parameter in reference.named_parameters()}
     return shards
-
-
-# The shards -----------------------------------------------------------------------------------------------------------
-#
-# Somebody else may have written them: nothing but plain records is unpickled. `dcp` keeps a list of
-# its shards, which is a pickle, and in them pickled values.
-
-
-class MetadataUnpickler(pickle.Unpickler):
-    """Makes nothing but the records that belong in `dcp`'s list. Python's own unpickler calls what the file names."""
-
-    ALLOWED = {
-        "torch": {"Size"} | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
-        "torch.serialization": {"_get_layout"},
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-        "torch.distributed.checkpoint.metadata": {
-            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-        },
-        "pathlib": {"PosixPath"},
-        "pathlib._local": {"PosixPath"},  # Python 3.13
-    }  # fmt: skip
-
-    def find_class(self, module: str, name: str) -> object:
-        if name in self.ALLOWED.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint")
-
-
-class ShardReader(dcp.FileSystemReader):
-    """`dcp` reads tensors with `weights_only`; this does the same for its list of them."""
-
-    def read_metadata(self, *_: object, **__: object) -> Metadata:
-        with (Path(self.path) / ".metadata").open("rb") as file:
-            return MetadataUnpickler(file).load()
-
-
-class ShardPlanner(dcp.DefaultLoadPlanner):
-    """The same for values that are no tensors, such as Adam's betas: `dcp` unpickles anything here."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        checked = io.BytesIO()
-        torch.save(torch.load(value, weights_only=True), checked)
-        checked.seek(0)
-        super().load_bytes(read_item, checked)

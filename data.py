@@ -17,22 +17,36 @@ from datetime import datetime
 from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
+from typing import Protocol
 
 import numpy as np
 from jinja2 import TemplateError
+from transformers import PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import get_json_schema
 
-from batch import IMAGE, Messages, Row
-from extras.models.vision import Vision, encoded_images, find_images
+from batch import IMAGE, Messages, PromptImages, Row
 from flags import PromptFormat
 from grading import alternatives, key_text
-from grading.own import load_reference
 from model.special_tokens import template_tokens
+from model.weights import load_tokenizer
+from runtime.parts import part
 from runtime.progress import progress
 from sources import Record, name_of_source, read_records
 
 HINT = "\n\nHere is a reference solution:\n{}\n\nAfter understanding it, solve the problem in your own words."
+
+
+class ImageReader(Protocol):
+    """What reads images for a model: `Vision` of extras/models/vision.py."""
+
+    image_token: int
+
+    def find_images(self, encoded: tuple[bytes, ...], template_ids: np.ndarray) -> PromptImages:
+        """The images of a prompt. Raises ValueError."""
+
+    def engine_options(self, most_images: int) -> dict[str, object]:
+        """The arguments of `vllm.LLM` for prompts of at most so many images."""
 
 
 class UnusableRow(Exception):
@@ -56,7 +70,7 @@ class PromptData:
 
     @staticmethod
     def load(
-        source: str, prompt_format: PromptFormat, tokenizer: Tokenizer, seed: int, vision: Vision | None = None,
+        source: str, prompt_format: PromptFormat, tokenizer: Tokenizer, seed: int, vision: ImageReader | None = None,
         hint_column: str | None = None, is_shuffled: bool = True,
     ) -> PromptData:  # fmt: skip
         """The usable rows whose prompt has at most `max_prompt_tokens` tokens, those of images and hint included.
@@ -75,7 +89,7 @@ class PromptData:
             except UnusableRow as reason:
                 excluded.append((record.where, str(reason)))
                 continue
-            lengths.append(len(row.ids if row.hinted_ids is None else row.hinted_ids))  # a hint makes a prompt longer
+            lengths.append(len(row.reference_ids))  # a hint makes a prompt longer
             if lengths[-1] <= limit:
                 kept.append(row)
         if lengths and not kept:
@@ -144,22 +158,39 @@ def order_of_epoch(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
 
-def most_images(parts: list[PromptData]) -> int:
-    """How many images a prompt has at most."""
-    return max((len(row.images.encoded) for part in parts for row in part.rows if row.images is not None), default=0)
+def load_reader(
+    path: str, config: PretrainedConfig | None, prompt_format: PromptFormat
+) -> tuple[Tokenizer, ImageReader | None]:
+    """The tokenizer of a model, and what reads images; None without a config, or where nothing has to do with images.
+
+    Raises ValueError for image flags that do not suit the model, and if it has no tokenizer.
+    """
+    has_images = prompt_format.image_column is not None or getattr(config, "vision_config", None) is not None
+    if config is None or not has_images:
+        return load_tokenizer(path), None
+    vision = part("extras.models.vision", "--image_column, or a model that sees images")
+    return vision.load_processor(path, config, prompt_format)
+
+
+def image_options(sources: list[PromptData], vision: ImageReader | None) -> dict[str, object]:
+    """The engine's arguments for the images of these prompts; none for a model that sees none."""
+    rows = chain.from_iterable(source.rows for source in sources)
+    return vision.engine_options(max(len(row.images.encoded) if row.images else 0 for row in rows)) if vision else {}
 
 
 # Record -> row --------------------------------------------------------------------------------------------------------
 
 
-def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, vision: Vision | None = None) -> Row:
+def make_row(
+    record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, vision: ImageReader | None = None
+) -> Row:
     """The row of a record. Raises UnusableRow for a value, ValueError for a missing column."""
     where, columns, folder = record
     column = prompt_format.prompt_column
     messages = _messages(_look_up(record, column, "--prompt_column"), f"column {column!r}", prompt_format)
     _check_special_tokens(messages, prompt_format, tokenizer)
     answer, encoded = "", ()
-    column = prompt_format.answer_column
+    column = None if prompt_format.reward == "none" else prompt_format.answer_column
     if column:
         value = _look_up(record, column, "--answer_column")
         answer = _answer(value, f"column {column!r}", prompt_format.list_answers)
@@ -167,7 +198,7 @@ def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, 
     if column:
         value = _look_up(record, column, "--image_column")
         try:
-            encoded = encoded_images(value, folder)
+            encoded = part("extras.models.vision", "--image_column").encoded_images(value, folder)
         except ValueError as error:
             raise UnusableRow(f"column {column!r} cannot be read as an image ({str(error)[:200]})") from None
         columns = {name: value for name, value in columns.items() if name != column}  # each reward call would carry it
@@ -177,7 +208,7 @@ def make_row(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, 
     images = None
     if vision is not None and (encoded or vision.image_token in ids):
         try:
-            images = find_images(vision, encoded, ids)
+            images = vision.find_images(encoded, ids)
         except ValueError as error:
             raise UnusableRow(str(error)) from None
         ids = images.prompt
@@ -341,6 +372,8 @@ def tool_schemas(tools: str | None) -> list[dict[str, object]] | None:
     """The schemas of the functions for the chat template, from their type hints and docstrings. Raises ValueError."""
     if not tools:
         return None
+    from grading.own import load_reference
+
     try:
         return [get_json_schema(load_reference(tool)) for tool in tools.split(",")]
     except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything

@@ -32,24 +32,37 @@ import numpy as np
 
 from batch import Metrics, Rollout
 from command_line import exit_with_error, parser_of
-from data import PromptData, most_images
+from data import PromptData, describe_template, image_options, load_reader
 from engine.options import Demand, largest_share
 from flags import FLAGS as TRAINING_FLAGS
-from flags import GROUPS, INF, EngineSettings, Sampling, Settings, default_dtype, flag
+from flags import (
+    GROUPS,
+    INF,
+    EngineSettings,
+    Grading,
+    PromptFormat,
+    Sampling,
+    Settings,
+    TurnLimits,
+    default_dtype,
+    flag,
+    ks_of_pass,
+)  # fmt: skip
 from fsdp_utils import gather_from_ranks, init_world, is_main_process
-from gate.checks import check_ranges, check_turns, ks_of_pass
-from gate.load_inputs import SET_FLAGS, load_model_files, samplings_of, start_grader
 from grading import Grade
+from inputs import start_grader
 from model.special_tokens import describe_tags
+from model.weights import load_config
 from reward import Grader
 from runtime.files import best_effort, must_write, write
-from runtime.history import in_columns
-from runtime.machine import check_launch
 from runtime.start import RunError, Stopped
+from runtime.tables import in_columns
+from sources import name_of_source, read_system_prompt
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
     from rollout import Engine
 
+SET_FLAGS = ("samples", "temperature", "max_completion_tokens", "top_p")  # one value for all sets or one for each
 Figure = tuple[float, float]  # mean and standard error; nan for what one problem cannot tell
 
 
@@ -116,6 +129,29 @@ def evaluate(
             lines = [json.dumps(rollout.describe(b)) + "\n" for b in range(len(rollout.rows))]
             write(folder / f"{data.name}.jsonl", "".join(lines))
     return Result(data, sampling, figures_of(rollout, sampling.num_samples))
+
+
+def samplings_of(sources: list[str], prefix: str, flags: Sequence[list[int] | list[float]]) -> list[Sampling]:
+    """How each set is sampled, by the values of the flags --<prefix>samples, ... of `SET_FLAGS`. Raises ValueError."""
+    names, columns, samplings = [name_of_source(source) for source in sources], [], []
+    if len(set(names)) < len(names):
+        raise ValueError(f"the sets {', '.join(names)} are reported under their names, which must differ; rename one.")
+    for name, values in zip(SET_FLAGS, flags, strict=True):
+        if len(values) not in (1, len(names)):
+            wrong = f"--{prefix}{name} has {len(values)} values for {len(names)} sets"
+            raise ValueError(f"{wrong}; give one for all or one for each.")
+        columns.append(values * len(names) if len(values) == 1 else values)
+    for count, temperature, max_tokens, top_p in zip(*columns, strict=True):
+        if temperature < 0.01 and count > 1:
+            wrong = f"--{prefix}samples {count} at --{prefix}temperature {temperature:g} are {count} times the same"
+            raise ValueError(f"{wrong}; use --{prefix}samples 1.")
+        samplings.append(Sampling(count, temperature, max_tokens, top_p))
+    return samplings
+
+
+def calls_of(sets: list[PromptData], samplings: list[Sampling]) -> list[tuple[int, int]]:
+    """(prompts, samples of each) of every set, for `largest_share`."""
+    return [(len(data.rows), sampling.num_samples) for data, sampling in zip(sets, samplings, strict=True)]
 
 
 def figures_of(rollout: Rollout, num_samples: int) -> dict[str, Figure]:
@@ -243,27 +279,34 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     try:
         args = parse_arguments()
+        from gate.checks import check_ranges, check_turns
+        from gate.inputs import check_evaluation, check_tokens
+
         check_ranges(args, FLAGS)
         check_turns(args)
         if args.reward == "none" and not args.environment:
             raise ValueError("--reward none grades nothing; give the reward of the sets.")
-        check_launch(args.tensor_parallel_size, "bfloat16", args.gpu_memory_utilization)
+        check_evaluation(args)
         samplings = samplings_of(args.data, "", [getattr(args, name) for name in SET_FLAGS])
         if args.published and len(args.published) != len(args.data):
             counts = f"{len(args.published)} numbers for {len(args.data)} sets"
             raise ValueError(f"--published has {counts}; give one for each, '-' for none.")
         folder = new_folder(args.out_dir, args.model)
-        _, tokenizer, vision, load = load_model_files(args, max(args.max_completion_tokens))
-        sets, (grader, turns) = load(args.data, 0), start_grader(args, tokenizer, args.tensor_parallel_size)
+        prompt_format = PromptFormat.from_flags(args, system_prompt=read_system_prompt(args.system_prompt))
+        tokenizer, vision = load_reader(args.model, load_config(args.model), prompt_format)
+        sets = [PromptData.load(source, prompt_format, tokenizer, 0, vision) for source in args.data]
+        check_tokens(args.model, tokenizer, args.stop_tokens, sets)
+        size, limits = args.tensor_parallel_size, TurnLimits.from_flags(args)
+        grader, turns = start_grader(Grading.from_flags(args), limits, prompt_format, tokenizer, size)
         grader.check_groups("--samples", *(sampling.num_samples for sampling in samplings))
-        world = init_world(args.tensor_parallel_size, timeout_minutes=600)
+        world = init_world(size, timeout_minutes=600)
         sets = [grader.check_keys(data, world) for data in sets]
         folder = gather_from_ranks(folder)[0]  # the time in its name is the main process's
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
-            print(
-                *(line for data in sets for line in data.describe("results.json")), *describe_tags(tokenizer), sep="\n"
-            )
+            described = describe_template(prompt_format, tokenizer)
+            described += [line for data in sets for line in data.describe("results.json")]
+            print(*described, *describe_tags(tokenizer), sep="\n")
             print(f"first prompt: {sets[0].rows[0].text!r}", flush=True)
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
@@ -272,8 +315,7 @@ def main() -> None:
 
     longest = args.max_prompt_tokens + max(args.max_completion_tokens)
     settings = EngineSettings.from_flags(args, max_model_len=longest, load_format="auto")
-    sizes = [(len(data.rows), sampling.num_samples) for data, sampling in zip(sets, samplings, strict=True)]
-    demand = Demand(largest_share(sizes, world.num_engines), most_images(sets), vision)
+    demand = Demand(largest_share(calls_of(sets, samplings), world.num_engines), image_options(sets, vision))
     try:
         engine = Engine(args.model, tokenizer, world, settings, demand, turns.play if turns else None)
     except ValueError as error:

@@ -82,7 +82,8 @@ GROUPS["model and data"] = [
     flag("--shuffle", "on", "an epoch is a new permutation of the rows (on), or keeps the order of the files (off)",
          choices=("on", "off")),
     flag("--keep_last", False, "fill an epoch's last partial step from the next epoch instead of dropping it"),
-    flag("--eval_data", [], "held-out problems: sources, each reported under its own name"),
+    flag("--eval_data", [], "held-out problems: sources, each reported under its own name",
+         free_on_resume=True),
     flag("--out_dir", None, "run folder; made if missing, continued if it holds a run of the same flags",
          is_required=True, free_on_resume=True),
 ]
@@ -139,8 +140,9 @@ GROUPS["batch, counted in prompts"] = [
          (1, INF), type=int),
     flag("--total_episodes", None, "length of training in completions, rounded down to whole steps",
          (1, INF), type=int),
-    flag("--after_step", None, "my_hook.py:function, which is called as f(step, metrics) when the line of a step is "
-         "written; if it returns \"stop\", that step was the last"),
+    flag("--after_step", None, "my_hook.py:function, which is called as f(step, metrics) before the line of a step is "
+         "written; a dict that it returns is added to the line; after \"stop\", that step was the last",
+         free_on_resume=True),
     flag("--stop_after", None, "stop after this step, with a checkpoint; the learning-rate schedule stays that of the "
          "whole length", (1, INF), free_on_resume=True, type=int),
 ]
@@ -190,11 +192,7 @@ GROUPS["policy loss"] = [
     flag("--clip_high", 0.2, "the ratio pi / pi_old is clipped above 1 + this; dppo: largest divergence upwards",
          (0, INF)),
     flag("--dual_clip", 0.0, "where A < 0, the loss is at most -A x this (EasyR1, verl: 3); 0: no bound", (0, INF)),
-    flag("--sapo_tau_pos", 1.0, "steepness of SAPO's gate where A > 0", (TINY, INF)),
-    flag("--sapo_tau_neg", 1.05, "steepness of SAPO's gate where A <= 0", (TINY, INF)),
     flag("--loss_aggregation", "token_mean", "how the losses of the tokens add up:"),
-    flag("--loss_constant_tokens", None, "constant of seq_mean_token_sum_norm; default: --max_completion_tokens",
-         (1, INF), type=int),
     flag("--old_logprobs", "trainer", "whose log-probs are pi_old: computed by the trainer, or those of the sampler "
          "(rollout), which need no pass and take the mismatch of the two into the ratio (DPPO)",
          choices=("trainer", "rollout")),
@@ -212,7 +210,6 @@ GROUPS["KL to the reference"] = [  # docs/algorithm.md, A teacher
     flag("--kl_over", "sampled", "KL of the sampled tokens, estimated, or over the whole vocabulary at each of them",
          choices=("sampled", "vocabulary"), only_with="--kl_coef"),
     flag("--kl_direction", "reverse", "divergence over the vocabulary:", only_with="--kl_over"),
-    flag("--kl_beta", 0.5, "beta of jsd: towards 0 it behaves as forward, towards 1 as reverse", (0.001, 0.999)),
     flag("--reference_every", 0, "the reference moves to the policy after every so many steps; 0: it stays as it was",
          (0, INF), only_with="--kl_coef"),
     flag("--reference_mixup", 1.0, "how far it moves: 1 replaces it by the policy; 0.05 makes it an exponential mean "
@@ -226,8 +223,6 @@ GROUPS["KL to the reference"] = [  # docs/algorithm.md, A teacher
 GROUPS["sampler-trainer mismatch"] = [
     flag("--rollout_correction", None, "weight of a token's loss, from the ratio trainer / sampler of its log-prob; "
          "default: none; token_truncate with --steps_ahead or --partial_rollouts:"),
-    flag("--rollout_correction_max", 2.0, "largest ratio (truncated importance sampling: 2; IcePop: 5)", (TINY, INF)),
-    flag("--rollout_correction_min", 0.5, "smallest ratio that is not masked (IcePop: 0.5)", (0, INF)),
     flag("--router_replay", False, "mixture of experts: the trainer sends each token to the experts that took it in "
          "the engine (R3)"),
 ]
@@ -281,11 +276,14 @@ GROUPS["evaluation and checkpoints, counted in steps"] = [
          free_on_resume=True, only_with="--eval_data"),
     flag("--eval_before_training", False, "evaluate the starting policy, too, as step 0", free_on_resume=True,
          only_with="--eval_data"),
-    flag("--eval_samples", [1], "k: completions per held-out problem; one number for all sets, or one each", (1, INF)),
-    flag("--eval_temperature", [1.0], "temperature of held-out sampling; 0 is greedy; for all sets, or each", (0, 2)),
-    flag("--eval_top_p", [1.0], "nucleus sampling in evaluation; for all sets, or each", (TINY, 1)),
+    flag("--eval_samples", [1], "k: completions per held-out problem; one number for all sets, or one each", (1, INF),
+         free_on_resume=True),
+    flag("--eval_temperature", [1.0], "temperature of held-out sampling; 0 is greedy; for all sets, or each", (0, 2),
+         free_on_resume=True),
+    flag("--eval_top_p", [1.0], "nucleus sampling in evaluation; for all sets, or each", (TINY, 1),
+         free_on_resume=True),
     flag("--eval_max_completion_tokens", None, "token limit in evaluation; for all sets, or each; default: the "
-         "training's", (1, INF), is_list=True, type=int),
+         "training's", (1, INF), free_on_resume=True, is_list=True, type=int),
     flag("--save_every", 0, "write a checkpoint every so many steps; after the last there always is one",
          (0, INF), free_on_resume=True),
     flag("--keep_checkpoints", 3, "remove the oldest checkpoints beyond this many; 0: keep all",
@@ -307,8 +305,8 @@ GROUPS["faults"] = [  # docs/faults.md
          "eval/SET/avg@K; OUT_DIR/best points to it", free_on_resume=True),
     flag("--grace_seconds", 120.0, "after SIGTERM, SIGUSR1 or Ctrl-C: seconds in which the run saves and ends",
          (1, 1e6), free_on_resume=True),
-    flag("--stall_seconds", 600.0, "say which rank the others wait for after so long without progress, at the latest "
-         "after 0.8 of --timeout_minutes", (1, 1e6), free_on_resume=True),
+    flag("--stall_seconds", 600.0, "a rank without progress for so long leaves its stacks in OUT_DIR/ranks, at the "
+         "latest after 0.8 of --timeout_minutes", (1, 1e6), free_on_resume=True),
     flag("--max_rollout_gap", 0.05, "largest policy/rollout_gap_mean, and largest relative difference of the "
          "temperatures of sampler and trainer, times the share of the gap that it explains; beyond it the run ends; 0: "
          "no bound", (0, INF), free_on_resume=True),
@@ -368,7 +366,8 @@ def as_field(value: object) -> object:
 
 class PromptFormat(Settings):  # how a row becomes a prompt
     prompt_column: str
-    answer_column: str | None  # None: answers are not read
+    answer_column: str
+    reward: str  # none: answers are not read
     list_answers: str
     image_column: str | None
     prompt_format: str
@@ -455,11 +454,19 @@ class Sampling(Settings):  # how often and how a set of prompts is sampled: the 
     top_p: float = 1.0  # of an evaluation; training samples from the whole distribution
     router_replay: bool  # the routes of what is sampled are kept; those of an evaluation never
 
+    def for_vllm(self, max_tokens: int) -> dict[str, object]:
+        """vLLM's parameters of a request for one completion of at most `max_tokens` tokens, by their names there.
 
-class Recording(Settings):  # what a run tells and keeps
-    quiet: bool
-    track: str
-    keep_rollouts: float
+        Engines in the ranks and servers sample by them, in training and in evaluation: what else vLLM samples by, such
+        as min_p, is a flag, a field and a line here.
+        """
+        return {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_tokens": max_tokens,
+            "logprobs": 0,  # 0: of the sampled token alone
+            "detokenize": False,  # decoded when it is finished, in one go
+        }
 
 
 class Saving(Settings):  # when checkpoints are written, and which are kept
@@ -481,7 +488,7 @@ def ranks_per_engine(args: argparse.Namespace, num_ranks: int | None = None) -> 
 
 
 def stall_limit(args: argparse.Namespace) -> float:
-    """Seconds: below the time-out of the collectives, which would end the run without a report."""
+    """Seconds: below the time-out of the collectives, which would end the run without any stacks."""
     return min(args.stall_seconds, 0.8 * 60 * args.timeout_minutes)
 
 
@@ -495,3 +502,8 @@ def free_on_resume(args: argparse.Namespace) -> set[str]:
     free = {each.name.removeprefix("--") for each in FLAGS.values() if each.free_on_resume or each in GROUPS[DRY_RUN]}
     is_constant = args.lr_schedule == "constant" and not args.warmup_ratio
     return free | {"total_steps", "epochs", "total_episodes"} if is_constant else free
+
+
+def ks_of_pass(num_samples: int) -> list[int]:
+    """The k of pass@k: 2, 4, 8, ... and the number of samples."""
+    return sorted({2**i for i in range(1, num_samples.bit_length())} | {num_samples} - {1})

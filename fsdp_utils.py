@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from functools import cached_property, partial
@@ -28,7 +27,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from runtime.machine import choose_interface, local_world_size, prepare_cpu, use_all_cores
-from runtime.stall import WAITS, beat
+from runtime.stall import beat
 from runtime.start import Stopped, launch_folder, requested
 
 Item = TypeVar("Item")
@@ -218,7 +217,7 @@ def moved(tensor: Tensor, device: torch.device | str, dtype: torch.dtype) -> Ten
 @torch.no_grad()
 def fill_from_main(target: Tensor, full: Tensor | None) -> None:
     """Fills a sharded parameter, or a tensor that every rank holds whole, with `full` of rank 0 (None elsewhere)."""
-    beat("loads weights")
+    beat()
     is_sharded = isinstance(target, DTensor)
     # Collectives run on the device that computes, also where the shards live in host RAM.
     device = torch.device(target.device_mesh.device_type) if is_sharded else target.device
@@ -276,7 +275,7 @@ def begin_gather(parameter: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
     own asynchronous `redistribute` is not used: with torch 2.13 and gloo it corrupted the heap of a
     rank, about once in 1,000 syncs.
     """
-    beat("gathers weights")
+    beat()
     local = parameter.detach()
     if not isinstance(local, DTensor):
         return partial(local.to, dtype)
@@ -369,14 +368,6 @@ def is_alone() -> bool:
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
-@contextmanager
-def waiting(collective: str) -> Iterator[None]:
-    """Tells the watch over stalls that this rank waits for the others: in the function that it decorates."""
-    beat(f"{WAITS} ({collective})")
-    yield  # after an exception the rank is still where it waited
-    beat("computes")
-
-
 def sum_over_trainers(values: Tensor) -> Tensor:
     """The elementwise sum over all trainers, on every rank; the input is left as it was."""
     return _all_reduce(values, dist.ReduceOp.SUM)
@@ -387,7 +378,6 @@ def max_over_trainers(values: Tensor) -> Tensor:
     return _all_reduce(values, dist.ReduceOp.MAX)
 
 
-@waiting("sum or maximum")
 def _all_reduce(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
     reduced = values.clone()  # torch's works in place
     if dist.is_initialized():
@@ -395,14 +385,8 @@ def _all_reduce(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
     return reduced
 
 
-@waiting("gather")
 def gather_from_ranks(item: Item) -> list[Item]:
     """The items of all ranks in rank order, on every rank: picklable host data (arrays, strings), not CUDA tensors."""
-    return gather_unwatched(item)
-
-
-def gather_unwatched(item: Item) -> list[Item]:
-    """`gather_from_ranks` for ranks that ask again and again: to the watch over stalls it is no progress."""
     if is_alone():
         return [item]
     items = [None] * dist.get_world_size()
@@ -410,7 +394,6 @@ def gather_unwatched(item: Item) -> list[Item]:
     return items  # type: ignore[return-value]
 
 
-@waiting("exchange")
 def exchange_with_ranks(items: list[Item]) -> list[Item]:
     """What each rank has sent to this one, in rank order. `items`: for each rank; picklable host data."""
     if is_alone():
@@ -431,7 +414,6 @@ def end_if_requested() -> None:
         raise Stopped
 
 
-@waiting("broadcast")
 def broadcast_from_main(item: Item | None) -> Item:
     """The main rank's item, on every rank: picklable host data. All ranks call it; the others' items are ignored."""
     items = [item]
@@ -440,7 +422,6 @@ def broadcast_from_main(item: Item | None) -> Item:
     return items[0]  # type: ignore[return-value]
 
 
-@waiting("barrier")
 def wait_for_all() -> None:
     """Returns when every rank has come here."""
     if dist.is_initialized():

@@ -296,9 +296,10 @@ def seq_mean_token_mean(lengths_B: Tensor) -> Tensor:
     return (1.0 / (num_sequences(lengths_B) * lengths_B.double().clamp(min=1))).float()
 
 
-def seq_mean_token_sum_norm(lengths_B: Tensor, *, loss_constant_tokens: int) -> Tensor:
-    """Mean over the completions of their token sums / a constant, the limit of the length. Dr. GRPO (2503.20783)."""
-    return (1.0 / (num_sequences(lengths_B) * loss_constant_tokens)).expand(len(lengths_B)).float()
+def seq_mean_token_sum_norm(lengths_B: Tensor, *, max_completion_tokens: int, constant: float = 0.0) -> Tensor:
+    """Mean over the completions of their token sums / a constant, or the limit of the length. Dr. GRPO (2503.20783)."""
+    divisor = num_sequences(lengths_B) * (constant or max_completion_tokens)
+    return (1.0 / divisor).expand(len(lengths_B)).float()
 
 
 def prompt_mean(lengths_B: Tensor, *, group_size: int) -> Tensor:
@@ -384,8 +385,8 @@ def total_loss(
         if algorithm.kl_in == "loss":
             # Over the vocabulary the head has computed the KL itself, with its gradient; else it is
             # estimated here.
-            kl_N = algorithm.kl_estimator(x_N) if batch.kl_N is None else batch.kl_N
-            loss_N = loss_N + algorithm.kl_coef * kl_weighted(batch, kl_N)
+            kl_N = algorithm.kl_estimator(x_N) if batch.distilled is None else batch.distilled.kl_N
+            loss_N = loss_N + algorithm.kl_coef * (kl_N * batch.kl_weights_N)
     if algorithm.entropy_coef:
         loss_N = loss_N - algorithm.entropy_coef * entropies_N
     return loss_N, means, maxima
@@ -429,15 +430,11 @@ def measured_kl(batch: Batch, x_N: Tensor, algorithm: Algorithm) -> dict[str, Te
     if algorithm.kl_clamp:
         means["policy/kl_clamp_frac"] = k3(x_N, kl_clamp=0.0) != k3(x_N, kl_clamp=algorithm.kl_clamp)
     if algorithm.has_teacher:
-        means["distill/kl"] = kl_weighted(batch, k1(x_N) if batch.kl_N is None else batch.kl_N)
-    if batch.kl_N is not None:
-        means["distill/agreement"] = kl_weighted(batch, batch.agrees_N)
+        kl_N = k1(x_N) if batch.distilled is None else batch.distilled.kl_N
+        means["distill/kl"] = kl_N * batch.kl_weights_N  # so its mean is that of the completions with a hint
+    if batch.distilled is not None:
+        means["distill/agreement"] = batch.distilled.agrees_N * batch.kl_weights_N
     return means
-
-
-def kl_weighted(batch: Batch, values_N: Tensor) -> Tensor:
-    """The values, weighted so that their mean is that of the completions for which the step has made a hint."""
-    return values_N if batch.kl_weights_N is None else values_N * batch.kl_weights_N
 
 
 def as_loss(returned: Loss | Tensor, t: Tokens) -> Loss:

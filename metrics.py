@@ -146,9 +146,9 @@ def idle_share(batches: list[Batch], parity_length: float, world: World) -> floa
 
 def lag_metrics(trained: Rollout) -> Metrics:
     """Steps by which the weights that sampled are behind; {} where they cannot be."""
-    if trained.lags is None:
+    if "lags" not in trained.parts:
         return {}
-    lags_B = trained.sampled_only(trained.lags)
+    lags_B = trained.sampled_only(trained.parts["lags"])
     lags = [lags for lags, length in zip(lags_B, trained.trained_lengths_B, strict=True) if length]
     together = np.concatenate([*lags, np.zeros(0 if lags else 1)])
     is_mixed = [len(set(lags.tolist())) > 1 for lags in lags_B]

@@ -3,10 +3,11 @@
     python scripts/launch.py --ranks 2 minimal.py --model scripts/tiny_policy --out_dir - --total_steps 3 \
         --train_data scripts/tiny_policy/train.jsonl --max_prompt_tokens 16 --max_completion_tokens 48
 
-Left out are evaluation, checkpoints, the run folder, dynamic sampling, servers, turns, replay, signals and the watches
-over memory, stalls and drift. What is left gives the same numbers, to the last bit (tests/test_minimal.py). Each verb
-has one file: sample `rollout.py`, grade `reward.py`, pack and update `update.py`, equations `grpo.py`, log-probs
-`policy.py`, ranks `fsdp_utils.py`; the records that travel are in `batch.py`. Copy this file and hack it.
+Left out are evaluation, checkpoints, the run folder, dynamic sampling, servers, turns, images, replay, signals, and all
+that refuses or watches. What is left gives the same numbers, to the last bit (tests/test_minimal.py), also where all
+files are deleted that this one does not import (tests/test_core.py). Each verb has one file: sample `rollout.py`, grade
+`reward.py`, pack and update `update.py`, equations `grpo.py`, log-probs `policy.py`, ranks `fsdp_utils.py`; the records
+that travel are in `batch.py`. Copy this file and hack it.
 """
 
 import sys
@@ -14,34 +15,34 @@ from dataclasses import replace
 
 from algorithm import algorithm_of
 from command_line import parse_flags
-from data import PromptData, most_images
-from engine.options import Demand
-from flags import FLAGS, AdamW, EngineSettings, Lora, Memory, Sampling, ranks_per_engine
+from data import PromptData
+from flags import FLAGS, AdamW, EngineSettings, Grading, Lora, Memory, PromptFormat, Sampling
 from fsdp_utils import init_world
-from gate.checks import check_flags
-from gate.load_inputs import load_inputs
 from metrics import merge_updates
+from model.weights import load_tokenizer
 from policy import build_policy
+from reward import Grader, workers_per_engine
 from rollout import Engine
 from schedule import make_plan
 from update import UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy
 
 # Flags that would change the numbers, but not here. The rest of what is left out only watches a run, or saves it.
 LEFT_OUT = "engine", "partial_rollouts", "dynamic_sampling", "drop_solved", "truncated", "environment", "tools"
-LEFT_OUT += "replay", "hint_column", "after_step"
+LEFT_OUT += "replay", "hint_column", "image_column", "after_step"
 
 
 def main() -> None:
     args = parse_flags()
-    check_flags(args)
     if given := [f"--{name}" for name in LEFT_OUT if FLAGS[f"--{name}"].is_changed(args)]:
         sys.exit(f"error: minimal.py leaves out {', '.join(given)}; start train_grpo.py with them.")
 
     # Set-up: data and reward, ranks, the sharded policy, and an engine that gets the policy's weights.
-    algorithm, inputs = algorithm_of(args), load_inputs(args)
-    world = init_world(ranks_per_engine(args), args.timeout_minutes, args.shard_ranks)
-    grader = inputs.grader
-    data = PromptData.mix([grader.check_keys(source, world) for source in inputs.train_data])
+    algorithm, tokenizer, prompt_format = algorithm_of(args), load_tokenizer(args.model), PromptFormat.from_flags(args)
+    world = init_world(args.tensor_parallel_size, args.timeout_minutes, args.shard_ranks)
+    grading = Grading.from_flags(args)
+    grader = Grader(grading, workers_per_engine(grading, world.tp_size) if world.is_engine_leader else 0)
+    sources = [PromptData.load(source, prompt_format, tokenizer, args.seed) for source in args.train_data]
+    data = PromptData.mix([grader.check_keys(source, world) for source in sources])
     plan, memory = make_plan(args, len(data.rows)), Memory.from_flags(args)
     reference_path = (args.reference or args.model) if algorithm.kl_coef > 0 else None
     policy, reference, optimizer = build_policy(
@@ -49,8 +50,7 @@ def main() -> None:
     )
     sampling = Sampling.from_flags(args, num_samples=args.group_size)
     settings = EngineSettings.from_flags(args, max_model_len=args.max_prompt_tokens + args.max_completion_tokens)
-    demand = Demand(images=most_images([data]), vision=inputs.vision)
-    engine = Engine(args.model, inputs.tokenizer, world, settings, demand)
+    engine = Engine(args.model, tokenizer, world, settings)
     engine.sync(policy.full_weights())
     guard = UpdateGuard(world)  # leaves an update out that is not finite
 

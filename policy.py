@@ -12,10 +12,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import NamedTuple
+from pathlib import Path
+from typing import Protocol
 
-import numpy as np
 import torch
 import torch._dynamo
 import transformers
@@ -24,33 +25,44 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from batch import Batch
-from extras.models import lora as adapters
-from extras.models.experts import ExpertLoads
-from extras.models.linear_attention import run_in_rows
-from extras.models.vision import BatchImages, PromptImages, embed, tower_of
 from flags import AdamW, Lora, Memory
 from fsdp_utils import World, full_tensors, local_shard, own_rows, shard
 from model.attention import make_packing
-from model.head import Teacher, chunked_logprobs
+from model.head import Distilled, Teacher, TokenScores, chunked_logprobs
 from model.optimizer import make_optimizer
-from model.sizes import active_share, attention_layers, head_dim
-from model.weights import fill, in_files, load_config, model_from_config, without_storage
+from model.sizes import MERGED_ROWS, active_share, attention_layers, head_dim
+from model.weights import fill, in_files, load_config, model_from_config, tower_of, without_storage
+from runtime.parts import part
 from runtime.progress import OFF
 from runtime.stall import beat
 
 
-class TokenScores(NamedTuple):
-    """The results of a pass at each position, float32; constant zeros where the loss mask is false."""
+class Adapter(Protocol):
+    """LoRA, as far as the core has to know it: all that is trained of a policy. See `extras/models/lora.py`."""
 
-    logprobs_N: Tensor  # those of the labels
-    entropies_N: Tensor  # in nats
-    # With a teacher: see `Batch`.
-    ref_logprobs_N: Tensor | None = None
-    kl_N: Tensor | None = None
-    agrees_N: Tensor | None = None
+    layers: dict[str, nn.Module]  # name of a weight -> the layer whose adapter is merged into it
+    has_dropout: bool
+
+    def off(self) -> AbstractContextManager[None]:
+        """Within it the policy is its base model."""
+
+    def dropout_on(self, seed: tuple[int, ...], world: World) -> AbstractContextManager[None]:
+        """Within it the adapter drops inputs."""
+
+    def merged(self, layer: nn.Module, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weight with the layer's adapter in it."""
+
+    def own_merged_rows(self, layer: nn.Module, weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, int]]:
+        """The rows of it that this rank has."""
+
+    def save(self, folder: Path, world: World) -> None:
+        """Writes it in peft's form."""
+
+    def describe(self) -> str:
+        """For the first lines of the log."""
 
 
-class Policy(adapters.WithAdapter):
+class Policy(nn.Module):
     """The policy, or the reference, which is the same but frozen."""
 
     # For `fsdp_utils.shard`: these, too, need gathered parameters.
@@ -62,8 +74,13 @@ class Policy(adapters.WithAdapter):
         super().__init__()
         self.model = model
         self.dtype = dtype
-        self.expert_loads = ExpertLoads(self.layers)
-        self.needs_rows = run_in_rows(self.layers)
+        self.adapter: Adapter | None = None  # None: all is trained
+        self.expert_loads = None  # counts the tokens of each expert; None: the model has none
+        if any(hasattr(getattr(layer, "mlp", None), "experts") for layer in self.layers):
+            experts = part("extras.models.experts", "--model: a mixture of experts")
+            self.expert_loads = experts.ExpertLoads(self.layers)
+        if any(hasattr(layer, "linear_attn") for layer in self.layers):
+            part("extras.models.linear_attention", "--model: linear attention").run_in_rows(self.layers)
         # The reference, if it moves (--reference_every): in a list, so that it is no part of this module.
         self.moving_references: list[Policy] = []
         config = model.config.get_text_config()
@@ -87,7 +104,10 @@ class Policy(adapters.WithAdapter):
     def forward(
         self, batch: Batch, temperature: float, trains_entropy: bool = False, teacher: Teacher | None = None
     ) -> TokenScores:
-        """The scores of the labels; `trains_entropy`: their entropies have a gradient."""
+        """The scores of the labels; constant zeros where the loss mask is false.
+
+        `trains_entropy`: the entropies have a gradient.
+        """
         trained_K, head = batch.trained_K, self.model.get_output_embeddings()
         hidden_KD, labels_K = self._trained_hidden(batch), batch.labels_N.index_select(0, trained_K)
         temperature *= self.logits_divisor
@@ -95,7 +115,12 @@ class Policy(adapters.WithAdapter):
         scores = chunked_logprobs(hidden_KD, head, labels_K, temperature, trains_entropy, self.head_dtype, teacher)
         # Back to all positions, so that whatever adds up over them needs one kind of index.
         zeros_N = torch.zeros(len(batch.labels_N), device=trained_K.device)
-        return TokenScores(*(zeros_N.index_copy(0, trained_K, values_K) for values_K in scores))
+
+        def spread(values_K: Tensor) -> Tensor:
+            return zeros_N.index_copy(0, trained_K, values_K)
+
+        distilled = scores.distilled and Distilled(*map(spread, scores.distilled))
+        return TokenScores(spread(scores.logprobs_N), spread(scores.entropies_N), distilled)
 
     def hidden_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(hidden_KD, weight_VD): what the head multiplies at the trained positions. A `Teacher` is made of them."""
@@ -105,22 +130,30 @@ class Policy(adapters.WithAdapter):
 
     def _trained_hidden(self, batch: Batch) -> Tensor:
         """Runs the decoder; returns its output at the trained positions: the head runs on these alone."""
-        beat("runs a forward pass")
+        beat()
         inputs = {"input_ids": batch.input_ids_N[None]}
-        if batch.images is not None:
-            inputs = {"inputs_embeds": embed(self.model, batch.input_ids_N, batch.images)[None]}
-        if batch.routes_NLA is not None:
-            inputs["routes_NLA"] = batch.routes_NLA
-        packing = batch.packing  # made for the policy: a reference may need more
-        if packing is None or (self.needs_rows and not packing.has_rows):
-            packing = make_packing(batch.segments_S, batch.input_ids_N.device, self.needs_rows)
+        for optional in batch.parts:
+            inputs |= optional.inputs(self.model, batch)
         output = self.model.get_decoder()(
             **inputs,
             position_ids=batch.position_ids_N.unsqueeze(-2),  # [1, N], with images [3, 1, N]
             use_cache=False,  # every position is computed at once
-            packing=packing,
+            packing=batch.packing or make_packing(batch.segments_S, batch.input_ids_N.device),
         )
         return output.last_hidden_state[0].index_select(0, batch.trained_K)
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether the update drops inputs, so that its log-probs are not those of the policy that sampled."""
+        return self.adapter is not None and self.adapter.has_dropout
+
+    def adapter_off(self) -> AbstractContextManager[None]:
+        """Within it a policy with an adapter is its base model, which is the reference."""
+        return self.adapter.off() if self.adapter else nullcontext()
+
+    def dropout_on(self, seed: tuple[int, ...], world: World) -> AbstractContextManager[None]:
+        """Within it a policy with dropout drops inputs, drawn from the seed and the rank."""
+        return self.adapter.dropout_on(seed, world) if self.adapter else nullcontext()
 
     @torch.no_grad()
     def move_references(self, mixup: float) -> None:
@@ -135,12 +168,11 @@ class Policy(adapters.WithAdapter):
 
     def named_weights(self) -> list[tuple[str, nn.Parameter, nn.Module | None]]:
         """(Hugging Face name, parameter, layer whose adapter is merged into it) of all but adapters."""
-        layers = adapters.adapted_layers(self.model)
+        layers = self.adapter.layers if self.adapter else {}
         named = []
         for name, parameter in self.model.named_parameters():
             if ".lora_" not in name:  # an adapter is no weight of its own to the engine, nor in a checkpoint
-                layer = layers.get(name.removesuffix(".base_layer.weight"))
-                named.append((in_files(name), parameter, layer))
+                named.append((in_files(name), parameter, layers.get(name)))
         return named
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -153,7 +185,7 @@ class Policy(adapters.WithAdapter):
         # What is merged keeps its own dtype until then: the sum alone is rounded.
         wanted = ((parameter, self.dtype if layer is None else parameter.dtype) for _, parameter, layer in named)
         for (name, _, layer), full in zip(named, full_tensors(wanted), strict=True):
-            yield name, full if layer is None else adapters.merged(layer, full, self.dtype)
+            yield name, full if layer is None else self.adapter.merged(layer, full, self.dtype)
 
     def describe_weights(self) -> dict[str, list]:
         """Names, dtypes and shapes of the tensors of `full_weights`, in the form of vLLM's weight transfer."""
@@ -173,16 +205,16 @@ class Policy(adapters.WithAdapter):
         """
         for name, parameter, layer in self.named_weights():
             if layer is not None:
-                yield name, True, adapters.own_merged_rows(layer, parameter, self.dtype)
+                yield name, True, self.adapter.own_merged_rows(layer, parameter, self.dtype)
             else:
-                pieces = own_rows(parameter, adapters.MERGED_ROWS)
+                pieces = own_rows(parameter, MERGED_ROWS)
                 yield name, False, ((rows.to(self.dtype), first) for rows, first in pieces)
 
     def describe(self) -> str:
         """The numbers of parameters and of trained ones, for the first lines of the log."""
         trained = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
         total = sum(parameter.numel() for parameter in self.parameters())
-        adapter = f": {self.describe_adapter()}" if self.has_adapter else ""
+        adapter = f": {self.adapter.describe()}" if self.adapter else ""
         return f"trainable: {trained:,} of {total:,} parameters{adapter}"
 
 
@@ -200,7 +232,7 @@ def build_policy(
     policy = empty_policy(path, param_dtype, dtype, memory.gradient_checkpointing)
     policy.head_dtype = getattr(torch, memory.head_dtype or memory.dtype)
     if lora.lora_rank:
-        adapters.add_adapter(policy.model, lora, seed, path)
+        policy.adapter = part("extras.models.lora", "--lora_rank").add_adapter(policy.model, lora, seed, path)
     shard_and_fill(policy, path, world, memory.offload == "all", memory.communicate_once)
     reference = policy if reference_path else None
     if reference_path and (reference_path != path or not lora.lora_rank):
@@ -232,34 +264,9 @@ def compile_layers(policy: Policy) -> None:
         layer.forward = torch._dynamo.config.patch(disable=False)(compiled)
 
 
-def add_packing(batch: Batch, needs_rows: bool) -> Batch:
-    """The batch with its packing on the device: made in a pass, it would be copied there in each."""
-    hinted = batch.hinted and add_packing(batch.hinted, needs_rows)
-    return replace(batch, packing=make_packing(batch.segments_S, batch.input_ids_N.device, needs_rows), hinted=hinted)
-
-
-def add_images(batch: Batch, images_of_sequences: list[PromptImages | None]) -> Batch:
-    """The batch with the images of its sequences, their places, and positions in three rows; as it is without images.
-
-    The list has one entry per sequence of the rollout.
-    """
-    segments = batch.segments_S
-    images_S = [None if segment.index is None else images_of_sequences[segment.index] for segment in segments]
-    if not any(images_S):
-        return batch
-    positions_S, is_image_S, prompts = [], [], []
-    for segment, images in zip(segments, images_S, strict=True):
-        positions, is_image = np.tile(np.arange(segment.stop), (3, 1)), np.zeros(segment.stop, dtype=bool)
-        if images is not None:
-            positions, flags = images.positions(segment.stop), images.is_image()
-            is_image[: len(flags)] = flags
-            if segment.prefix is None:  # sequences that share a prompt have its images once
-                prompts.append(images)
-        positions_S.append(positions[:, segment.start :])
-        is_image_S.append(is_image[segment.start :])
-    places_I = torch.from_numpy(np.flatnonzero(np.concatenate(is_image_S)))
-    position_ids_N = torch.from_numpy(np.concatenate(positions_S, axis=1))
-    return replace(batch, position_ids_N=position_ids_N, images=BatchImages(prompts, places_I))
+def place(batch: Batch, device: torch.device) -> Batch:
+    """The batch with its packing, on the device: made in a pass, the packing would be copied there in each."""
+    return replace(batch.to(device), packing=make_packing(batch.segments_S, device))
 
 
 def empty_policy(

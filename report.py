@@ -34,9 +34,7 @@ def main() -> None:
         parser.error("name one or more run folders; with --compare A... -- B... on both sides")
     try:
         if args.compare:
-            print(
-                compare([read_run(run_dir) for run_dir in args.compare], [read_run(run_dir) for run_dir in args.runs])
-            )
+            print(compare(list(map(read_run, args.compare)), list(map(read_run, args.runs))))
         elif args.reference:
             print("\n\n".join(reference.report(args.reference, read_run(run_dir)) for run_dir in args.runs))
         else:

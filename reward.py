@@ -140,21 +140,16 @@ class Grader:
         return grades
 
     def _collect(self, what: str) -> dict[int, Outcome]:
-        """The outcomes of all that was submitted; says meanwhile what it waits for. Raises Stopped if a signal came."""
+        """The outcomes of all that was submitted. Raises Stopped if a signal came."""
         with progress(what, total=self.pool.num_left) as bar:
-            beat("waits for the reward workers")
 
-            def on_wait(num_left: int, request: tuple[str, Case | list[Case] | None], seconds: float) -> None:
+            def on_wait(num_left: int) -> None:
                 if requested():
                     raise Stopped
-                num_done = bar.total - num_left
-                is_progress = num_done > bar.n
-                bar.update(num_done - bar.n)
-                case = request[1][0] if isinstance(request[1], list) else request[1]
-                beat(
-                    f"waits for the reward workers: {num_left} items left, one for {seconds:.0f} s: {case.where}",
-                    is_progress,
-                )
+                num_new = bar.total - num_left - bar.n
+                bar.update(num_new)
+                if num_new:
+                    beat()
 
             return self.pool.collect(on_wait)
 

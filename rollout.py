@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import cache
 from typing import TypeVar
 
-from engine.vllm_setup import leave_tower_out, prepare_vllm
+from engine.vllm_setup import prepare_vllm
 
 prepare_vllm()  # before the imports: vLLM reads its environment in them
 
@@ -36,10 +36,9 @@ from batch import Completion, OnFinished, Rollout, Row, rollout_of
 from engine.drift import ApplyModel, DriftGuard
 from engine.options import ANY_TEXT, Demand, check_head, engine_options, head_dtypes, memory_errors, stop_ids
 from engine.packing import repack
-from extras.models.routes import keep_on_each_rank, routes_reader
-from extras.models.vision import decode
 from flags import EngineSettings, Sampling
 from fsdp_utils import World, end_if_requested, gather_from_ranks, set_allocator
+from runtime.parts import part
 from runtime.progress import progress
 from runtime.stall import beat
 from runtime.start import requested
@@ -84,16 +83,17 @@ class Engine:
             torch._dynamo.config.disable = True
         options = engine_options(model_path, settings, is_cuda, world.tp_size, demand)
         if "architectures" in options.get("hf_overrides", {}):
-            leave_tower_out()
+            part("extras.models.linear_attention", "--model: linear attention").leave_tower_out()
         # vLLM collects garbage at each stage of its start: a second in all, if it looks at all that
         # is imported.
         gc.freeze()
-        beat("starts the engine")
-        if settings.router_replay and is_cuda:
-            keep_on_each_rank()
+        beat()
+        routes = part("extras.models.routes", "--router_replay") if settings.router_replay else None
+        if routes and is_cuda:
+            routes.keep_on_each_rank()
         with memory_errors():
             self.llm = LLM(**options)
-        self.routes_of = routes_reader(self.llm, is_cuda) if settings.router_replay else None
+        self.routes_of = routes and routes.routes_reader(self.llm, is_cuda)
         self.keeps_routes = False
         check_head(*self.llm.apply_model(head_dtypes), settings)
         set_allocator(is_expandable=True)  # only now: vLLM has captured its CUDA graphs
@@ -127,12 +127,12 @@ class Engine:
         # other engines.
         is_leader = self.world.is_engine_leader
         finished: dict[int, Completion] = {}
-        beat(f"begins to sample {len(own)} completions")
         start = time.perf_counter()
         for i, completion in self.play(self, [rows_B[b] for b in own], sampling, description):
             finished[own[i]] = completion
             completion.finish(own[i], self.tokenizer, on_finished if is_leader else None)
         end_if_requested()
+        self.empty_queue()
         share = rollout_of([finished[b] for b in own]), time.perf_counter() - start
         shares = gather_from_ranks(share if is_leader else None)
         rollouts, seconds_E = zip(*filter(None, shares), strict=True)
@@ -142,11 +142,12 @@ class Engine:
             own_B = finished if is_leader else {}
             routes = [own_B[b].routes if b in own_B else None for b in range(len(rows_B))]
         # One version made all tokens, so none is kept for each.
-        return replace(Rollout.concatenate(list(rollouts)), rows=rows_B, versions=None, routes=routes)
+        return replace(Rollout.concatenate(list(rollouts)), rows=rows_B).with_parts(versions=None, routes=routes)
 
     def prepare(self, seed: tuple[int, ...]) -> None:
         """Empties the caches, lets the guard check the engine, and sets the seed: before requests are made."""
         assert self.state == "awake", f"the engine is {self.state}: sync() wakes it, but not after a failure"
+        self.empty_queue()
         # The caches hold keys, values and embeddings of images under old weights, or of earlier
         # calls: a cached prefix changes the shapes of the prefill and so the last bits.
         is_reset = self.llm.reset_prefix_cache()
@@ -161,13 +162,9 @@ class Engine:
     def params(self, sampling: Sampling, max_tokens: int) -> SamplingParams:
         """vLLM's parameters of a request for one completion of at most `max_tokens` more tokens."""
         return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            max_tokens=max_tokens,
+            **sampling.for_vllm(max_tokens),
             stop_token_ids=self.stop_ids,
-            logprobs=0,  # 0: of the sampled token alone
             flat_logprobs=True,  # plain lists, not an object per token
-            detokenize=False,  # decoded when it is finished, in one go
         )
 
     # Requests: for `play`, and for partial rollouts -------------------------------------------------------------------
@@ -194,7 +191,7 @@ class Engine:
 
     def step(self) -> list[tuple[int, Completion]]:
         """One step of the engine. Returns (number, what was sampled) of each request that it has finished."""
-        beat(f"samples: {len(self.requests)} requests unfinished")
+        beat()
         finished = []
         for output in self.llm.llm_engine.step():
             if not output.finished:
@@ -226,10 +223,17 @@ class Engine:
             unfinished.append((int(state.external_req_id), list(state.detokenizer.output_token_ids), logprobs))
         engine.abort_request(list(states), internal=True)
         self.requests.clear()
-        # GPUs compute ahead of the outputs: these steps are thrown away.
+        self.empty_queue()
+        return unfinished
+
+    def empty_queue(self) -> None:
+        """Waits for the steps that GPUs compute ahead of the outputs; they are thrown away.
+
+        There is one after the last completion of a call, too, if a stop token has ended it.
+        """
+        engine = self.llm.llm_engine
         while engine.engine_core.engine_core.batch_queue:
             engine.step()
-        return unfinished
 
     def is_abandoned(self) -> bool:
         """Whether a signal has come. The answer is the same on all ranks of an engine, which ask the first."""
@@ -298,7 +302,7 @@ def _images(row: Row) -> dict[str, object]:
     """The images of a row, as vLLM takes them beside its tokens."""
     if row.images is None:
         return {}
-    return {"multi_modal_data": {"image": [decode(image) for image in row.images.encoded]}}
+    return {"multi_modal_data": {"image": row.images.decoded()}}
 
 
 def _engine_input(row: Row, ids: list[int], images: dict[str, object]) -> TokensPrompt:

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from batch import Metrics, Rollout, Row, Sampled, State
+from batch import Metrics, Rollout, Row, Sampled, State, Update, own_values
 from flags import Sampling, Settings
-from gate.agreement import check_same_step
 from metrics import lag_metrics, rollout_metrics
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
@@ -108,28 +108,27 @@ class Sampler:
         self.drawn_ahead.pop(step, None)
         self.sampled = Rollout.concatenate(rounds)
         self.round_B = np.repeat(np.arange(len(rounds)), [len(rollout.rows) for rollout in rounds])
-        # Each rank has collected the step by itself. One that has other data or another grade would
-        # train on something else without a word, or hang in a collective.
-        check_same_step(
-            prompts=[row.ids for row in self.sampled.rows],
-            completions=self.sampled.completions,
-            rewards=[self.sampled.rewards_B],
-        )
-        self.run.reward_failures(step, self.sampled)
         self.used_B, metrics = choose_groups(self.sampled, len(rounds), self.draws)
         metrics |= self.drop_solved()
         # The metrics of rewards and lengths are those of all that were sampled: dynamic sampling would flatter them.
         chosen = self.sampled.select(self.used_B)
-        self.sampled = replace(self.sampled, routes=None)  # they are large, and those of the others are not needed
+        self.sampled = self.sampled.with_parts(routes=None)  # they are large, and those of the others are not needed
         if self.hints:
             chosen, hint_metrics = self.hints.add(chosen, self.draws.group_size)
             metrics |= hint_metrics
         return chosen, metrics | rollout_metrics(self.sampled, self.draws.group_size) | lag_metrics(chosen)
 
-    def record(self, step: int, trained: Rollout) -> Sampled:
-        """All that the last `collect` sampled; `trained`: what it returned, perhaps with its advantages."""
-        draws = self.draws
-        return Sampled(step, draws.group_size, self.sampled, self.round_B, self.used_B, trained.advantages)
+    def record(self, step: int, trained: Rollout, updates: list[Update]) -> Sampled:
+        """All that the last `collect` sampled. `trained`: what it returned, with its advantages, as in `updates`."""
+        return Sampled(
+            step=step,
+            group_size=self.draws.group_size,
+            rollout=self.sampled,
+            round_B=self.round_B,
+            used_B=self.used_B,
+            advantages=trained.advantages,
+            logprobs=own_values(trained, updates, attrgetter("old_logprobs_N")),
+        )
 
     def sample_rounds(self, step: int) -> list[Rollout]:
         rounds: list[Rollout] = []
@@ -154,8 +153,9 @@ class Sampler:
         """The rollout with `is_trained_B` and `lags`."""
         is_trained_B = ~rollout.is_truncated_B if self.draws.truncated == "mask" else rollout.is_trained_B
         # The weights that are trained in this step were trained in all steps before it.
-        lags = None if rollout.versions is None else [step - 1 - versions for versions in rollout.versions]
-        return replace(rollout, is_trained_B=is_trained_B, lags=lags)
+        versions_B = rollout.parts.get("versions")
+        lags = versions_B and [step - 1 - versions for versions in versions_B]
+        return replace(rollout, is_trained_B=is_trained_B).with_parts(lags=lags)
 
     def seed_of(self, step: int, number: int) -> tuple[int, ...]:
         """The seed of a round of sampling, which is also its name."""

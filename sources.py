@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from model.sizes import has_hub
+from runtime.hub import has_hub
 from runtime.progress import OFF
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ dimension key) to `grpo.py`. Starting the same command again continues from the 
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,35 +25,47 @@ ARGS = command.start() if __name__ == "__main__" else None
 from algorithm import algorithm_of
 from checkpoint import Writer, latest, load, set_link
 from command_line import exit_with_error
-from data import PromptData, most_images
+from data import PromptData, describe_template, image_options, load_reader
 from engine.drift import DriftGuard
-from engine.options import Demand, largest_share
-from evaluate import Evaluator
-from extras.samplers.partial import PartialSampler, num_unfinished_prompts
-from extras.samplers.replay import NoEngine, ReplaySampler, weights_of
+from engine.options import Demand, largest_share, stop_ids
+from evaluate import SET_FLAGS, Evaluator, calls_of, samplings_of
 from flags import (
     AdamW,
     EngineSettings,
+    Grading,
     Lora,
     Memory,
-    Recording,
+    PromptFormat,
     Sampling,
     Saving,
     Servers,
+    TurnLimits,
     free_on_resume,
     ranks_per_engine,
 )  # fmt: skip
 from fsdp_utils import World, close_world, init_world, is_main_process, set_allocator
-from gate.load_inputs import Inputs, check_world, load_inputs
+from gate.agreement import check_same_step, check_world
+from gate.inputs import check_loaded, check_training
 from grading.own import load_reference
 from grpo import Algorithm
+from inputs import Inputs, digest, digest_of_config, digest_of_data, digest_of_weights, digests_of_files, start_grader
+from metrics import merge_updates, throughput
+from model.weights import load_config, load_generation_config
 from policy import Policy, build_policy
-from run import Run, open_run_folder
+from run import Observer, Run, open_run_folder
+from runtime.parts import part
 from runtime.start import NOT_FINISHED, RunError, Stopped, arm, leave, signal_name
 from sampling import Draws, Sampler
 from schedule import Plan, make_plan
+from sources import read_system_prompt
 from update import Bounds, UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy, work_of_step
-from watch.memory import watch_memory
+from watch.after_step import AfterStep
+from watch.console import Console
+from watch.memory import MemoryWatch, watch_memory
+from watch.results import Results
+from watch.rollouts import Keeper, bytes_of_tokens
+from watch.samples import Samples, describe_data
+from watch.tracker import Tracker
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -62,40 +75,54 @@ if TYPE_CHECKING:
 
 
 def load_models(
-    args: Namespace, algorithm: Algorithm, inputs: Inputs, run: Run, saved_step: int
+    args: Namespace, algorithm: Algorithm, inputs: Inputs, run: Run
 ) -> tuple[Policy, Policy | None, Optimizer, Engine | ServerEngine]:
     """The policy, the reference (None without a KL term), the policy's optimizer, and the engine."""
     memory, lora, adamw = Memory.from_flags(args), Lora.from_flags(args), AdamW.from_flags(args)
     # With LoRA the reference costs nothing: it is the policy with its adapter off.
     teacher = args.reference or args.model if algorithm.kl_coef > 0 else None
-    with run.loading(saved_step):
-        policy, reference, optimizer = build_policy(args.model, memory, lora, adamw, teacher, args.seed, run.world)
-        engine = build_engine(args, inputs, policy, run, saved_step)
+    try:
+        with run.observed("load"):
+            # First of all, so that a server with another key or model is told before the weights are loaded.
+            servers = find_servers(args, inputs, run) if args.engine == "server" and not args.replay else None
+            policy, reference, optimizer = build_policy(args.model, memory, lora, adamw, teacher, args.seed, run.world)
+            engine = servers or build_engine(args, inputs, policy, run)
+            if servers:
+                servers.weights = policy.describe_weights()
+    except ValueError as error:  # weights that do not fit config.json
+        exit_with_error(error)
     run.say(policy.describe())
     return policy, reference, optimizer, engine
 
 
-def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run, saved_step: int) -> Engine | ServerEngine:
-    """The engine, with random weights until the first `sync`, which brings those of `saved_step`."""
+def find_servers(args: Namespace, inputs: Inputs, run: Run) -> ServerEngine:
+    from extras.servers.engine import build_servers
+
+    settings, servers = engine_settings(args), Servers.from_flags(args)
+    return build_servers(args.model, settings, servers, inputs.tokenizer, inputs.turns, run, run.step)
+
+
+def engine_settings(args: Namespace) -> EngineSettings:
+    limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
+    return EngineSettings.from_flags(args, max_model_len=sum(limits))
+
+
+def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run) -> Engine:
+    """The engine in the ranks, with random weights until the first `sync`, which brings those of `run.step`."""
     if args.replay:
+        from extras.samplers.replay import NoEngine
+
         set_allocator(is_expandable=True)  # as beside an engine
         return NoEngine()
     if inputs.turns:
         run.say(inputs.turns.describe())
-    limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
-    settings = EngineSettings.from_flags(args, max_model_len=sum(limits))
-    if args.engine == "server":
-        from extras.servers.engine import build_servers
-
-        servers, weights = Servers.from_flags(args), policy.describe_weights()
-        return build_servers(args.model, settings, servers, inputs, weights, run, saved_step)
     from rollout import Engine  # vLLM takes seconds to import: mistakes are reported before
 
-    max_images = most_images([*inputs.train_data, *inputs.eval_sets])
-    demand = Demand(most_sequences(args, inputs, run.world), max_images, inputs.vision)
+    images = image_options([*inputs.train_data, *inputs.eval_sets], inputs.vision)
+    demand = Demand(most_sequences(args, inputs, run.world), images)
     play = inputs.turns.play if inputs.turns else None  # who says what comes after a completion; None: nobody
     make_guard = partial(DriftGuard, policy, run.world, run.phase)
-    engine = Engine(args.model, inputs.tokenizer, run.world, settings, demand, play, make_guard)
+    engine = Engine(args.model, inputs.tokenizer, run.world, engine_settings(args), demand, play, make_guard)
     if names := engine.guard.not_compared:
         run.say(f"the engine's {', '.join(names[:3])} and {len(names)} tensors in all cannot be compared bit by bit")
     engine.sleep()  # until the first sync: what that gathers and the engine's cache are never held together
@@ -104,30 +131,34 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run, save
 
 def most_sequences(args: Namespace, inputs: Inputs, world: World) -> int:
     """The most completions that one engine makes at a time."""
-    prompts, num_engines = args.prompts_per_step, world.num_engines
-    at_once = num_unfinished_prompts(prompts, num_engines) if args.partial_rollouts else prompts
-    held_out = zip(inputs.eval_sets, inputs.eval_samplings, strict=True)
-    calls = [(at_once, args.group_size)] + [(len(data.rows), each.num_samples) for data, each in held_out]
-    return largest_share(calls, num_engines)
+    prompts = args.prompts_per_step
+    if args.partial_rollouts:
+        from extras.samplers.partial import num_unfinished_prompts
+
+        prompts = num_unfinished_prompts(prompts, world.num_engines)
+    calls = [(prompts, args.group_size), *calls_of(inputs.eval_sets, inputs.eval_samplings)]
+    return largest_share(calls, world.num_engines)
 
 
 def build_sampler(
     args: Namespace, inputs: Inputs, data: PromptData, engine: Engine | ServerEngine, run: Run
 ) -> Sampler:
     sampling = Sampling.from_flags(args, num_samples=args.group_size)
-    kind = PartialSampler if args.partial_rollouts else Sampler
+    kind = Sampler
+    if args.partial_rollouts:
+        from extras.samplers.partial import PartialSampler as kind
     if args.replay:
+        from extras.samplers.replay import ReplaySampler
+
         kind = partial(ReplaySampler, folder=Path(args.replay))
     return kind(engine, inputs.grader, data, Draws.from_flags(args), sampling, run, inputs.hints)
 
 
 def finish(run: Run, step: int) -> None:
-    """Writes `final`, curves.png and the verdict. May be repeated, as after a kill."""
+    """Makes `final` point to the last checkpoint, and ends the run. May be repeated, as after a kill."""
     if run.world.is_main:
         set_link(run.out_dir / "final", run.out_dir / f"step_{step}")
-    run.plot(is_over=True)
-    run.finish("done" if step == run.total_steps else f"stopped after step {step}")
-    run.judge()
+    run.end("done" if step == run.total_steps else f"stopped after step {step}")
 
 
 def end_complete(run: Run, saved_step: int, last_step: int) -> None:
@@ -143,7 +174,7 @@ def end_complete(run: Run, saved_step: int, last_step: int) -> None:
 
 def end_by_signal(run: Run, inputs: Inputs, engine: Engine | ServerEngine) -> None:
     """Ends the process. The last step that was done is saved."""
-    run.finish(f"stopped after step {run.num_done}")
+    run.end(f"stopped after step {run.num_done}")
     run.say(f"ended by {signal_name()} after step {run.num_done}, which is saved; the same command continues")
     close(inputs, engine)
     leave(NOT_FINISHED)  # on GPUs the engine may sleep: its exit could change the status
@@ -153,6 +184,8 @@ def starting_point(args: Namespace, run: Run, last_step: int) -> tuple[int, Path
     """The step that the run continues from, and its checkpoint; (0, None): it begins with --model."""
     step, folder = latest(run.out_dir, run.world, run.say)
     if args.replay and folder is None:
+        from extras.samplers.replay import weights_of
+
         return weights_of(Path(args.replay), args.from_step, last_step)
     return step, folder
 
@@ -163,6 +196,46 @@ def close(inputs: Inputs, engine: Engine | ServerEngine) -> None:
     if inputs.turns:  # after the servers, whose episodes go on
         inputs.turns.close()
     close_world()
+
+
+def load_inputs(args: Namespace) -> Inputs:
+    """Data, tokenizer and reward. Raises ValueError, OSError or RuntimeError for all that is wrong with them."""
+    check_training(args)
+    prompt_format = PromptFormat.from_flags(args, system_prompt=read_system_prompt(args.system_prompt))
+    config = load_config(args.model)
+    tokenizer, vision = load_reader(args.model, config, prompt_format)
+    generation = load_generation_config(args.model, config, stop_ids(tokenizer, args.stop_tokens))
+    hint_column, hints = args.hint_column, None
+    if hint_column and hint_column.startswith("@"):
+        make_hints = part("extras.teacher.hints", "--hint_column").Hints
+        hints = make_hints(tuple(hint_column.split(",")), replace(prompt_format, system_prompt=None), tokenizer)
+        hint_column = None
+    options = hint_column, args.shuffle == "on"
+    train_data = [
+        PromptData.load(each, prompt_format, tokenizer, args.seed, vision, *options) for each in args.train_data
+    ]
+    make_plan(args, len(PromptData.mix(train_data).rows))  # raises for data that fills no step
+    # The seed 0 draws #ROWS: held-out sets are the same problems whatever the seed of the run.
+    eval_sets = [PromptData.load(each, prompt_format, tokenizer, 0, vision) for each in args.eval_data]
+    samplings = samplings_of(args.eval_data, "eval_", [getattr(args, f"eval_{name}") for name in SET_FLAGS])
+    grading, limits, size = Grading.from_flags(args), TurnLimits.from_flags(args), ranks_per_engine(args)
+    grader, turns = start_grader(grading, limits, prompt_format, tokenizer, size, args.advantage != "zero")
+    sources = zip([*args.train_data, *args.eval_data], [*train_data, *eval_sets], strict=True)
+    digests = {source: digest_of_data(data) for source, data in sources}
+    named = [args.environment, args.tools, args.advantage, args.policy_loss, args.kl_estimator, args.optimizer]
+    named = ",".join(filter(None, [*named, args.after_step])).split(",")
+    digests |= digests_of_files([*grader.weights, *named])
+    if prompt_format.system_prompt != args.system_prompt:  # that of a file
+        digests["--system_prompt"] = digest([prompt_format.system_prompt.encode()])
+    if is_main_process():  # downloads weights that are not on the disk, while nobody waits in a collective
+        print(*describe_template(prompt_format, tokenizer), sep="\n", flush=True)
+        for flag, path in {"--model": args.model, "--reference": args.reference}.items():
+            if path:
+                digests |= {flag: digest_of_weights(path), f"config of {flag}": digest_of_config(path, generation)}
+    companions = [vision.processor if vision else tokenizer, generation]
+    inputs = Inputs(tokenizer, vision, train_data, eval_sets, samplings, grader, turns, hints, companions, digests)
+    check_loaded(args, inputs)
+    return inputs
 
 
 def open_run(args: Namespace, algorithm: Algorithm) -> tuple[Inputs, PromptData, list[PromptData], Plan, Run]:
@@ -176,15 +249,31 @@ def open_run(args: Namespace, algorithm: Algorithm) -> tuple[Inputs, PromptData,
         train_data = PromptData.mix([inputs.grader.check_keys(data, world) for data in inputs.train_data])
         eval_sets = [inputs.grader.check_keys(data, world) for data in inputs.eval_sets]
         plan = make_plan(args, len(train_data.rows))
-        watch = watch_memory(args, len(train_data.rows), world, most_sequences(args, inputs, world))
+        memory = watch_memory(args, len(train_data.rows), world, most_sequences(args, inputs, world))
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
-    after_step = load_reference(args.after_step) if args.after_step else None
-    recording = Recording.from_flags(args)
-    run = Run(out_dir, lock, world, watch, plan.total_steps, recording, inputs.tokenizer, after_step)
+    run = Run(out_dir, lock, world, plan.total_steps, observers_of(args, inputs, world, plan.total_steps, memory))
     run.say(f"{world.describe()}; {plan.describe()}\n{algorithm.description}")
-    run.describe_data([train_data, *eval_sets])
+    if world.is_main:
+        describe_data([train_data, *eval_sets], inputs.tokenizer, out_dir)
     return inputs, train_data, eval_sets, plan, run
+
+
+def observers_of(
+    args: Namespace, inputs: Inputs, world: World, total_steps: int, memory: MemoryWatch
+) -> list[Observer]:
+    """What watches this rank's run. What adds to the line of a step comes before what shows it."""
+    out_dir, observers = Path(args.out_dir), [memory]
+    if args.after_step:
+        observers.append(AfterStep(load_reference(args.after_step)))
+    if args.keep_rollouts:
+        tokens = bytes_of_tokens(inputs.tokenizer) if world.is_main else None
+        observers.append(Keeper(out_dir, args.keep_rollouts, tokens))
+    if world.is_main:
+        observers += [Samples(out_dir), Console(out_dir, total_steps, args.quiet), Results(out_dir)]
+    if world.is_main and args.track != "none":
+        observers.append(Tracker(args.track, out_dir))
+    return observers
 
 
 def main(args: Namespace) -> None:
@@ -193,19 +282,21 @@ def main(args: Namespace) -> None:
     world, out_dir, memory = run.world, run.out_dir, Memory.from_flags(args)
     last_step = min(plan.total_steps, args.stop_after or plan.total_steps)
     saved_step, saved = starting_point(args, run, last_step)
+    run.step = saved_step
     logged = run.logged([saved_step]).get(saved_step, {})
     held_out = {"sets": eval_sets, "samplings": inputs.eval_samplings, "grader": inputs.grader}
     evaluator = Evaluator.from_flags(args, **held_out, folder=out_dir / "eval")
     must_evaluate = evaluator.is_missing(saved_step, saved_step == last_step, logged)
-    run.recall(saved_step - must_evaluate)  # what --after_step keeps is as it was
+    # The line of a step whose evaluation is missing comes again, below.
+    run.recall(saved_step - 1 if must_evaluate else saved_step)
     if (saved_step >= last_step or run.is_stopped) and not must_evaluate:
         end_complete(run, saved_step, last_step)
         return
-    policy, reference, optimizer, engine = load_models(args, algorithm, inputs, run, saved_step)
+    policy, reference, optimizer, engine = load_models(args, algorithm, inputs, run)
     sampler = build_sampler(args, inputs, train_data, engine, run)
     writer = Writer(out_dir, inputs.companions, Saving.from_flags(args), world, run.say)
     guard = UpdateGuard(world, Bounds.from_flags(args))
-    with run.memory.phase("load"):
+    with run.observed("load"):
         if saved:
             sampler.restore(guard.restore(load(saved, policy, optimizer)))
             run.say(f"continues from {saved}")
@@ -222,6 +313,7 @@ def main(args: Namespace) -> None:
             # 1. Sample G completions to each of P prompts; each is graded as soon as it is finished.
             with run.phase("sample"):
                 rollout, metrics = sampler.collect(step)
+                check_same_step(step, sampler.sampled)
                 sampler.start(step, last_step)  # servers work ahead; an engine in these ranks samples when it is asked
             # Engine and trainer share the memory of a GPU: the weights and the cache of one leave
             # room for the other.
@@ -241,9 +333,11 @@ def main(args: Namespace) -> None:
 
             # 4. Update: one optimizer step per mini-batch of prompts.
             # Where a guard ends the run, what was sampled is written first, so that it can be looked at.
-            with run.phase("update"), run.kept_if_it_ends(sampler.record(step, rollout), rollout, updates):
+            trained = []
+            with run.phase("update"), run.shown(partial(sampler.record, step, rollout, updates)):
                 for i, update in enumerate(updates * plan.num_iterations):
-                    run.record(update_policy(policy, optimizer, update, algorithm, plan.update(step, i), memory, guard))
+                    position = plan.update(step, i)
+                    trained.append(update_policy(policy, optimizer, update, algorithm, position, memory, guard))
 
             # 5. Sync: the new weights go to the engine, one parameter at a time.
             # Never are the whole weights of trainer and engine in memory together.
@@ -256,16 +350,14 @@ def main(args: Namespace) -> None:
                     metrics |= evaluator.run(engine, step)
 
             # 7. Log, before the checkpoint: a kill in between repeats a step and loses no line.
-            with run.phase("log"):
-                run.keep(sampler.record(step, rollout), rollout, updates)
             work = work_of_step(sampler.sampled, rollout, updates, policy, plan.num_iterations)
-            run.log(step, metrics, work, sampler.seconds_RE)
+            metrics |= merge_updates(trained) | throughput(work, sampler.seconds_RE, run.times(), world)
+            run.log(step, metrics)
 
             # 8. Checkpoint: whole or not at all. Its time is counted in the next step's line.
             if writer.is_due(step, run.is_last):
                 with run.phase("checkpoint"):
                     writer.save(step, policy, optimizer, sampler.state(step) | guard.state(), run.is_last)
-                    run.plot()
         finish(run, done := run.num_done)
         run.say(f"done, step {done}/{plan.total_steps}: {out_dir}/final holds the policy; curves.png is beside it")
     except Stopped:

@@ -36,7 +36,6 @@ from fsdp_utils import (
     World,
     begin_micro_batch,
     clip_grad_norm,
-    exchange_with_ranks,
     gather_from_ranks,
     max_over_trainers,
     release_gathered,
@@ -44,9 +43,9 @@ from fsdp_utils import (
 )
 from grpo import Algorithm, Graded
 from metrics import Work, idle_share, standard_errors, temperature_of
-from model.head import Teacher
 from model.optimizer import forget
-from policy import Policy, add_images, add_packing
+from policy import Policy, place
+from runtime.parts import part
 from runtime.stall import beat
 from runtime.start import RunError
 from schedule import Plan, UpdateStep
@@ -64,16 +63,15 @@ def pack_updates(
     weights_B = loss_weights(trained_lengths_B, indices_of_updates, algorithm)
     rollout = replace(rollout, loss_weights_B=weights_B.numpy())
     group_size = group_size_of_hinted = plan.group_size if memory.share_prompts else 1
-    if rollout.is_hinted_B is not None:
+    if "is_hinted" in rollout.parts:
         group_size_of_hinted = 1  # each completion has a hint of its own, so none share a prompt
-        is_hinted_B = torch.from_numpy(rollout.is_hinted_B)
+        is_hinted_B = torch.tensor(rollout.parts["is_hinted"])
         hinted_weights_B = loss_weights(trained_lengths_B * is_hinted_B, indices_of_updates, algorithm)
-        rollout = replace(rollout, kl_weights_B=(is_hinted_B * hinted_weights_B / weights_B).numpy())
+        rollout = rollout.with_parts(kl_weights=(is_hinted_B * hinted_weights_B / weights_B).tolist())
     hinted = rollout.hinted()
     longest = hinted or rollout  # the reference's batches must fit under the cap, too
     lengths_B = longest.sequence_lengths_B
     shared_B = np.array([shared_positions(longest, b) for b in range(len(rollout.rows))])
-    images_B = [row.images for row in rollout.rows]
     # Every rank makes the plan of all ranks and takes its own part: nothing is communicated, but for routes.
     plans = []
     for indices in indices_of_updates:
@@ -86,38 +84,27 @@ def pack_updates(
             shared=shared_B[indices],
         )
         plans.append([[indices[micro].tolist() for micro in micros] for micros in micros_of_ranks])
-    rollout = bring_routes(rollout, plans)
+    add_parts = []  # to a batch: what only optional parts of the model know of its sequences
+    if any(row.images is not None for row in rollout.rows):
+        add_parts.append(part("extras.models.vision", "--image_column").add_images)
+    if "routes" in rollout.parts:
+        experts = part("extras.models.experts", "--router_replay")
+        rollout = experts.bring_routes(rollout, plans)
+        add_parts.append(experts.add_routes)
     updates = []
     for indices, micros_of_ranks in zip(indices_of_updates, plans, strict=True):
         batches = []
         for chosen in micros_of_ranks[world.trainer_rank]:
             batch = pack(rollout, chosen, group_size)
+            for add_part in add_parts:
+                batch = add_part(batch, rollout)
+            batch = place(batch, world.device)
             if hinted:
-                batch = replace(batch, hinted=pack(hinted, chosen, group_size_of_hinted))
-            batch = add_images(batch, images_B).to(world.device)
-            batches.append(add_packing(batch, policy.needs_rows))
+                batch = replace(batch, hinted=place(pack(hinted, chosen, group_size_of_hinted), world.device))
+            batches.append(batch)
         num_tokens = max(int(trained_lengths_B[indices].sum()), 1)
         updates.append(Update(batches, num_tokens, plan.prompts_per_step))
     return updates
-
-
-def bring_routes(rollout: Rollout, plans: list[list[list[list[int]]]]) -> Rollout:
-    """The rollout with the routes of the sequences that this rank trains, from the ranks whose engines sampled them.
-
-    Qwen3-30B-A3B has 384 bytes of them a token: a step of 1,024 sequences of 8k has 3.2 GB, too much for each rank.
-    `plans`: for each update and rank, the indices of each micro-batch.
-    """
-    if rollout.routes is None:
-        return rollout
-    sent = []
-    for micros_of_updates in zip(*plans, strict=True):
-        trained = [b for micros in micros_of_updates for micro in micros for b in micro]
-        sent.append({b: rollout.routes[b] for b in trained if rollout.routes[b] is not None})
-    routes: list[np.ndarray | None] = [None] * len(rollout.rows)
-    for part in exchange_with_ranks(sent):
-        for b, routes_of_sequence in part.items():
-            routes[b] = routes_of_sequence
-    return replace(rollout, routes=routes)
 
 
 def loss_weights(lengths_B: Tensor, indices_of_updates: list[np.ndarray], algorithm: Algorithm) -> Tensor:
@@ -149,19 +136,10 @@ def add_logprobs(updates: list[Update], policy: Policy, reference: Policy | None
 def add_reference(update: Update, reference: Policy, algorithm: Algorithm) -> Update:
     """The update with the reference's log-probs; over the vocabulary with what runs the reference on each batch."""
     if algorithm.kl_over == "vocabulary":
-        return update.map(lambda x: replace(x, teacher=partial(run_teacher, reference, x, algorithm)))
+        teacher = part("extras.teacher.vocabulary", "--kl_over vocabulary")
+        return replace(update, run_teacher=partial(teacher.run, reference, algorithm.kl_direction))
     with reference.adapter_off():  # with LoRA: the same module as the policy
         return logprobs_under(reference, "ref_logprobs_N", update, algorithm)
-
-
-@torch.no_grad()
-def run_teacher(reference: Policy, batch: Batch, algorithm: Algorithm) -> Teacher:
-    """The distributions of the reference at the trained tokens of the batch."""
-    with reference.adapter_off():
-        hidden_KD, weight_VD = reference.hidden_states(batch.reference_batch())
-    if not reference.has_adapter:  # with LoRA the policy computes with these weights next
-        release_gathered(reference)
-    return Teacher(hidden_KD, weight_VD, algorithm.kl_direction)
 
 
 @torch.no_grad()
@@ -309,11 +287,11 @@ def update_policy(
     """
     passes = add_gradients(policy, update, algorithm, step, memory, guard.world)
     grad_norm = clip_grad_norm(policy, step.max_grad_norm)
-    metrics = reduce_metrics(passes) | policy.expert_loads.largest()
+    metrics = reduce_metrics(passes) | (policy.expert_loads.largest() if policy.expert_loads else {})
     metrics |= {"optim/grad_norm": grad_norm.item(), "optim/lr": step.rate}
     metrics |= guard.judge(metrics, step)  # before any weight moves: what is judged bad leaves no trace
     if not metrics["optim/skipped_updates"]:
-        beat("runs the optimizer")
+        beat()
         for group in optimizer.param_groups:  # the rate is a function of the update's number: nothing to restore
             group["lr"] = step.rate
         optimizer.step()
@@ -343,7 +321,7 @@ def add_gradients(
             # Entropies carry a gradient only where the loss has a term of them: it costs a second
             # pass over the logits.
             needs_slope = algorithm.entropy_coef != 0
-            teacher = batch.teacher and batch.teacher()
+            teacher = update.run_teacher and update.run_teacher(batch)
             scores = policy(batch, algorithm.temperature, needs_slope, teacher)
             logprobs_N = scores.logprobs_N
             # Detached they are the same numbers, to the bit: a ratio of exactly 1, and a gradient all the same.
@@ -351,16 +329,15 @@ def add_gradients(
             if batch.old_logprobs_N is None:  # they are kept with the rollout
                 update.batches[i] = replace(batch, old_logprobs_N=old_logprobs_N)
             scored = batch
-            if batch.teacher is not None:
-                distilled = {"ref_logprobs_N": scores.ref_logprobs_N, "kl_N": scores.kl_N, "agrees_N": scores.agrees_N}
-                scored = replace(batch, **distilled)
+            if scores.distilled:
+                scored = replace(batch, ref_logprobs_N=scores.distilled.ref_logprobs_N, distilled=scores.distilled)
             loss_N, means, maxima = grpo.total_loss(
                 scored, logprobs_N, old_logprobs_N, scores.entropies_N, algorithm, step.step, step.total_steps
             )
             mask_N = batch.loss_mask_N
             # A sum, not a mean: the weights have the counts of the whole update in them.
             loss = grpo.masked_sum(loss_N * batch.loss_weights_N, mask_N)
-            beat("runs a backward pass")
+            beat()
             (loss * world.num_trainers).backward()  # FSDP averages gradients; the weights are global already
             with torch.no_grad():  # one transfer to the host for all metrics, after the last pass
                 sums = {name: grpo.masked_sum(x, mask_N) / update.num_tokens for name, x in means.items()}
@@ -427,7 +404,7 @@ def update_flops(policy: Policy, cost: float) -> float:
     and twice that for the backward pass, of which half makes the weights' gradients and falls away with LoRA. The head
     counts at every token. Recomputation, biases, norms, embedding and vision tower do not count.
     """
-    return (2 if policy.has_adapter else 3) * policy.flops_per_token * cost
+    return (2 if policy.adapter else 3) * policy.flops_per_token * cost
 
 
 # Which updates are left out ------------------------------------------------------------------------------------------

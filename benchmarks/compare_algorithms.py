@@ -78,14 +78,14 @@ class Row:
 
 def corrected(mode: str, low: float | None = None) -> tuple[str, Settings, Settings]:
     """Flags, TRL's and verl's settings of a correction with the largest weight 1.3."""
-    least = f"--rollout_correction_min {low} " if low else ""
-    flags = f"--rollout_correction {mode} {least}--rollout_correction_max 1.3"
+    least = f"smallest={low}," if low else ""
+    flags = f"--rollout_correction {mode}:{least}largest=1.3"
     correction = (mode.partition("_")[0], f"{low}_1.3" if low else 1.3)
     return flags, {"correction": (mode, low, 1.3)}, {"correction": correction}
 
 
 SEQ = "--loss_aggregation seq_mean_token_mean"
-SUM = f"--loss_aggregation seq_mean_token_sum_norm --loss_constant_tokens {CONSTANT}"
+SUM = f"--loss_aggregation seq_mean_token_sum_norm:constant={CONSTANT}"
 AGGREGATIONS = {  # flags -> settings of TRL and of verl, which a row may override
     SEQ: ({"loss_type": "grpo"}, {"loss_agg_mode": "seq-mean-token-mean"}),
     SUM: ({"loss_type": "dr_grpo"}, {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": CONSTANT}),
@@ -119,7 +119,7 @@ ROWS = [
     Row("--policy_loss cispo --clip_low 1 --clip_high 0.5", {"loss_type": "cispo", "epsilon_high": 1.5},
         {"mode": "cispo", "clip_ratio_low": 1.0, "clip_ratio_high": 0.5}, "TRL: epsilon_high is the cap"),
     Row("--policy_loss cispo", None, {"mode": "cispo"}, "with a lower bound"),
-    Row(f"--policy_loss sapo --sapo_tau_neg 1.3 {SEQ}", {"loss_type": "sapo", "sapo_temperature_pos": 1.0,
+    Row(f"--policy_loss sapo:tau_neg=1.3 {SEQ}", {"loss_type": "sapo", "sapo_temperature_pos": 1.0,
         "sapo_temperature_neg": 1.3}, {"mode": "sapo", "tau_neg": 1.3}),
     Row("--policy_loss dppo --clip_low 0.02 --clip_high 0.03", None,
         {"mode": "dppo_tv", "clip_ratio_low": 0.02, "clip_ratio_high": 0.03, "clip_ratio_c": 20.0}),

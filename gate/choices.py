@@ -26,7 +26,7 @@ def check_choices(args: argparse.Namespace) -> None:
 
 def check_effects(args: argparse.Namespace) -> None:
     """Raises ValueError for a flag that was changed, but that none of the chosen functions has as a parameter."""
-    used = {"group_size"}  # which says how many are compared, whether or not a function asks for it
+    used = {"group_size", "max_completion_tokens"}  # which have an effect whether or not a function asks for them
     for name in NAMES:
         used |= parameters_of(choose(name, split(FLAGS[name].of(args))[0])).keys()
     for name in NAMES:

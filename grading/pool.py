@@ -23,7 +23,6 @@ import signal
 import sys
 import sysconfig
 import threading
-import time
 import traceback
 import types
 from collections import deque
@@ -81,7 +80,7 @@ class Pool:
         self.num_workers, self.timeout, self.in_flight = num_workers, timeout, in_flight
         self.setup = (factory, arguments, memory_gib)
         self.queue: deque[Item] = deque()
-        self.at_work: dict[Future, tuple[list[Item], float]] = {}  # the items that share a worker, and since when
+        self.at_work: dict[Future, list[Item]] = {}  # the items that share a worker
         self.outcomes: dict[int, Outcome] = {}
         self.failure = ""  # why there can be no workers
         self.changed = changed or threading.Condition(threading.RLock())
@@ -105,7 +104,7 @@ class Pool:
 
     @property
     def num_left(self) -> int:
-        return len(self.queue) + sum(len(items) for items, _ in self.at_work.values())
+        return len(self.queue) + sum(map(len, self.at_work.values()))
 
     def _feed(self) -> None:
         """Hands items to the workers: few in advance, so that those that wait can share a worker."""
@@ -120,13 +119,13 @@ class Pool:
                 self.queue.extendleft(items)
                 self._start()
                 continue
-            self.at_work[future] = items, time.monotonic()
+            self.at_work[future] = items
             future.add_done_callback(self._finish)
 
     def _finish(self, future: Future) -> None:
         """Keeps the outcomes of the items, or does these again. Called in a thread of pebble's."""
         with self.changed:
-            items, _ = self.at_work.pop(future)
+            items = self.at_work.pop(future)
             error = future.exception()
             if not isinstance(error, BrokenProcessPool):
                 self.num_pools = 1  # it works
@@ -147,15 +146,14 @@ class Pool:
             self._feed()
             self.changed.notify()
 
-    def collect(self, on_wait: Callable[[int, object, float], None] = lambda *_: None) -> dict[int, Outcome]:
+    def collect(self, on_wait: Callable[[int], None] = lambda _: None) -> dict[int, Outcome]:
         """The outcome of every item submitted since the last call; raises ValueError if there can be no workers.
 
-        `on_wait` hears once a second how many items are left, the one in work for the longest time, and its seconds.
+        `on_wait` hears once a second how many items are left.
         """
         with self.changed:
             while not self.changed.wait_for(lambda: self.failure or not self.at_work, 1.0):
-                items, start = next(iter(self.at_work.values()))
-                on_wait(self.num_left, items[0].given, time.monotonic() - start)
+                on_wait(self.num_left)
             return self.pop_done()
 
     def pop_done(self) -> dict[int, Outcome]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -23,12 +24,12 @@ from model.packed import Packing, Segment
 RECTANGLE_PADDING = 128  # padding slots of a rectangle, at most; of 32 to 1,024, 64 and 128 are fast at all lengths
 
 
-def make_packing(segments: tuple[Segment, ...], device: torch.device, needs_rows: bool = False) -> Packing:
-    """The packing of segments that lie end to end. `needs_rows`: for linear attention, too."""
+def make_packing(segments: tuple[Segment, ...], device: torch.device) -> Packing:
+    """The packing of segments that lie end to end, on the device."""
     if device.type == "cpu":
         return padded_packing(segments)
-    rows = padded_packing(segments) if needs_rows else None
-    return replace(varlen_packing(segments), rows=rows).to(device)
+    make_rows = cache(lambda: padded_packing(segments).to(device))
+    return replace(varlen_packing(segments).to(device), make_rows=make_rows)
 
 
 def varlen_packing(segments: tuple[Segment, ...]) -> Packing:

@@ -46,6 +46,31 @@ class Teacher(NamedTuple):
     divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # one of `DIVERGENCES`
 
 
+class Distilled(NamedTuple):
+    """A KL over the whole vocabulary, float32, at each of N places."""
+
+    ref_logprobs_N: Tensor  # the teacher's of the labels, at the same temperature
+    kl_N: Tensor
+    agrees_N: Tensor  # 1 where both models find the same token the likeliest
+
+
+class TokenScores(NamedTuple):
+    """The results of a pass, float32, at each of N places."""
+
+    logprobs_N: Tensor  # those of the labels
+    entropies_N: Tensor  # in nats
+    distilled: Distilled | None = None  # None: without a teacher
+
+
+class HeadSettings(NamedTuple):
+    """How the head computes, in both passes."""
+
+    temperature: float
+    has_entropy_gradient: bool
+    dtype: torch.dtype  # of the logits
+    divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None  # the teacher's
+
+
 def chunked_logprobs(
     hidden: Tensor,
     head: nn.Linear,
@@ -54,16 +79,16 @@ def chunked_logprobs(
     with_entropy_gradient: bool = False,
     head_dtype: torch.dtype | None = None,
     teacher: Teacher | None = None,
-) -> tuple[Tensor, ...]:
-    """(log-probabilities of the labels, entropies in nats), float32, one per row of `hidden` [T, D].
-
-    With a teacher also its log-probabilities of the labels, at the same temperature; the divergence; and 1 where both
-    models find the same token the likeliest, else 0. `head_dtype`: of the logits; None: that of the head's weight.
-    """
+) -> TokenScores:
+    """The scores of the labels, one per row of `hidden` [T, D]. `head_dtype`: None: that of the head's weight."""
     assert head.bias is None, "no supported model has a head with a bias"
-    settings = temperature, with_entropy_gradient, head_dtype or head.weight.dtype, teacher and teacher.divergence
-    teacher_tensors = (teacher.hidden_TD, teacher.weight_VD[: len(head.weight)]) if teacher else ()
-    return _HeadLogprobs.apply(hidden, head.weight, labels, settings, *teacher_tensors)
+    dtype, divergence = head_dtype or head.weight.dtype, teacher and teacher.divergence
+    settings = HeadSettings(temperature, with_entropy_gradient, dtype, divergence)
+    if teacher is None:
+        return TokenScores(*_HeadLogprobs.apply(hidden, head.weight, labels, settings))
+    tensors = teacher.hidden_TD, teacher.weight_VD[: len(head.weight)]
+    logprobs, entropies, *distilled = _HeadLogprobs.apply(hidden, head.weight, labels, settings, *tensors)
+    return TokenScores(logprobs, entropies, Distilled(*distilled))
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -74,23 +99,27 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, labels: Tensor, settings: tuple, *teacher_tensors: Tensor
+        ctx: FunctionCtx,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        settings: HeadSettings,
+        *teacher_tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(hidden, weight, labels, *teacher_tensors)
         ctx.settings = settings
-        _, has_entropy_gradient, head_dtype, _ = settings
         outputs = [hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(5 if teacher_tensors else 2)]
         ctx.last_chunk = None
         for rows in chunks(len(labels), len(weight)):
             ctx.last_chunk = None  # before the next one is made
-            ctx.last_chunk = logits = chunk_logits(hidden[rows], weight, head_dtype)
-            teacher_logits = chunk_of_teacher(teacher_tensors, rows, head_dtype)
+            ctx.last_chunk = logits = chunk_logits(hidden[rows], weight, settings.dtype)
+            teacher_logits = chunk_of_teacher(teacher_tensors, rows, settings.dtype)
             chunk_values = by_rows(score, settings, logits, labels[rows], teacher_logits)
             for output, values in zip(outputs, chunk_values, strict=True):
                 output[rows] = values
             del logits, teacher_logits
         constants = [*outputs[2:3], *outputs[4:]]  # with a teacher, the divergence alone has a gradient
-        if not has_entropy_gradient:  # the entropy is mostly only a metric
+        if not settings.has_entropy_gradient:  # the entropy is mostly only a metric
             constants.append(outputs[1])
         ctx.mark_non_differentiable(*constants)
         return tuple(outputs)
@@ -98,16 +127,16 @@ class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, *teacher_tensors = ctx.saved_tensors
-        head_dtype = ctx.settings[2]
+        settings = ctx.settings
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for rows in reversed(chunks(len(labels), len(weight))):
             logits, ctx.last_chunk = ctx.last_chunk, None
             if logits is None:
-                logits = chunk_logits(hidden[rows], weight, head_dtype)
-            teacher_logits = chunk_of_teacher(teacher_tensors, rows, head_dtype)
+                logits = chunk_logits(hidden[rows], weight, settings.dtype)
+            teacher_logits = chunk_of_teacher(teacher_tensors, rows, settings.dtype)
             grads = [gradient[rows] for gradient in gradients]
-            by_rows(replace_by_gradient, ctx.settings, logits, labels[rows], teacher_logits, *grads)
+            by_rows(replace_by_gradient, settings, logits, labels[rows], teacher_logits, *grads)
             del teacher_logits  # or its memory would still be held when the next chunk is computed
             grad = logits.to(weight.dtype)
             del logits
@@ -145,7 +174,7 @@ def chunk_of_teacher(tensors: Sequence[Tensor], rows: slice, head_dtype: torch.d
 
 
 def by_rows(
-    function: Callable[..., list[Tensor]], settings: tuple, logits: Tensor, *inputs: Tensor | None
+    function: Callable[..., list[Tensor]], settings: HeadSettings, logits: Tensor, *inputs: Tensor | None
 ) -> list[Tensor]:
     """Runs `score` or `replace_by_gradient` on the rows of these tensors; returns what it returns."""
     tensors = logits, *inputs
@@ -165,29 +194,28 @@ def compiled(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor
     return torch.compile(function)
 
 
-def score(settings: tuple, logits: Tensor, labels: Tensor, teacher_logits: Tensor | None) -> list[Tensor]:
-    """The values that `chunked_logprobs` returns, for some of its rows."""
-    temperature, _, _, divergence = settings
-    log_p = log_probabilities(logits, temperature)
+def score(settings: HeadSettings, logits: Tensor, labels: Tensor, teacher_logits: Tensor | None) -> list[Tensor]:
+    """The fields of `TokenScores`, then those of `Distilled`, for some of the rows."""
+    log_p = log_probabilities(logits, settings.temperature)
     values = [log_p.gather(-1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)]
     if teacher_logits is not None:
-        log_q = log_probabilities(teacher_logits, temperature)
+        log_q = log_probabilities(teacher_logits, settings.temperature)
         agrees = log_p.argmax(dim=-1) == log_q.argmax(dim=-1)
-        values += [log_q.gather(-1, labels[:, None])[:, 0], divergence(log_p, log_q)[0], agrees]
+        values += [log_q.gather(-1, labels[:, None])[:, 0], settings.divergence(log_p, log_q)[0], agrees]
     return values
 
 
 def replace_by_gradient(
-    settings: tuple, logits: Tensor, labels: Tensor, teacher_logits: Tensor | None, *gradients: Tensor
+    settings: HeadSettings, logits: Tensor, labels: Tensor, teacher_logits: Tensor | None, *gradients: Tensor
 ) -> list[Tensor]:
     """Writes over the logits their gradient, by those of what `score` returns; returns nothing more."""
-    temperature, has_entropy_gradient, _, divergence = settings
+    temperature, divergence = settings.temperature, settings.divergence
     grad_logprob, slopes = gradients[0][:, None], None
     log_p = log_probabilities(logits, temperature)
     p = log_p.exp()
     if teacher_logits is not None:  # slopes: see `divergences.py`
         slopes = divergence(log_p, log_probabilities(teacher_logits, temperature))[1] * gradients[3][:, None]
-    if has_entropy_gradient:  # its slopes are -p log p
+    if settings.has_entropy_gradient:  # its slopes are -p log p
         entropy_slopes = log_p * p * -gradients[1][:, None]
         slopes = entropy_slopes if slopes is None else slopes + entropy_slopes
     grad = p * -grad_logprob if slopes is None else slopes - p * (slopes.sum(dim=-1, keepdim=True) + grad_logprob)

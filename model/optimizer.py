@@ -22,7 +22,6 @@ from torch.optim.optimizer import Optimizer, StateDict
 
 from flags import AdamW, Memory
 from fsdp_utils import local_shard
-from grading.own import load_reference
 from model import sizes
 
 Group = dict[str, object]  # parameters, with their settings
@@ -35,6 +34,8 @@ def make_optimizer(named: dict[str, nn.Parameter], adamw: AdamW, memory: Memory)
     in the GPU's memory.
     """
     if adamw.optimizer != "adamw":
+        from grading.own import load_reference
+
         return load_reference(adamw.optimizer)(named, adamw)
     parameters = named.values()
     betas = (adamw.adam_beta1, adamw.adam_beta2)
@@ -87,9 +88,8 @@ class ChunkedAdamW(torch.optim.AdamW):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, group, turns)
-        if (
-            is_streamed
-        ):  # gradients may be freed, and what the host reads next, for example for a checkpoint, has arrived
+        if is_streamed:
+            # Gradients may be freed then, and what the host reads next, as for a checkpoint, has arrived.
             torch.cuda.synchronize()
 
     def _update(self, parameter: nn.Parameter, group: Group, turns: Iterator[torch.cuda.Stream | None]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -36,14 +36,10 @@ class Packing:
     rectangles: Sequence[tuple[int, int]] = ()  # (sequences, slots of each): M is the sum of the products
     positions_M: Tensor | None = None  # the packed position in each slot; padding repeats one; None: slot m has m
     slots_N: Tensor | None = None  # the slot of each packed position; the first one where several sequences share it
-    rows: Packing | None = None  # CUDA: the rectangles of the same sequences, which linear attention alone needs
-
-    @property
-    def has_rows(self) -> bool:
-        return bool(self.rectangles or self.rows)
+    make_rows: Callable[[], Packing] | None = None  # CUDA: rectangles, too, which linear attention alone needs
 
     def to(self, device: torch.device) -> Packing:
         """The same with its tensors on the device."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
-        return replace(self, **moved, rows=self.rows and self.rows.to(device))
+        return replace(self, **moved)

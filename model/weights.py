@@ -23,15 +23,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
-from transformers.models.auto import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils import cached_file
 
-from extras.models.vision import tower_of
 from fsdp_utils import fill_from_main, gather_from_ranks, is_main_process
-from model.sizes import HYBRIDS, MIXTURES, TEXT_ALONE, check_path, has_hub
+from model.sizes import MIXTURES, TEXT_ALONE
+from runtime.hub import has_hub
 from runtime.progress import progress
 
 NAMES = ("model.safetensors", "model.safetensors.index.json")
@@ -39,8 +39,7 @@ MOVED_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # in old fil
 
 
 def load_config(path: str) -> PretrainedConfig:
-    """The config of a folder or hub id. Raises ValueError or FileNotFoundError if there is none."""
-    check_path(path)
+    """The config of a folder or hub id. Raises ValueError if there is none."""
     is_cut_off = not Path(path).exists() and not has_hub()
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)  # nor is anybody asked
@@ -77,32 +76,35 @@ def load_generation_config(path: str, config: PretrainedConfig, stop_ids: list[i
     return stored
 
 
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or hub id. Raises ValueError if there is none."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model {path!r} has no tokenizer that could be read: {error}") from None
+    if len(tokenizer.added_tokens_decoder) == len(tokenizer):  # what transformers makes of a folder without its files
+        raise ValueError(
+            f"--model {path!r} has no tokenizer; copy that of the base model into it "
+            "(tokenizer.json, tokenizer_config.json, chat_template.jinja)."
+        )
+    return tokenizer
+
+
 def model_from_config(config: PretrainedConfig, **options: object) -> PreTrainedModel:
     """A new model of this architecture with its language-model head."""
     auto = AutoModelForCausalLM if getattr(config, "vision_config", None) is None else AutoModelForImageTextToText
     return auto.from_config(config, **options)
 
 
-def model_of_shapes(path: str, config: PretrainedConfig) -> PreTrainedModel:
-    """The model as names and shapes alone. Raises ValueError if the policy does not know what its parts are."""
+def model_of_shapes(config: PretrainedConfig) -> PreTrainedModel:
+    """The model as names and shapes alone."""
     with torch.device("meta"):
-        model = model_from_config(config)
-    has_interface = model._supports_attention_backend or config.model_type in HYBRIDS  # these have it without saying so
-    parts = {
-        "layers or attention outside the interface of transformers": not (
-            has_interface and hasattr(model.get_decoder(), "layers")
-        ),
-        "a head with a bias": getattr(model.get_output_embeddings(), "bias", None) is not None,
-        "attention sinks": any("sink" in name for name, _ in model.named_parameters()),
-        "a vision tower of its own kind": getattr(config, "vision_config", None) and tower_of(model) is None,
-    }
-    for part, is_there in parts.items():
-        if is_there:
-            raise ValueError(
-                f"--model {path} ({config.model_type}) has {part}; "
-                "use a family that docs/data.md lists, Phi-3, OLMo 3, Gemma 3 1B or Qwen3 for example."
-            )
-    return model
+        return model_from_config(config)
+
+
+def tower_of(model: PreTrainedModel) -> nn.Module | None:
+    """The vision tower of Qwen2.5-VL; None of a model without vision."""
+    return getattr(model.base_model, "visual", None)
 
 
 @contextmanager

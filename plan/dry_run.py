@@ -15,18 +15,17 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
-from extras.models.lora import target_names
-from extras.models.vision import check_images
-from flags import EngineSettings, Lora, Memory, PromptFormat, Saving
+from flags import EngineSettings, Lora, Memory, Saving
 from fsdp_utils import is_main_process
 from gate.checks import check_flags, launched_world_size
 from gate.choices import check_choices
-from model.sizes import check_config, check_experts
+from gate.models import check_compile, check_model
 from model.weights import load_config, model_of_shapes
 from plan.setup import GIB, Hardware, RunShape, Setup, shape_of
 from plan.table import report_of, text_of
 from runtime.cards import gpu_figures
 from runtime.machine import local_world_size
+from runtime.parts import part
 from schedule import make_plan
 from sources import parse_source
 
@@ -83,12 +82,14 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
         raise ValueError(f"--plan_gpus {gpus} is not divisible by --plan_nodes {nodes}; it counts GPUs of all nodes.")
     check_flags(args, gpus)
     limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
-    check_config(args.model, config, limits, args.tensor_parallel_size)
-    check_experts(args.model, config, args.router_replay, args.dtype if args.compile else None)
-    check_images(args.model, config, PromptFormat.from_flags(args))
+    check_model(args.model, config, limits, args.tensor_parallel_size, args.router_replay)
+    if args.compile:
+        check_compile(args.model, config, args.dtype)
+    if args.image_column:
+        part("extras.models.vision", "--image_column").check_images(args.model, config)
     model, lora = shape_of(config, args.model), Lora.from_flags(args)
     if lora.lora_rank:
-        target_names(model_of_shapes(args.model, config), lora.lora_targets)
+        part("extras.models.lora", "--lora_rank").target_names(model_of_shapes(config), lora.lora_targets)
     check_choices(args)
     num_rows = args.plan_rows or rows_of(args.train_data)
     if num_rows is None and args.epochs is not None:

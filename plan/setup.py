@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from torch import nn
 from transformers import PretrainedConfig
 
-from extras.models.vision import tower_of
 from flags import EngineSettings, Lora, Memory, Settings
 from model.sizes import (
     HYBRIDS,
@@ -23,7 +22,7 @@ from model.sizes import (
     linear_widths,
     state_bytes,
 )
-from model.weights import model_of_shapes
+from model.weights import model_of_shapes, tower_of
 from schedule import Plan
 
 GIB = 1024**3
@@ -77,7 +76,7 @@ class ModelShape:
 
 def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
     """The shape of the model `name`, without storage. Raises ValueError for one that the formulas do not cover."""
-    text, model = config.get_text_config(), model_of_shapes(name, config)
+    text, model = config.get_text_config(), model_of_shapes(config)
     known = ("llama", "mistral", "qwen2", "qwen3", "qwen2_5_vl_text", "gemma3_text", "olmo3", *MIXTURES, *HYBRIDS)
     if text.model_type not in known or (text is not config and config.model_type != "qwen2_5_vl"):
         raise ValueError(

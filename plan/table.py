@@ -7,7 +7,7 @@ from plan import time as time
 from plan.advice import advised
 from plan.memory import Parts, total
 from plan.setup import GIB, Setup
-from runtime.history import in_columns
+from runtime.tables import in_columns
 from schedule import counted
 
 TEXT = """\

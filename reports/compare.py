@@ -17,7 +17,8 @@ import re
 
 import numpy as np
 
-from runtime.history import History, but_for_the_seed, in_columns, read_lines
+from runtime.history import History, but_for_the_seed, read_lines
+from runtime.tables import in_columns
 
 Side = list[History]  # the runs of A, or of B
 # * stands for any text.

@@ -1,4 +1,4 @@
-"""What a run writes: one run at a time in a folder, files whole or not at all, and their checksums.
+"""What a run writes: one run at a time in a folder, files whole or not at all, and the sizes of those of a checkpoint.
 
 A file that must be written ends the run with a sentence (`must_write`). Any other costs a warning (`best_effort`).
 """
@@ -6,7 +6,6 @@ A file that must be written ends the run with a sentence (`must_write`). Any oth
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -14,7 +13,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -23,14 +21,8 @@ from typing import TextIO
 from runtime.start import RunError
 
 LOCK_SECONDS = 60.0  # that a start waits for the end of another run
-Checksums = dict[str, tuple[int, str]]  # path in the folder -> bytes, SHA-256
+SIZES = "sizes.json"  # in a checkpoint: path of each other file -> its bytes
 WARNED: set[str] = set()  # what `best_effort` has warned of
-
-
-def checkpoints(out_dir: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of the complete checkpoints, oldest first."""
-    numbered = [(path.name.removeprefix("step_"), path) for path in out_dir.glob("step_*")]
-    return sorted((int(number), path) for number, path in numbered if number.isdigit())
 
 
 # One run at a time ----------------------------------------------------------------------------------------------------
@@ -152,63 +144,29 @@ def end_status(out_dir: Path, how: str, processes: Iterable[int] = ()) -> None:
             write(file, json.dumps(status, indent=1) + "\n")
 
 
-# Checksums: `checkpoint.latest` verifies with them --------------------------------------------------------------------
-# They find accidents: a file that is cut off, empty, missing or changed. They are no signature.
+# Checkpoints ----------------------------------------------------------------------------------------------------------
 
 
-def checksums(folder: Path, files: Iterable[Path]) -> Checksums:
-    """The checksums of these files of the folder, which are on the disk when it returns. Raises OSError."""
-
-    def measure(file: Path) -> tuple[str, tuple[int, str]]:
-        return str(file.relative_to(folder)), (flush(file).stat().st_size, sha256(file))
-
-    with ThreadPoolExecutor() as pool:  # hashing leaves the interpreter to the other threads
-        return dict(pool.map(measure, files))
+def checkpoints(out_dir: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of the complete checkpoints, oldest first."""
+    numbered = [(path.name.removeprefix("step_"), path) for path in out_dir.glob("step_*")]
+    return sorted((int(number), path) for number, path in numbered if number.isdigit())
 
 
-def sha256(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
+def write_sizes(folder: Path) -> None:
+    """Writes the size of each file of the folder into SIZES, the last of them. Raises OSError."""
+    sizes = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
+    (folder / SIZES).write_text(json.dumps(sizes, indent=0) + "\n", "utf-8")
 
 
-def flush(path: Path) -> Path:
-    """Returns the path when the content of a file, or the names in a folder, would survive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
+def find_damage(folder: Path) -> str:
+    """The first file that is missing or cut off, and how; "" if there is none."""
+    name = SIZES
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return path
-
-
-def write_list(folder: Path, file: Path, sums: Checksums) -> None:
-    """Writes the list. Afterwards list and folder would survive a power failure. Raises OSError."""
-    file.write_text(json.dumps(sums, indent=0) + "\n", "utf-8")
-    folders = [path for path in folder.rglob("*") if path.is_dir()]
-    for path in [file, *folders, folder]:
-        flush(path)
-
-
-def verify(folder: Path, file: Path, part: int, num_parts: int) -> list[str]:
-    """What is wrong with the files of the list, one text each. Other files of the folder are ignored.
-
-    It reads part 0, 1, ... of `num_parts`, about equal in bytes; part 0 says it if the list cannot be read.
-    """
-    try:
-        sums = json.loads(file.read_text("utf-8"))
-        largest_first = sorted(sums, key=lambda name: (-sums[name][0], name))
-        assert largest_first
-    except (OSError, ValueError, TypeError, LookupError, AssertionError) as error:
-        return [f"{file.relative_to(folder)} cannot be read: {cause(error)}"] if part == 0 else []
-    problems = []
-    for name in largest_first[part::num_parts]:
-        size, digest = sums[name]
-        try:
-            own_size = (folder / name).stat().st_size
-            if own_size != size:
-                problems.append(f"{name} has {own_size:,} instead of {size:,} bytes")
-            elif sha256(folder / name) != digest:
-                problems.append(f"{name} has the right size but other contents")
-        except OSError as error:
-            problems.append(f"{name} cannot be read: {cause(error)}")
-    return problems
+        for name, size in json.loads((folder / SIZES).read_text("utf-8")).items():
+            found = (folder / name).stat().st_size
+            if found != size:
+                return f"{name} has {found:,} instead of {size:,} bytes"
+    except (OSError, ValueError) as error:
+        return f"{name} cannot be read: {cause(error)}"
+    return ""

@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+INPUTS = "inputs.json"  # in the run folder: digests of what flags name (weights, rows of data, files of one's own)
+
 
 @dataclass(frozen=True)
 class History:
@@ -33,10 +35,8 @@ class History:
     @property
     def contents(self) -> dict[str, object]:
         """Digests of what the flags name: weights, rows with their prompts, own files. Without what a seed draws."""
-        file = self.folder / "inputs.json"
-        digests = parse(file.read_text("utf-8"), str(file)) if file.exists() else {}
         contents = {}
-        for name, digest in digests.items():
+        for name, digest in digests_of(self.folder).items():
             path = str(self.config.get(name[2:])) if name.startswith("--") else name
             same = but_for_the_seed(self.config | {"path": path})["path"]
             if same == path and not re.search(r"#\d+$", path):
@@ -75,6 +75,12 @@ def but_for_the_seed(config: dict[str, object]) -> dict[str, object]:
     return {name: shared(value) for name, value in config.items() if name not in ("seed", "out_dir", "stop_after")}
 
 
+def digests_of(folder: Path) -> dict[str, str]:
+    """What the run in this folder began with, by name; {} without its inputs.json."""
+    file = folder / INPUTS
+    return parse(file.read_text("utf-8"), str(file)) if file.exists() else {}
+
+
 def read_config(folder: Path) -> dict[str, object]:
     """The flags of the run; {} without config.json. Raises ValueError for a damaged file."""
     file = folder / "config.json"
@@ -99,12 +105,6 @@ def parse(text: str, where: str, **options: object) -> dict:
     if not isinstance(value, dict):
         raise ValueError(f"{where} is damaged: it holds no JSON object")
     return value
-
-
-def in_columns(rows: list[list[str]]) -> list[str]:
-    """The rows as lines of text, their cells in columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:

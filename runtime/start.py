@@ -25,6 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from runtime.stall import BOARD
+
 PR_SET_PDEATHSIG = 1  # Linux: sets the signal that a process gets when its parent dies
 FOLDER, LAUNCHER = "GRPO_LAUNCH_FOLDER", "GRPO_LAUNCHER_PID"  # environment: set by scripts/launch.py
 HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -94,7 +96,7 @@ def tell_end(how: str) -> None:
 
 
 def note_reason(text: str, kind: str) -> bool:
-    """Leaves the reason why this rank ends to the launcher; False if there is none. The first reason counts.
+    """Leaves to the launcher why and where this rank ends; False if there is none. The first reason counts.
 
     `kind`: "error" for what goes on the words "rank 1 ended with"; "mistake" for a whole sentence of all ranks.
     """
@@ -105,7 +107,9 @@ def note_reason(text: str, kind: str) -> bool:
     with contextlib.suppress(OSError):
         if not file.exists():
             unfinished = file.with_suffix(".unfinished")
-            unfinished.write_text(json.dumps({"time": time.time(), "text": text, "kind": kind}), "utf-8")
+            place = f"step {BOARD.step}, {BOARD.phase}"
+            note = {"time": time.time(), "text": text, "kind": kind, "place": place}
+            unfinished.write_text(json.dumps(note), "utf-8")
             unfinished.replace(file)
     return file.exists()
 

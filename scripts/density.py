@@ -1,28 +1,144 @@
-"""Counts what a reader has to understand: `python scripts/density.py`; docs/design.md has the goals."""
+"""Counts what a reader has to understand: `python scripts/density.py`; tests/test_core.py lets no number rise.
+
+A node is an expression or a statement. The core is what `minimal.py` imports, all imports followed, and what lets its
+run survive; `ROOMS` may be deleted.
+"""
 
 import ast
 import re
+import sys
+from functools import cache
 from pathlib import Path
 
-ROOT, BESIDE = Path(__file__).parent.parent, {"tests", "scripts", "benchmarks", "docs", ".venv", "runs"}
+ROOT = Path(__file__).parent.parent
+BESIDE = {"tests", "scripts", "benchmarks", "docs", ".venv", "runs"}
+ROOMS = ("gate", "extras", "watch", "plan", "reports")
 STEP = ("train_grpo", "sampling", "rollout", "batch", "update", "grpo", "policy", "fsdp_utils")
-lines = nodes = code = wide = step_code = step_comments = 0
-for file in (path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] not in BESIDE):
-    text, docs = file.read_text("utf-8"), set()
-    for node in ast.walk(ast.parse(text)):
-        nodes += isinstance(node, ast.expr | ast.stmt)
-        if isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and ast.get_docstring(
-            node
-        ):
-            docs |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    outside = [line for i, line in enumerate(text.splitlines(), start=1) if line.strip() and i not in docs]
-    own = [line for line in outside if not line.strip().startswith("#")]
-    lines, code = lines + len(text.splitlines()), code + len(own)
-    wide += sum(len(line) > 100 for line in text.splitlines())
-    if file.parent == ROOT and file.stem in STEP:
-        step_code += len(own)
-        step_comments += sum(bool(re.search(r"(^|\s)# ", line)) for line in outside)
-print(f"{lines:,} lines, {nodes:,} expressions and statements, {nodes / code:.2f} a line of code")
-print(
-    f"{wide / lines:.1%} of lines beyond 100 columns; {step_comments / step_code:.0%} comments in the files of a step"
-)
+
+
+@cache
+def files() -> dict[str, Path]:
+    """Module -> file, of the program: of what stands beside it nothing counts."""
+    found = {}
+    for file in sorted(ROOT.rglob("*.py")):
+        place = file.relative_to(ROOT)
+        if place.parts[0] not in BESIDE:
+            found[".".join(place.with_suffix("").parts).removesuffix(".__init__")] = file
+    return found
+
+
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(files()[module].read_text("utf-8"))
+
+
+def room_of(module: str) -> str:
+    """The room that the module is in; "core" for all that may not be deleted."""
+    top = module.partition(".")[0]
+    return top if top in ROOMS else "core"
+
+
+def imports_of(body: list[ast.stmt]) -> set[str]:
+    """The program's modules that are imported when this code is loaded: not in functions, nor for types alone."""
+    names: set[str] = set()
+    for node in body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            is_for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            names |= imports_of([] if is_for_types else node.body) | imports_of(getattr(node, "orelse", []))
+    parents = {".".join(name.split(".")[:i]) for name in names for i in range(1, name.count(".") + 2)}
+    return (names | parents) & files().keys()
+
+
+def closure(module: str) -> set[str]:
+    """The module and all that is loaded with it."""
+    found, left = set(), [module]
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            left += imports_of(tree_of(name).body)
+    return found
+
+
+def nodes_of(modules: set[str]) -> int:
+    nodes = (node for module in modules for node in ast.walk(tree_of(module)))
+    return sum(isinstance(node, ast.expr | ast.stmt) for node in nodes)
+
+
+def lines_of(modules: set[str]) -> int:
+    return sum(len(files()[module].read_text("utf-8").splitlines()) for module in modules)
+
+
+def crossings() -> list[str]:
+    """The imports from the core to rooms that may be deleted, when a module loads; the two programs may enter them."""
+    found = []
+    for module in files():
+        if room_of(module) == "core" and module not in ("train_grpo", "report"):
+            targets = sorted(name for name in imports_of(tree_of(module).body) if room_of(name) != "core")
+            found += [f"{module} imports {target}" for target in targets]
+    return found
+
+
+def optional_fields() -> list[str]:
+    """The fields of records in batch.py that may be None."""
+    classes = (node for node in tree_of("batch").body if isinstance(node, ast.ClassDef))
+    fields = (node for each in classes for node in each.body if isinstance(node, ast.AnnAssign))
+    return [ast.unparse(node.target) for node in fields if re.search(r"\bNone\b", ast.unparse(node.annotation))]
+
+
+def unused_flags() -> list[str]:
+    """The flags that no script, row of a paper or test names."""
+    sys.path.insert(0, str(ROOT))
+    from flags import FLAGS
+
+    texts = [ROOT / "docs" / "papers.json", *(ROOT / "scripts").glob("*.sh"), *(ROOT / "tests").rglob("*.py")]
+    named = set(re.findall(r"\w+", " ".join(path.read_text("utf-8") for path in texts)))
+    return [name for name in FLAGS if name.removeprefix("--") not in named]
+
+
+def measured() -> dict[str, float]:
+    """Name -> number, each of which may only fall."""
+    from flags import FLAGS
+
+    modules, core = set(files()), closure("minimal")
+    code = wide = 0
+    for module in modules:
+        docs = set()
+        for node in ast.walk(tree_of(module)):
+            has_docstring = isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            if has_docstring and ast.get_docstring(node):
+                docs |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+        lines = files()[module].read_text("utf-8").splitlines()
+        wide += sum(len(line) > 100 for line in lines)
+        outside = [line.strip() for i, line in enumerate(lines, start=1) if i not in docs]
+        code += sum(bool(line) and not line.startswith("#") for line in outside)
+    return {
+        "minimal.py: files": len(core),
+        "minimal.py: lines": lines_of(core),
+        "minimal.py: nodes": nodes_of(core),
+        "nodes": nodes_of(modules),
+        "lines": lines_of(modules),
+        "nodes of a line of code, times 100": round(100 * nodes_of(modules) / code),
+        "lines beyond 100 columns, of 1,000": round(1000 * wide / lines_of(modules)),
+        "nodes of the eight files of a step": nodes_of(set(STEP)),
+        "imports from the core to rooms": len(crossings()),
+        "fields of batch.py that may be None": len(optional_fields()),
+        "flags": len(FLAGS),
+        "flags that nothing names": len(unused_flags()),
+        **{
+            f"nodes of {room}": nodes_of({each for each in modules if room_of(each) == room})
+            for room in ("core", *ROOMS)
+        },
+    }
+
+
+if __name__ == "__main__":
+    unused_flags()  # makes flags.py importable
+    for name, number in measured().items():
+        print(f"{number:7,} {name}")
+    for line in [*crossings(), *(f"nothing names {flag}" for flag in unused_flags())]:
+        print(line)

@@ -13,7 +13,6 @@ import argparse
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -38,8 +37,8 @@ from runtime.start import (
     reason_file,
 )
 
-PATIENCE = 5.0  # seconds between the first rank that fails and the end of the others: they may have reasons, too
-LAST_BREATH = 30.0  # seconds in which a killed rank is gone, unless a driver holds it
+NOTES_SECONDS = 5.0  # between the first rank that fails and the end of the others: they may have reasons, too
+KILL_SECONDS = 30.0  # in which a killed rank is gone, unless a driver holds it
 
 
 class Launch:
@@ -102,7 +101,7 @@ class Launch:
                 for process in self.processes.values():
                     process.send_signal(signal.SIGTERM)  # what has ended gets none
             if failed or self.notes():
-                deadline = min(deadline, time.monotonic() + PATIENCE)
+                deadline = min(deadline, time.monotonic() + NOTES_SECONDS)
         self.kill()
         return failed
 
@@ -113,7 +112,7 @@ class Launch:
                 os.killpg(process.pid, signal.SIGKILL)
         for process in self.processes.values():
             with suppress(subprocess.TimeoutExpired):
-                process.wait(LAST_BREATH)
+                process.wait(KILL_SECONDS)
 
     def tell_failure(self, reason: str) -> None:
         """Writes it to status.json, if these ranks have made that: the main one may have been killed, or wait."""
@@ -141,15 +140,11 @@ class Launch:
             how = f"was ended by signal {-status} ({signal.Signals(-status).name}){by}; the same command continues."
         else:
             how = f"ended with exit status {status}."
-        last_place = re.search(r'"step": (\d+), "phase": "(\w+)"', self.left_by_watch(f"rank_{rank}.json"))
-        where = f" (step {last_place[1]}, {last_place[2]})" if last_place else ""
-        stall = self.left_by_watch("stall.txt").partition("\n")[0]
-        return f"{stall}; then rank {rank}{where} {how}" if stall else f"rank {rank}{where} {how}"
-
-    def left_by_watch(self, name: str) -> str:
-        """A file of runtime/stall.py; "" if there is none of this start."""
-        file = self.out_dir / "ranks" / name
-        return file.read_text("utf-8") if file.exists() and file.stat().st_mtime >= self.begin else ""
+        where = f" ({next(iter(notes.values()))['place']})" if notes else ""  # the ranks go in step
+        stacks = [file.stat() for file in (self.out_dir / "ranks").glob("rank_*.txt")]
+        is_stalled = any(stack.st_size and stack.st_mtime >= self.begin for stack in stacks)
+        before = f"no progress for --stall_seconds (stacks: {self.out_dir}/ranks); then " if is_stalled else ""
+        return f"{before}rank {rank}{where} {how}"
 
 
 def steps_logged(out_dir: Path) -> int:

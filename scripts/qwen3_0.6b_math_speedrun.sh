@@ -35,8 +35,7 @@ ARGS=(
     --advantage_ddof 1            # source: the same
     --advantage_eps 1e-4          # source: the same
     --policy_loss reinforce       # source: -A x the sum of the log-probs
-    --loss_aggregation seq_mean_token_sum_norm # source: the sum of a completion, averaged over the completions
-    --loss_constant_tokens 1      # source: a sum is not divided
+    --loss_aggregation seq_mean_token_sum_norm:constant=1 # source: the sum of a completion, averaged over the completions
     --kl_coef 0                   # source: no KL
     --learning_rate 1e-5          # source: 1e-5
     --lr_schedule constant        # source: constant

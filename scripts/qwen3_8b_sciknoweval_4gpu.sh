@@ -58,8 +58,7 @@ ARGS=(
     --loss_aggregation token_mean # source: its default
     --entropy_coef 0              # source: its default
     --kl_coef 0                   # source: no KL, neither in the loss nor in the reward
-    --rollout_correction token_truncate # source: importance weights of tokens
-    --rollout_correction_max 2    # source: at most 2
+    --rollout_correction token_truncate:largest=2  # source: at most 2
     --learning_rate 1e-5          # source: 1e-5 or 1e-6, the better one; it does not say for which task
     --lr_schedule constant        # source: its default
     --warmup_ratio "$(awk "BEGIN { print 10 / $steps }")" # source: 10 warm-up steps; there it rises once a step, here with each update

@@ -21,7 +21,7 @@ from command_line import exit_with_error, parser_of
 from extras.servers.start import server_command, server_environment
 from flags import DTYPES, INF, EngineSettings, default_dtype, flag
 from gate.checks import LOOPBACK, check_ranges
-from model.sizes import check_path
+from gate.models import check_path
 
 # fmt: off
 FLAGS = {"server": [
@@ -51,9 +51,10 @@ def main() -> None:
         check_path(args.model)
         # torch takes seconds to import: mistakes are reported before
         from engine.options import engine_options
-        from runtime.machine import check_server, choose_interface
+        from gate.machine import check_server
+        from runtime.machine import choose_interface
 
-        is_cuda = check_server(args.tensor_parallel_size, args.gpu_memory_utilization)
+        is_cuda = check_server(args.tensor_parallel_size)
         options = engine_options(args.model, settings, is_cuda, args.tensor_parallel_size)
     except (ValueError, OSError) as error:
         exit_with_error(error)

@@ -18,8 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from batch import Row
 from command_line import parser_of
-from data import PromptData, describe_template
-from extras.models.vision import load_processor
+from data import PromptData, describe_template, load_reader
 from extras.turns.episode import Turn, columns_for
 from extras.turns.turns import Turns
 from flags import FLAGS as TRAINING_FLAGS
@@ -68,7 +67,7 @@ def main() -> None:
         check_ranges(args, FLAGS)
         check_turns(args)
         prompt_format = PromptFormat.from_flags(args, system_prompt=read_system_prompt(args.system_prompt))
-        tokenizer, vision = load_processor(args.model, config, prompt_format)
+        tokenizer, vision = load_reader(args.model, config, prompt_format)
         parts = [PromptData.load(source, prompt_format, tokenizer, args.seed, vision) for source in args.data]
         turns = None
         if args.environment or args.tools:

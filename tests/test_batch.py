@@ -179,7 +179,7 @@ def test_rollouts_are_concatenated_and_selected_with_all_fields():
     both = Rollout.concatenate([make_rollout([[1], [2]], [[3], [4, 5]]), make_rollout([[6]], [[7]])])
     assert [row.ids.tolist() for row in both.rows] == [[1], [2], [6]]
     assert both.completion_lengths_B.tolist() == both.sequence_lengths_B.tolist() == [1, 2, 1]
-    assert both.grades is None
+    assert both.grades == []
     assert both.loss_weights_B.tolist() == [0.25, 0.5, 0.25]
     grades = [make_grade(b, is_correct=b > 4) for b in range(8)]
     rollout = replace(random_rollout(), grades=grades, is_trained_B=np.arange(8) != 2)

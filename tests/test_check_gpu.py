@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TextIO
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -45,6 +46,38 @@ def test_on_a_cpu_it_runs_what_a_cpu_can_and_says_so(tmp_path, monkeypatch, caps
     assert 0.999 < float(figures["attention, gradients"]) <= 1
     assert 0 < float(figures["one engine: gap after sleep, wake and sync"]) < 1e-4
     assert float(figures["sample, speed"].replace(",", "")) > 0
+
+
+@pytest.mark.parametrize(("count", "capability", "free", "wrong"), [
+    (2, (9, 0), 79.0, []),
+    (1, (9, 0), 79.0, ["GPUs that CUDA can use: 1 (expected: 2)"]),  # a MIG slice, or a GPU has failed
+    (2, (7, 0), 79.0, ["GPU 0: V100, compute capability 7.0, 79.0", "GPU 1: V100"]),
+    (2, (9, 0), 40.0, ["GPU 0: V100, compute capability 9.0, 40.0 of 80.0 GiB free (expected: 8.0 or", "GPU 1: V100"]),
+])  # fmt: skip
+def test_gpus_that_are_lost_too_old_or_taken_stand_out(count, capability, free, wrong, monkeypatch):
+    memory = free * check_gpu.GIB, 80 * check_gpu.GIB
+    answers = {"init": None, "device_count": count, "get_device_name": "V100", "get_device_capability": capability}
+    for name, answer in (answers | {"mem_get_info": memory}).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    found = [str(line).removeprefix("LOOK  ") for line in check_gpu.find_gpus(seen=2) if not line.is_ok]
+    assert len(found) == len(wrong) and all(map(str.startswith, found, wrong))
+
+
+def test_a_driver_that_answers_nobody_and_a_missing_compiler_stand_out(monkeypatch, tmp_path):
+    """As after an upgrade of the driver without a restart: torch sees no GPU, and says why when it is asked for one."""
+    (tmp_path / "0000:1b:00.0").mkdir()
+    monkeypatch.setattr(check_gpu, "INSTALLED", tmp_path)
+    monkeypatch.setattr(check_gpu, "apart", lambda find: find())
+    monkeypatch.setattr(check_gpu.metadata, "version", lambda _: "1.0")
+    monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=RuntimeError("The NVIDIA driver is too old")))
+    monkeypatch.setattr(check_gpu.shutil, "which", lambda _: None)
+    place = Place(ROOT, None, 1, is_cuda=True)
+    lines = check_gpu.lines_of("machine", check_gpu.check_machine, place)
+    found = [str(line) for line in lines if not line.is_ok and line.what != "/dev/shm"]
+    assert found[0].startswith(
+        "LOOK  gcc or clang: missing\n      vLLM's kernels on CUDA, and --compile, need it: install"
+    )
+    assert found[-1].startswith("LOOK  machine: RuntimeError: The NVIDIA driver is too old")
 
 
 def steps(*gaps: float) -> list[dict[str, float]]:

@@ -1,10 +1,9 @@
-"""Checkpoints on one rank: saved whole or not at all, restored to the bit with the state of the loop; damaged files,
-files with code in them, a disk that is full, the best one.
+"""Checkpoints on one rank: saved whole or not at all, restored to the bit with the state of the loop; missing and short
+files, a disk that is full, the best one.
 """
 
 import json
 import os
-import pickle
 import re
 import shutil
 from functools import partial
@@ -13,18 +12,16 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import checkpoint
 from batch import pack
 from engine.options import stop_ids
-from extras.models.vision import load_processor
-from flags import PromptFormat, Saving
+from flags import Saving
 from helpers.made_up import ALONE, load_policy, make_rollout, unpacked_logprobs
 from helpers.runs import largest_file
-from model.weights import load_config, load_generation_config
-from runtime.files import DiskError, checkpoints, checksums, write_list
+from model.weights import load_config, load_generation_config, load_tokenizer
+from runtime.files import DiskError, checkpoints
 from runtime.start import RunError
 
 
@@ -162,19 +159,13 @@ def cut(file: Path, at: float = 0.5) -> None:
     os.truncate(file, int(file.stat().st_size * at))
 
 
-def flip(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-@pytest.mark.parametrize("damage", [cut, partial(cut, at=0), flip, Path.unlink])
+@pytest.mark.parametrize("damage", [cut, partial(cut, at=0), Path.unlink])
 def test_damage_is_named_and_the_checkpoint_before_is_used(damage, run_folder, tmp_path):
     """Damage to any file is found and named, and the checkpoint before is used."""
     names = [str(path.relative_to(run_folder / "step_2")) for path in (run_folder / "step_2").rglob("*")]
     files = [name for name in names if (run_folder / "step_2" / name).is_file()]
     expected = {"model.safetensors", "config.json", "tokenizer.json", "trainer/.metadata", "trainer/__0_0.distcp"}
-    assert expected | {"trainer/progress.json", "trainer/checksums.json"} <= set(files)
+    assert expected | {"trainer/progress.json", "sizes.json"} <= set(files)
     assert len({(run_folder / "step_2" / name).stat().st_mode for name in files}) == 1, "who reads one reads all"
     for number, name in enumerate(files):
         folder, said = tmp_path / str(number), []
@@ -183,8 +174,8 @@ def test_damage_is_named_and_the_checkpoint_before_is_used(damage, run_folder, t
         assert latest(folder, said) == (1, folder / "step_1"), name
         (line,) = said
         assert f"{folder}/step_2 is damaged: " in line and f"It is now {folder}/damaged_step_2" in line
-        assert name in line or (name == "trainer/checksums.json" and damage is flip), line  # it then blames another
-        assert {path.name for path in folder.glob("[!m]*")} == {"damaged_step_2", "step_1"}, "no link to it is left"
+        assert name in line
+        assert {path.name for path in folder.glob("*step*")} == {"damaged_step_2", "step_1"}
 
 
 def test_with_damaged_checkpoints_alone_nothing_starts_again(run_folder, folder):
@@ -197,48 +188,19 @@ def test_with_damaged_checkpoints_alone_nothing_starts_again(run_folder, folder)
     shutil.copytree(run_folder / "step_2", folder / "step_2")
     assert latest(folder) == (2, folder / "step_2")
     cut(folder / "step_2" / "config.json")
-    with pytest.raises(DiskError, match="damaged_step_2, damaged_step_2_2"):
+    with pytest.raises(DiskError, match="only damaged_step_1, damaged_step_2;"):
         latest(folder)
     for path in folder.glob("damaged_*"):
         shutil.rmtree(path)
     assert latest(folder) == (0, None)
 
 
-# Code in files --------------------------------------------------------------------------------------------------------
+# Shards of another policy, code in files ------------------------------------------------------------------------------
 
 
-class Evil:
-    """What runs when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple:
-        return os.system, (f"touch {self.mark}",)
-
-
-def test_a_list_of_shards_with_code_in_it_is_refused(policy, folder, tmp_path):
-    """A list of shards with code in it is refused, even if the checksums agree."""
-    mark, checkpoint_2 = tmp_path / "executed", folder / "step_2"
-    metadata = dcp.FileSystemReader(checkpoint_2 / "trainer").read_metadata()
-    metadata.planner_data = Evil(mark)
-    (checkpoint_2 / "trainer" / ".metadata").write_bytes(pickle.dumps(metadata))
-    files = [path for path in checkpoint_2.rglob("*") if path.is_file() and path.name != "checksums.json"]
-    write_list(checkpoint_2, checkpoint_2 / checkpoint.LIST, checksums(checkpoint_2, files))
-    with pytest.raises(DiskError, match="step_2 cannot be loaded: .*it names posix.system, which is no "):
-        checkpoint.load(checkpoint_2, *trained(policy))
-    assert not mark.exists()
-
-
-def test_a_value_with_code_in_it_is_refused(policy, tmp_path):
-    model, optimizer = trained(policy)
-    mark = tmp_path / "executed"
-    optimizer.param_groups[0]["betas"] = Evil(mark)
-    parameters, state = checkpoint.get_state_dict(model, optimizer)
-    dcp.save({"model": parameters, "optimizer": state}, checkpoint_id=tmp_path / "step_1" / "trainer")
-    with pytest.raises(DiskError, match="step_1 cannot be loaded: Weights only load failed"):
-        checkpoint.load(tmp_path / "step_1", *trained(policy))
-    assert not mark.exists()
+def test_shards_of_another_policy_are_refused(folder, qwen3_policy):
+    with pytest.raises(DiskError, match="step_2 cannot be loaded: Size mismatch between saved"):
+        checkpoint.load(folder / "step_2", *trained(qwen3_policy))
 
 
 def test_a_model_folder_with_code_is_refused(policy, tmp_path, monkeypatch):
@@ -254,7 +216,7 @@ def test_a_model_folder_with_code_is_refused(policy, tmp_path, monkeypatch):
             with pytest.raises(ValueError, match="needs code of its own, which is never run"):
                 load_config(str(model))
         else:
-            load_processor(str(model), None, PromptFormat())
+            load_tokenizer(str(model))
     assert not (tmp_path / "executed").exists()
 
 

@@ -95,7 +95,7 @@ def test_the_head_compiles_to_one_kernel_in_each_direction(monkeypatch):
         own, head.weight.grad = hidden.clone().requires_grad_(), None
 
         def passes(own: torch.Tensor = own) -> tuple[torch.Tensor, torch.Tensor]:
-            logprobs, entropies = chunked_logprobs(own, head, labels, 0.7)
+            logprobs, entropies, _ = chunked_logprobs(own, head, labels, 0.7)
             (logprobs * weights).sum().backward()
             return logprobs, entropies
 

@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -29,12 +28,11 @@ from transformers import Qwen2Config
 from command_line import parse_flags
 from engine import vllm_setup
 from engine.options import memory_errors
-from flags import EngineSettings
+from flags import EngineSettings, Sampling
 from fsdp_utils import World, begin_gather, fill_from_main
 from gate.agreement import program_files
 from helpers.programs import GPUS
 from helpers.runs import GUARD_SECONDS, PROGRAMS, ROOT, torchrun
-from model.sizes import MIXTURES, NOT_ALIKE
 from plan.dry_run import config_of
 from smoke_inputs import SETUPS, make_model
 from test_setups import launched
@@ -104,6 +102,7 @@ def test_vllm_makes_of_our_options_what_the_engine_relies_on(name, kind, resolve
         "head_dtype": "torch.float32" if name in FP32_LOGITS else "torch.bfloat16",
         "tries_flashinfer": False,
         "experts": "triton",
+        "linear_attention": "triton",
         "fuses_all_reduce": False,
         "has_custom_all_reduce": True,
         "executor": "external_launcher",
@@ -123,12 +122,13 @@ def test_vllm_returns_routes_with_our_options(kind, resolved):
 
 
 @pytest.mark.parametrize("is_changed", [True, False])
-def test_each_rank_of_an_engine_keeps_routes(is_changed, rollout, monkeypatch):
+@pytest.mark.usefixtures("rollout")  # vLLM is imported as an engine does
+def test_each_rank_of_an_engine_keeps_routes(is_changed, monkeypatch):
     """By itself vLLM keeps them on the first rank alone, where its other executors have their one scheduler."""
     worker = pkgutil.resolve_name("vllm.distributed.aux_output_connector.worker")
     monkeypatch.setattr(worker, "get_tp_group", lambda: SimpleNamespace(is_first_rank=False))
     if is_changed:
-        rollout.keep_on_each_rank()
+        pkgutil.resolve_name("extras.models.routes").keep_on_each_rank()
     assert inspect.getsource(worker).count("get_tp_group()") == 1, "it is asked for nothing else"
     capturer = SimpleNamespace(shape_per_token=(2, 2), output_dtype_name="uint8")
     monkeypatch.setattr(worker, "RoutedExpertsCapturer", lambda **_: capturer)
@@ -175,6 +175,9 @@ class RecordedLLM:
 
     def __init__(self, fails_at: str = "", error: Exception | None = None) -> None:
         self.calls, self.fails_at, self.error = [], fails_at, error
+        self.queue = ["a step ahead of the outputs, of which nobody has taken one"]
+        core = SimpleNamespace(engine_core=SimpleNamespace(batch_queue=self.queue))
+        self.llm_engine = SimpleNamespace(engine_core=core, step=self.queue.pop)
 
     def note(self, call: str) -> None:
         self.calls.append(call)
@@ -196,6 +199,7 @@ class RecordedLLM:
         self.note(method)
 
     def reset_prefix_cache(self) -> bool:
+        assert not self.queue, "the step holds blocks of the cache"
         raise GoesOn("the engine goes on to sample")
 
 
@@ -461,20 +465,6 @@ def test_objects_have_what_we_read_and_call(place):
         assert own[: len(wanted)] == wanted, f"{name} takes {own}"
 
 
-def test_families_hand_their_windows_to_the_attention():
-    """The packed pass knows no other way. Those that put them in the mask alone are refused, or their windows are.
-    Whoever admits one must refuse its windows.
-    """
-    sources = (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")
-    silent = set()
-    for file in sources:
-        source = file.read_text()
-        if "create_sliding_window_causal_mask" in source and not re.search("sliding_window=(self|getattr)", source):
-            silent.add(file.parent.name)
-    assert silent - {"paligemma", "phimoe", "qwen2_moe"} <= NOT_ALIKE
-    assert MIXTURES["qwen2_moe"]["use_sliding_window"] is False
-
-
 # Names ----------------------------------------------------------------------------------------------------------------
 
 
@@ -484,6 +474,10 @@ def test_what_we_name_in_vllm_is_there():
     version = next(line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("vllm=="))
     assert f"vLLM {version.split()[0].removeprefix('vllm==')}," in vllm_setup.__doc__, "look at each line of it again"
     assert pkgutil.resolve_name("vllm.engine.arg_utils:EngineArgs").sleep_mode_offload_cudagraph is False
+    sampling = Sampling(num_samples=2, temperature=0.6, max_completion_tokens=9, top_p=0.95).for_vllm(7)
+    inspect.signature(pkgutil.resolve_name("vllm:SamplingParams")).bind(
+        **sampling, stop_token_ids=[], flat_logprobs=True
+    )
 
 
 # Copies ---------------------------------------------------------------------------------------------------------------

@@ -14,10 +14,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from batch import pack
+from gate.models import check_model
 from helpers.distributed import on_ranks
 from helpers.made_up import load_policy, make_hybrid, make_model_of_family, unpacked_logprobs
-from model.sizes import check_config
-from model.weights import model_of_shapes
 
 WINDOW = 8  # tokens; sequences have up to 57
 KINDS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
@@ -190,33 +189,7 @@ def test_a_teacher_scales_its_logits_as_it_does_as_a_policy(name, folder, found)
     torch.testing.assert_close(label_logprobs_K, found[name]["logprobs"], atol=LARGEST_GAP, rtol=0)
 
 
-REFUSED = {  # type of a model -> what the sentence says that it has
-    "phi": "a head with a bias; use a family that docs/data.md lists, Phi-3",
-    "gpt2": "layers or attention outside the interface of transformers",
-    "gpt_bigcode": "layers or attention outside the interface of transformers",
-    "gptj": "layers or attention outside the interface of transformers",
-    "falcon": "layers or attention outside the interface of transformers",
-    "stablelm": "layers or attention outside the interface of transformers",
-    "nemotron": "parts that trainer and engine do not compute alike; needed is",
-    "apertus": "parts that trainer and engine do not compute alike",
-    "gemma3": "a vision tower of its own kind; use a family that docs/data.md lists, Phi-3, OLMo 3, Gemma 3 1B",
-    "granite_swa": "attention sinks; use a family that docs/data.md lists, Phi-3, OLMo 3",
-}
-
-
-@pytest.mark.parametrize("model_type", REFUSED)
-def test_a_family_that_is_computed_otherwise_is_refused_early(model_type):
-    """A family that is not computed alike is refused before weights are read."""
-    config = AutoConfig.for_model(model_type)
-    with pytest.raises(ValueError) as error:
-        check_config("m", config, (32, 32), 1)
-        model_of_shapes("m", config)
-    said = str(error.value)
-    assert said.startswith(f"--model m ({model_type}) has {REFUSED[model_type]}") and said.endswith("for example.")
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_that_was_tested_is_not_refused(name, folder):
     config = AutoConfig.from_pretrained(folder / name)
-    check_config(name, config, (52, 12), 1)
-    model_of_shapes(name, config)
+    check_model(name, config, (52, 12), 1)

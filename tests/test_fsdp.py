@@ -9,6 +9,7 @@ import torch
 import grpo
 from algorithm import algorithm_of
 from batch import pack
+from extras.teacher.vocabulary import run
 from helpers.distributed import (
     ALGORITHMS,
     COMMON,
@@ -21,7 +22,7 @@ from helpers.distributed import (
     rollout_of,
 )
 from helpers.made_up import load_policy
-from update import run_teacher, with_advantages
+from update import with_advantages
 
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-4}
 
@@ -45,13 +46,12 @@ def test_loss_and_gradient_equal_one_process_with_one_batch(algorithm, results, 
     model, rollout = load_policy(policy), rollout_of("any")
     settings = algorithm_of(parsed(f"{COMMON} {ALGORITHMS[algorithm]}"))
     batch = with_advantages(rollout, pack(rollout, list(range(8))))
-    teacher = run_teacher(reference_of(policy), batch, settings) if algorithm == "distill" else None
+    teacher = run(reference_of(policy), settings.kl_direction, batch) if algorithm == "distill" else None
     scores = model(batch, 1.0, True, teacher)
     logprobs_N = scores.logprobs_N
     batch = off_policy(replace(batch, old_logprobs_N=logprobs_N.detach()))
     if teacher:
-        distilled = {"ref_logprobs_N": scores.ref_logprobs_N, "kl_N": scores.kl_N, "agrees_N": scores.agrees_N}
-        batch = replace(batch, **distilled)
+        batch = replace(batch, ref_logprobs_N=scores.distilled.ref_logprobs_N, distilled=scores.distilled)
     elif settings.kl_coef:
         batch = replace(batch, ref_logprobs_N=reference_of(policy)(batch, 1.0)[0])
     loss_N, _, _ = grpo.total_loss(batch, logprobs_N, batch.old_logprobs_N, scores.entropies_N, settings)

@@ -48,7 +48,7 @@ def test_fp32_logits_on_a_gpu_are_those_of_an_fp64_head():
     hidden, head = torch.randn(40, 512), nn.Linear(512, 3000, bias=False)
     labels, exact = torch.randint(3000, (40,)), (hidden.bfloat16().double() @ head.weight.bfloat16().double().T)
     on_gpu = hidden.bfloat16().cuda(), head.bfloat16().cuda(), labels.cuda()
-    found, _ = chunked_logprobs(*on_gpu, 1.0, head_dtype=torch.float32)
+    found = chunked_logprobs(*on_gpu, 1.0, head_dtype=torch.float32).logprobs_N
     wanted = exact.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
     torch.testing.assert_close(found.double().cpu(), wanted, atol=1e-4, rtol=0)
 

@@ -119,7 +119,7 @@ def loss_of(
 ) -> Loss:  # fmt: skip
     t = tokens_of(logprobs_N, case.old_logprobs_N, case.rollout_logprobs_N, case.advantages_N, *case.packing)
     values = {"clip_low": bounds[0], "clip_high": bounds[1], "dual_clip": dual}
-    values |= {"sapo_tau_pos": tau[0], "sapo_tau_neg": tau[1]}
+    values |= {"tau_pos": tau[0], "tau_neg": tau[1]}
     return grpo.as_loss(call("--policy_loss", kind, t, **values), t)
 
 
@@ -132,11 +132,11 @@ def correction(
 ) -> tuple[Tensor, Tensor]:
     """(weights, which of them are truncated or 0)."""
     tokens = tokens_of(None, old, rollout, None, mask, sequence_ids)
-    return call("--rollout_correction", kind, tokens, rollout_correction_min=low, rollout_correction_max=high)
+    return call("--rollout_correction", kind, tokens, smallest=low, largest=high)
 
 
 def aggregation(lengths_B: Tensor, kind: str, constant: float = 12.0) -> Tensor:
-    return call("--loss_aggregation", kind, lengths_B, loss_constant_tokens=constant)
+    return call("--loss_aggregation", kind, lengths_B, max_completion_tokens=100, constant=constant)
 
 
 # The papers' equations, of a case, its log-probs, and the same where they are sg[...] ---------------------------------

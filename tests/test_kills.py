@@ -23,7 +23,7 @@ from helpers.runs import GUARD_SECONDS, Forked, begin, copy_at, launched, wait_f
 
 SAID = [
     r"error: rank 1 \(step \d+, \w+\) was ended by signal 9 \(SIGKILL\) by someone", "restart 1 of 2, . steps after",
-    r"error: STALL: .* rank 1 does not answer: .* in \w+ of .*; then rank 0 \(step \d+, \w+\) .*[Tt]imed out",
+    r"error: no progress for --stall_seconds .*; then rank 0 \(step \d+, \w+\) .*[Tt]imed out",
     "restart 2 of 2.*"]  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def end_by_signal(number: int, phase: str, out_dir: Path, flags: list[str], rank
     log, before = out_dir.with_suffix(".log"), len(soak.last_lines(out_dir))
     run = soak.start(out_dir, flags, log)
 
-    def is_there() -> bool:  # by status.json, not the heartbeat: it is written as soon as a phase begins
+    def is_there() -> bool:
         assert run.poll() is None, f"it never came to {phase}"
         now = f'"now": "{phase}"'
         return len(soak.last_lines(out_dir)) > before and now in (out_dir / "status.json").read_text()
@@ -110,7 +110,7 @@ def test_eight_kills_change_no_result_of_a_run(flags, undisturbed, tmp_path):
     """A run that is killed in eight phases ends like the undisturbed one. Targets and signals are drawn. A phase
     may be over when the signal comes: they last some milliseconds.
     """
-    rng, phases = random.Random(19), ["start", "sample", "checkpoint", "reward", "update", "evaluate", "sync"]
+    rng, phases = random.Random(19), ["load", "sample", "checkpoint", "reward", "update", "evaluate", "sync"]
     moments = [lambda: rng.uniform(0, 0.5), *(lambda phase=phase: phase for phase in phases)]
     run = partial(soak.bring_to_its_end, flags=flags, rng=rng, moments=moments)
     kills, wrong = soak.disturb(tmp_path, 8, run, partial(soak.differences, undisturbed=undisturbed[0]))

@@ -18,6 +18,7 @@ from soak import is_running
 LAUNCHER = [sys.executable, str(ROOT / "scripts" / "launch.py")]
 PROGRAM = """
 import json, os, signal, sys, time
+from runtime import stall
 from runtime.start import arm, join_launcher, listen, note_reason, requested
 rank, folder = int(os.environ["RANK"]), sys.argv[-1]
 signal.alarm(120)  # whatever becomes of the test
@@ -31,8 +32,10 @@ AFTER = f"if not rank:\n    {HEARD_OF.format(1)}"
 SLOWLY_KILLED = f"""if rank:
     {HEARD_OF.format(0)}    os.kill(os.getpid(), signal.SIGKILL)  # its sockets were closed before
 note_reason('closed by peer', 'error'); sys.exit(1)"""
+LOST = "note_reason('OSError: lost', 'error') if rank else 0; time.sleep(3600)"
 EXITS = "sys.exit(3) if rank else time.sleep(3600)"
-IN_UPDATE, STALLED = (f"os.utime(folder + '/ranks/{name}'); " for name in ("rank_1.json", "stall.txt"))
+IN_UPDATE = "stall.BOARD.step, stall.BOARD.phase = 7, 'update'\n"
+STALLED = "os.utime(folder + '/ranks/rank_1.txt'); "
 SAVES = "while not requested(): time.sleep(0.05)\ntime.sleep(seconds); os.write(1, b'saved\\n')"
 ARMED, BRIEFLY, SAVED = "listen(); arm(30)", "listen(); arm(1)", ["saved", "saved"]
 LATE = "SIGTERM: the run could not save within --grace_seconds 1; the same "
@@ -91,24 +94,25 @@ def test_no_rank_outlives_its_launcher(tmp_path):
 
 
 @pytest.mark.parametrize(("body", "last_line"), [
-    (AFTER + "raise ValueError(f'said by {rank}')", "rank 1 ended with ValueError: said by 1"),
+    (AFTER + "raise ValueError(f'said by {rank}')", "rank 1 (step 0, start) ended with ValueError: said by 1"),
     ("note_reason('--clip_low 3: must be at most 1.', 'mistake'); sys.exit(1)", "--clip_low 3: must be at most 1."),
-    ("note_reason('OSError: lost', 'error') if rank else 0; time.sleep(3600)", "rank 1 ended with OSError: lost"),
-    (KILLED + "\nraise RuntimeError('closed')", "rank 1 was ended by signal 9 (SIGKILL) by someone, or by Linux"),
-    (SLOWLY_KILLED, "rank 1 was ended by signal 9 (SIGKILL) by someone, or by Linux"),
-    (EXITS, "rank 1 ended with exit status 3."),  # the files of runtime/stall.py are of an earlier start
-    (IN_UPDATE + STALLED + EXITS, "STALL: it hangs; then rank 1 (step 7, update) ended with exit status 3."),
+    (IN_UPDATE + LOST, "rank 1 (step 7, update) ended with OSError: lost"),
+    (IN_UPDATE + KILLED + "\nraise RuntimeError('closed')", "rank 1 (step 7, update) was ended by signal 9 ("),
+    (SLOWLY_KILLED, "rank 1 (step 0, start) was ended by signal 9 (SIGKILL) by someone, or by Linux"),
+    (EXITS, "rank 1 ended with exit status 3."),  # the stacks are of an earlier start
+    (STALLED + EXITS, "no progress for --stall_seconds (stacks: FOLDER/ranks); then rank 1 ended with exit status 3."),
 ])  # fmt: skip
 def test_the_last_line_is_the_reason_of_the_first_failed_rank(body, last_line, tmp_path):
     """The last line is the reason of the first rank that failed, and all ranks are ended. With its place and the
     stall before. Also of a rank that does not end; a killed one, not what others say then.
     """
     (tmp_path / "ranks").mkdir()
-    for name, text in (("rank_1.json", '{"step": 7, "phase": "update", "d'), ("stall.txt", "STALL: it hangs\n  table")):
-        (tmp_path / "ranks" / name).write_text(text)
-        os.utime(tmp_path / "ranks" / name, (0, 0))
+    (tmp_path / "ranks" / "rank_0.txt").touch()
+    (tmp_path / "ranks" / "rank_1.txt").write_text("Timeout (0:10:00)!")
+    os.utime(tmp_path / "ranks" / "rank_1.txt", (0, 0))
     out, _ = (done := launch(tmp_path, 2, f"join_launcher(); ready()\n{body}")).communicate(timeout=GUARD_SECONDS)
     assert done.returncode == 1 and not any(map(is_running, pids(tmp_path)))
+    last_line = last_line.replace("FOLDER", str(tmp_path))
     assert out.splitlines()[-1].startswith(f"error: {last_line}") and out.count(last_line) <= 1 + ("raise" in body)
     assert ("Traceback" in out) == ("raise" in body), "where it happened stands above"
 

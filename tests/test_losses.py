@@ -139,6 +139,19 @@ def test_clip_cov_leaves_out_some_tokens_of_high_covariance():
     assert_trained(loss.per_token, {t: 0.0 if t in left_out else naive_clip(case, t) for t in tokens})
     alone, _ = loss_of(case, "clip_cov", **CLIP)
     assert (alone.per_token[tokens] == 0).sum() == 0, "no covariance is above 1"
+    least, _ = loss_of(case, "clip_cov", {"ratio": 0.01, "low": 0.1, "high": 1.0}, **CLIP)
+    assert (least.per_token[tokens] == 0).sum() == 1, "0.13 tokens are one"
+
+
+def test_clip_cov_draws_among_tokens_that_are_not_clipped():
+    """Tokens that the clip has left without a gradient are no part of the share."""
+    case, tight = make_case(scale=0.5), CLIP | {"clip_low": 0.01, "clip_high": 0.01}
+    tokens = sum(case.trained, [])
+    plain, _ = loss_of(case, "clip", **tight)
+    is_clipped = plain.is_low | plain.is_high
+    loss, _ = loss_of(case, "clip_cov", {"ratio": 1.0, "low": -100.0, "high": 100.0}, **tight)
+    assert 0 < is_clipped[tokens].sum() < len(tokens)
+    assert [loss.per_token[t].item() == 0 for t in tokens] == [not is_clipped[t].item() for t in tokens]
 
 
 # Advantages -----------------------------------------------------------------------------------------------------------

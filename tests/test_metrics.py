@@ -19,8 +19,8 @@ from update import update_flops, work_of_step
 
 WORLD = World(trainer_rank=0, num_trainers=2, tp_size=1, device=torch.device("cpu"))
 ROLLOUT = make_rollout([6, 2, 8, 4], group_size=2)  # with prompts of 4 tokens: 9 + 5 + 11 + 7 positions
-POLICY = SimpleNamespace(flops_per_token=100, parity_length=10.0, has_adapter=False)
-WITH_LORA = SimpleNamespace(flops_per_token=100, parity_length=10.0, has_adapter=True)
+POLICY = SimpleNamespace(flops_per_token=100, parity_length=10.0, adapter=None)
+WITH_LORA = SimpleNamespace(flops_per_token=100, parity_length=10.0, adapter=object())
 
 
 def test_rollout_metrics_count_groups_lengths_and_truncation():

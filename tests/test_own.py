@@ -3,7 +3,6 @@ functions that know the step.
 """
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +15,8 @@ from grpo import Tokens, k3
 from helpers.distributed import on_ranks
 from helpers.made_up import flags
 from helpers.runs import ROOT, copy_at, metrics_of, torchrun, training_flags, without_times
-from run import Run
 from runtime.start import RunError
+from watch.after_step import AfterStep
 
 MUON = "docs/optimizers/muon.py:make"
 OWN = """
@@ -92,12 +91,24 @@ def test_a_hook_ends_the_run_on_every_rank(stopped):
 
 
 def test_a_hook_that_fails_ends_the_run_with_a_sentence():
-    run = SimpleNamespace(after_step=lambda step, metrics: metrics["eval/x/avg@1"] > 0.5)
-    with pytest.raises(
-        RunError,
-        match="--after_step fails after step 3: KeyError: 'eval/x/avg@1'; mend it. A step that is not evaluated",
-    ):
-        Run._call_hook(run, 3, {"reward/mean": 1.0})
+    hook = AfterStep(lambda step, metrics: metrics["eval/x/avg@1"] > 0.5)
+    said = "--after_step fails after step 3: KeyError: 'eval/x/avg@1'; mend it. A step that is not evaluated"
+    with pytest.raises(RunError, match=said):
+        hook.step(3, {"reward/mean": 1.0})
+    with pytest.raises(RunError, match="TypeError: it returned True, but may return None, a dict of metrics or"):
+        hook.step(3, {"eval/x/avg@1": 1.0})
+    with pytest.raises(RunError, match="could not convert string to float: 'high'"):
+        AfterStep(lambda *_: {"mine/x": "high"}).step(1, {})
+
+
+def test_a_hook_gets_a_copy_and_gives_metrics_to_the_line():
+    def hook(step, metrics):
+        metrics["reward/mean"] = 9.0
+        return {"step": 7, "mine/x": step}
+
+    metrics = {"reward/mean": 1.0}
+    assert AfterStep(hook).step(3, metrics) == {"mine/x": 3.0} and metrics == {"reward/mean": 1.0}
+    assert AfterStep(hook).step(0, metrics) is None, "an evaluation before training"
 
 
 def test_a_file_that_two_flags_name_is_one_module(stopped):

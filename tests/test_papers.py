@@ -41,7 +41,7 @@ def test_the_page_names_every_method_and_every_loss_has_one():
     assert all(
         paper.keys() <= {"method", "link", "flags", "batch", "notes"} and paper["notes"] for paper in PAPERS.values()
     )
-    chosen = " ".join(paper["flags"] for paper in PAPERS.values()).split()
+    chosen = re.split(r"[ :]", " ".join(paper["flags"] for paper in PAPERS.values()))
     assert {*losses.NAMES["--advantage"], *losses.NAMES["--policy_loss"]} <= set(chosen)
 
 
@@ -80,7 +80,7 @@ def sampled(policy: Path) -> Rollout:
         pieces = unpacked_logprobs(model, rollout, 1.0).split(rollout.completion_lengths_B.tolist())
     rewards = [float(b % 3 == 0) for b in range(16)]
     grades = [make_grade(x, is_correct=x > 0, math=x, format=b // 4 % 2, turn_1=x) for b, x in enumerate(rewards)]
-    return replace(rollout, grades=grades, rollout_logprobs=[piece.numpy() for piece in pieces], advantages=None)
+    return replace(rollout, grades=grades, rollout_logprobs=[piece.numpy() for piece in pieces], advantages=[])
 
 
 @pytest.mark.parametrize("name", PAPERS)
@@ -100,7 +100,7 @@ def test_the_flags_of_a_method_go_together_and_train(name, policy, qwen3_policy,
         make_model_of_family(tmp_path, "qwen3_moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64)
         model, rng = load_policy(tmp_path), np.random.default_rng(0)
         routes = [rng.permuted(np.tile(np.arange(6), (n, 2, 1)), axis=2)[..., :2] for n in sampled.sequence_lengths_B]
-        sampled = replace(sampled, routes=routes)
+        sampled = sampled.with_parts(routes=routes)
     if tiny.environment:  # the reply to a first turn, then a second one
         sampled = replace(sampled, is_sampled=[np.arange(len(ids)) != 1 for ids in sampled.completions])
     if tiny.hint_column:

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from checkpoint import ShardPlanner, ShardReader
 from helpers.distributed import SAVED, STATE, on_ranks
 from helpers.made_up import make_model_of_family
 
@@ -28,13 +27,13 @@ def runs(policy, tmp_path_factory):
 
 def everything_in(folder) -> dict[str, object]:
     """Name -> the whole tensor, or value, in the shards of a checkpoint."""
-    reader = ShardReader(folder / "trainer")
+    reader = dcp.FileSystemReader(folder / "trainer")
     listed = reader.read_metadata().state_dict_metadata
     found = {
         name: torch.empty(each.size, dtype=each.properties.dtype) if hasattr(each, "size") else None
         for name, each in listed.items()
     }
-    dcp.load(found, storage_reader=reader, planner=ShardPlanner(flatten_state_dict=False), no_dist=True)
+    dcp.load(found, storage_reader=reader, planner=dcp.DefaultLoadPlanner(flatten_state_dict=False), no_dist=True)
     return found
 
 

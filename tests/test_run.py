@@ -1,14 +1,13 @@
-"""The run folder: whose it is, the append-only logs, the console line, the clock and its traces, skipped updates."""
+"""The run folder: whose it is, the append-only log and what observers add to it, the clock, what describes a start."""
 
 import errno
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import threading
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -18,38 +17,20 @@ import torch
 
 import run as run_module
 import runtime.files
-from batch import Rollout, Row
-from data import PromptData
-from flags import Recording, free_on_resume
+from flags import free_on_resume
 from fsdp_utils import World
-from gate.agreement import digest
-from gate.load_inputs import check_replayed, samples_of
-from helpers.made_up import flags, make_rollout
+from gate.inputs import check_replayed
+from helpers.made_up import flags
 from helpers.runs import lines
-from reward import Grade
-from run import Run, open_run_folder
+from inputs import digest, samples_of
+from run import Observer, Run, open_run_folder
 from runtime.files import DiskError
 from runtime.history import read_metrics
-from warm_start import build_tokenizer
-from watch.console import console_line
-from watch.curves import seconds_of_phases
-from watch.memory import MemoryWatch
-
-UPDATE = {"policy/loss": 1.0, "optim/lr": 0.1, "optim/skipped_updates": 0.0}
 
 
-def make_run(folder, rank: int = 0, size: int = 4) -> Run:
-    world = World(trainer_rank=rank, num_trainers=size, tp_size=1, device=torch.device("cpu"))
-    return Run(folder, None, world, MemoryWatch(world, {}), 10, Recording(), build_tokenizer())
-
-
-def one_row(name: str, *excluded: tuple[str, str]) -> PromptData:
-    row = Row([{"role": "user", "content": "?"}], "4", {}, "line 2")
-    return PromptData(name, [row], excluded=list(excluded))
-
-
-def other_row() -> Row:
-    return replace(one_row("").rows[0], ids=np.ones(1, np.int32))
+def make_run(folder, *observers: Observer, rank: int = 0) -> Run:
+    world = World(trainer_rank=rank, num_trainers=4, tp_size=1, device=torch.device("cpu"))
+    return Run(folder, None, world, 10, list(observers))
 
 
 # Whose folder it is -------------------------------------------------------------------------------------------------
@@ -91,7 +72,8 @@ def test_a_folder_of_other_flags_is_left_alone_once_it_trained(trace, given, cha
     before = (tmp_path / "config.json").read_bytes()
     refused(tmp_path, f"another configuration.*{said}.*another --out_dir", **given | change)
     assert (tmp_path / "config.json").read_bytes() == before
-    may_change = {"save_every": 1, "micro_batch_tokens": 64} | ({} if given else {"total_steps": 20})
+    may_change = {"save_every": 1, "micro_batch_tokens": 64, "eval_data": "more.jsonl", "eval_samples": 4}
+    may_change |= {"after_step": "my.py:f"} | ({} if given else {"total_steps": 20})
     opened(tmp_path, **given | may_change).close()
     assert json.loads((tmp_path / "config.json").read_text())["save_every"] == 1, "of the last start"
 
@@ -128,6 +110,7 @@ SAME = [  # flags and inputs under which the run of `THEN` and `HELD` continues
     ({"reward": "exact,x/my.py:f:.5", "policy_loss": "x/my.py:loss"},
      moved({"my.py": "x/my.py", "helper.py": "x/helper.py"})),
     ({"reward": "exact,./my.py:f:.5"}, HELD),
+    ({"reward": "exact:1,my.py:f:.5"}, HELD),
     ({"system_prompt": "q.txt"}, HELD),
 ]  # fmt: skip
 OTHER = [  # and is refused, with the words of the sentence
@@ -215,7 +198,7 @@ def test_a_start_is_described_with_its_code_and_hardware(tmp_path, monkeypatch):
     run, patches = make_run(tmp_path), ["+changed\n", ""]
     monkeypatch.setattr(run_module, "_git", lambda what, *_: "abc\n" if what == "rev-parse" else patches.pop(0))
     for resumed_from in (4, 8):
-        run.describe_start(resumed_from)
+        run.describe_start(resumed_from, [])
     first, second = lines(tmp_path / "starts.jsonl")
     assert (first["resumed_from"], first["commit"], first["has_uncommitted_changes"]) == (4, "abc", True)
     assert (second["resumed_from"], second["has_uncommitted_changes"]) == (8, False)
@@ -261,57 +244,10 @@ def test_the_log_is_append_only_and_a_steps_last_line_counts(tmp_path):
     assert found == [(1, 0.2), (2, None)], "nan is no JSON"
 
 
-def test_rows_that_cannot_be_used_are_listed_once(tmp_path, capsys):
-    run = make_run(tmp_path)
-    for _ in range(2):  # the second start of a run
-        run.describe_data([one_row(name, ("line 1", "no answer")) for name in ("train", "test")])
-    excluded = [{"set": name, "row": "line 1", "reason": "no answer"} for name in ("train", "test")]
-    assert lines(tmp_path / "excluded_rows.jsonl") == excluded
-    said = capsys.readouterr().out
-    assert "data test: 1 rows; 0 dropped (too many tokens), 1 excluded" in said
-    assert "first prompt: " in said
-    run.describe_data([one_row("train"), replace(one_row("test"), rows=[one_row("").rows[0], other_row()])])
-    assert "warning: 1 of the 2 prompts of test are training prompts, too" in capsys.readouterr().out
-
-
-def test_five_steps_without_signal_are_warned_of_once(tmp_path, capsys):
-    """Five steps without an advantage or a gradient are warned of once."""
-    run = make_run(tmp_path)
-    nothing, signal, lone = (0, None), (0.5, 0.1), (None, 0)  # the last: with --group_size 1 no group has a signal
-    for step, (share, norm) in enumerate([nothing, signal, *[nothing] * 6, signal, *[lone] * 6], start=1):
-        metrics = {"reward/frac_groups_with_signal": share, "optim/grad_norm": norm}
-        run.log(step, {name: value for name, value in metrics.items() if value is not None})
-        said = re.findall("warning: for 5 steps (all rewards|optim/grad_norm is 0)", capsys.readouterr().out)
-        assert said == {7: ["all rewards"], 14: ["optim/grad_norm is 0"]}.get(step, [])
-
-
-def graded(grades: list[Grade]) -> Rollout:
-    """Completions "a", "b", ... with these grades; two of each row."""
-    numbers = range(len(grades))
-    rows = [Row([{"role": "user", "content": "?"}], "4", {}, f"train.jsonl, line {7 + b // 2}") for b in numbers]
-    rollout = make_rollout([2 + b for b in numbers])
-    return replace(rollout, texts=[chr(ord("a") + b) for b in numbers], rows=rows, grades=grades)
-
-
-def test_a_log_that_cannot_be_written_ends_the_run(tmp_path, capsys):
-    """A log that cannot be written ends the run, and a file that it can miss costs a warning."""
-    run = make_run(tmp_path)
-    for name in ("metrics.jsonl", "samples.jsonl", "status.json"):
-        (tmp_path / name).mkdir()  # a file that nobody can write
-    for _ in range(2):
-        with pytest.raises(DiskError, match="metrics.jsonl could not be written: Is a directory .*; make room, and"):
-            run.log(1, {})
-        run.samples(1, graded([Grade(1.0, "ok")] * 4), group_size=2)
-        with run.phase("sample"):
-            pass
-    said = capsys.readouterr().out.splitlines()
-    warnings = [f"warning: {tmp_path}/{name} could not" for name in ("samples.jsonl", "status.json")]
-    assert sorted(line.partition(" be ")[0] for line in said) == warnings
-    (tmp_path / "metrics.jsonl").rmdir()
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean: 0.5}\n')
-    run.plot()
-    said = capsys.readouterr().out
-    assert "curves.png could not be written: " in said and "line 1, is damaged" in said
+def test_a_log_that_cannot_be_written_ends_the_run(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()  # a file that nobody can write
+    with pytest.raises(DiskError, match="metrics.jsonl could not be written: Is a directory .*; make room, and"):
+        make_run(tmp_path).log(1, {})
 
 
 def test_a_log_that_the_main_process_cannot_write_ends_all_ranks(tmp_path, monkeypatch):
@@ -321,55 +257,70 @@ def test_a_log_that_the_main_process_cannot_write_ends_all_ranks(tmp_path, monke
         make_run(tmp_path, rank=1).log(1, {})
 
 
-def test_failed_gradings_are_kept_and_the_first_three_named(tmp_path, capsys):
-    """What could not be graded is kept, and the first three completions are named."""
-    statuses = ["timeout", "error: no", "truncated", "ok", *["timeout"] * 2]
-    make_run(tmp_path).reward_failures(3, graded([Grade(0.0, status) for status in statuses]))
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "step 3: reward timeout, of train.jsonl, line 7: 'a'" and "error: no" in said[1]
-    assert len(said) == 4 and said[-1].startswith("step 3: 4 completions were not graded; all are in")
-    found = lines(tmp_path / "reward_failures.jsonl")
-    expected = {"step": 3, "row": "train.jsonl, line 7", "reward_status": "timeout", "answer": "4", "completion": "a"}
-    assert found[0] == expected and [each["completion"] for each in found] == ["a", "b", "e", "f"]
+class Witness(Observer):
+    """Notes what it sees; says what it is told to."""
+
+    def __init__(self, *answers: object) -> None:
+        self.answers, self.seen = list(answers), []
+
+    @contextmanager
+    def phase(self, name, step):
+        self.seen.append(f"{name} {step}")
+        yield
+        self.seen.append(f"end of {name}")
+
+    def step(self, step, metrics):
+        self.seen.append(dict(metrics))
+        return self.answers.pop(0)
+
+    def recall(self, step, metrics):
+        self.seen.append((step, metrics))
+        return self.answers.pop(0)
+
+    def end(self, how):
+        self.seen.append(how)
 
 
-def test_two_completions_of_two_groups_are_kept_as_samples(tmp_path):
-    grades = [Grade(float(b), "ok", {"math": 1.0}, str(b)) for b in range(9)]
-    make_run(tmp_path).samples(5, graded(grades), group_size=3)
-    records = lines(tmp_path / "samples.jsonl")
-    assert [record["completion"] for record in records] == ["a", "b", "d", "e"]
-    assert [(record["reward"], record["read_as"]) for record in records] == [(0, "0"), (1, "1"), (3, "3"), (4, "4")]
-    assert (records[0]["step"], records[0]["reward_status"], records[0]["is_truncated"]) == (5, "ok", False)
+def test_observers_add_to_the_line_and_the_later_ones_see_it(tmp_path):
+    first, second = Witness({"mine/a": 1.0}, None), Witness(None, "stop")
+    run = make_run(tmp_path, first, second)
+    with run.observed("load"):
+        pass
+    assert run.times() == {"time/step_s": 0.0}, "no clock runs yet"
+    for step in run.steps(1, 9):
+        run.log(step, {"reward/mean": 0.5, "time/step_s": 2.0})
+    run.end("stopped after step 2")
+    step = {"reward/mean": 0.5, "time/step_s": 2.0}
+    assert first.seen == ["load 0", "end of load", step, step, "stopped after step 2"]
+    assert second.seen[2:4] == [step | {"mine/a": 1.0}, step]
+    assert run.is_last and read_metrics(tmp_path) == [{"step": 1, "mine/a": 1.0} | step, {"step": 2} | step]
 
 
-def test_the_console_line_shows_what_was_measured():
-    metrics = {"reward/mean": 0.5, "time/sample_s": 1.26, "time/step_s": 2.0, "eval/heldout/avg@4": 0.75}
-    metrics |= {"optim/skipped_updates": 2.0, "optim/skipped_max_kl": 2.0, "optim/skipped_not_finite": 0.0}
-    metrics |= {"time/sync_s": 0.01, "time/rollout_tail_s": 1.0, "perf/update_mfu": 0.4}
-    assert console_line(3, 10, metrics, seconds_of_phases(metrics), 14.2) == (
-        "step  3/10 | reward 0.500 | MFU 40% | SKIPPED UPDATES: 0 not finite, 2 beyond --max_kl | 2.0s (sample 1.3)"
-        " | eval/heldout/avg@4 0.750 | 0:00:14 left"
-    )
+def test_a_continued_run_recalls_its_lines(tmp_path):
+    """A step that was the last is so again."""
+    text = [json.dumps({"step": step, "x": None if step == 2 else 1.0}) for step in (0, 1, 2, 3)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(text) + "\n")
+    witness = Witness("stop", None)
+    run = make_run(tmp_path, witness)
+    run.recall(2)
+    assert [step for step, _ in witness.seen] == [1, 2] and math.isnan(witness.seen[1][1]["x"])
+    assert run.is_stopped
 
 
 # The clock ----------------------------------------------------------------------------------------------------------
 
 
-def test_phases_and_updates_add_up_and_start_afresh_each_step(tmp_path):
+def test_phases_add_up_and_start_afresh_each_step(tmp_path):
     run = make_run(tmp_path)
     for step in run.steps(1, 2):
-        for loss in (1.0, 2.0 + step):
-            with run.phase("sample"):
-                run.record(UPDATE | {"policy/loss": loss})
-        assert run.metrics()["policy/loss"] == (3.0 + step) / 2
+        for _ in range(2):
+            with run.phase("sample"), run.phase("reward"):
+                pass
         run.log(step, {"reward/mean": 0.5})
     first, second = read_metrics(tmp_path)
-    assert first.keys() - {"memory/load_gib"} == second.keys()
-    names = {name for name in second if not name.startswith("memory/")}
-    assert names == {"step", "time/sample_s", "time/step_s", "reward/mean", *UPDATE}
-    assert (first["policy/loss"], second["policy/loss"]) == (2.0, 2.5)
-    assert 0 <= first["time/sample_s"] <= first["time/step_s"]
-    assert run.metrics().keys() == {"time/step_s"}
+    assert first.keys() == second.keys() == {"step", "time/sample_s", "time/reward_s", "time/step_s", "reward/mean"}
+    assert 0 <= first["time/sample_s"] + first["time/reward_s"] <= first["time/step_s"]
+    assert run.times().keys() == {"time/step_s"}
 
 
 def test_a_replay_wants_the_weights_of_its_run(tmp_path):

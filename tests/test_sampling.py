@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from algorithm import algorithm_of
-from batch import OnFinished, Rollout, Row
+from batch import NO_IDS, OnFinished, Rollout, Row
 from data import PromptData
 from flags import Memory, Sampling
 from grading import Grade
@@ -113,7 +113,7 @@ class StubEngine:
         full = make_rollout([min(b + 1, self.limit) for b in range(len(rows) * sampling.num_samples)])
         is_truncated_B = np.arange(len(full.rows)) + 1 > self.limit
         completion_rows = [row for row in rows for _ in range(sampling.num_samples)]
-        found = replace(full, rows=completion_rows, is_truncated_B=is_truncated_B, loss_weights_B=None, advantages=None)
+        found = replace(full, rows=completion_rows, is_truncated_B=is_truncated_B, loss_weights_B=NO_IDS, advantages=[])
         for b, ids in enumerate(found.completions):
             on_finished(b, "", ids, bool(is_truncated_B[b]))
         return found
@@ -134,7 +134,7 @@ class StubGrader:
 
 
 def sampler_over(data: PromptData, args: argparse.Namespace, divisor: int = 2) -> Sampler:
-    run = SimpleNamespace(phase=lambda _: nullcontext(), reward_failures=lambda *_: None)
+    run = SimpleNamespace(phase=lambda _: nullcontext())
     sampling = Sampling.from_flags(args, num_samples=2)
     return Sampler(StubEngine(3), StubGrader(divisor), data, Draws.from_flags(args), sampling, run)
 
@@ -150,7 +150,7 @@ def test_only_truncated_completions_are_masked_from_the_loss(truncated, left_out
     lengths = [0 if b in left_out else min(b + 1, 3) for b in range(6)]
     assert rollout.trained_lengths_B.tolist() == lengths
 
-    policy = SimpleNamespace(parity_length=math.inf, needs_rows=False)
+    policy = SimpleNamespace(parity_length=math.inf)
     plan, algorithm = make_plan(args, 3), algorithm_of(args)
     (update,) = pack_updates(rollout, plan, algorithm, Memory.from_flags(args), policy, ALONE)
     rollout, (update,) = add_advantages(rollout, [update], algorithm)
@@ -252,3 +252,11 @@ def test_as_many_prompts_as_a_step_needs_are_never_dropped():
     sampler = sampler_over(epochs_of(6), args, divisor=1)  # all completions are correct
     solved = [sampler.collect(step)[1]["sampling/prompts_solved"] for step in (1, 2, 3)]
     assert solved == [2, 2, 2] and len(sampler.draw(4, 0, 4)) == 4
+
+
+def test_a_prompt_is_solved_at_the_very_share_that_the_flag_names():
+    """Of two of the four prompts one completion of two is correct: that is enough for 0.5, and not for more."""
+    for bound, count in ((0.5, 4.0), (0.51, 2.0)):
+        sampler = sampler_over(epochs_of(9), flags(prompts_per_step=4, group_size=2, drop_solved=bound))
+        sampler.grader = EvenRows()
+        assert sampler.collect(1)[1]["sampling/prompts_solved"] == count

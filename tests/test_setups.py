@@ -69,8 +69,8 @@ DOCUMENTED = {  # what the sources say of algorithm and optimizer, see the scrip
     },
     "qwen3_0.6b_math_speedrun": {
         "prompts_per_step": 1, "shuffle": "off", "prompt_format": "raw", "advantage": "grpo", "advantage_ddof": 1,
-        "advantage_eps": 1e-4, "policy_loss": "reinforce", "loss_aggregation": "seq_mean_token_sum_norm",
-        "loss_constant_tokens": 1, "kl_coef": 0.0, "learning_rate": 1e-5, "lr_schedule": "constant",
+        "advantage_eps": 1e-4, "policy_loss": "reinforce", "loss_aggregation": "seq_mean_token_sum_norm:constant=1",
+        "kl_coef": 0.0, "learning_rate": 1e-5, "lr_schedule": "constant",
         "weight_decay": 0.01, "max_grad_norm": 1.0, "temperature": 0.8, "eval_temperature": [0.0],
         "reward": "docs/rewards/boxed_math.py:score",
     },
@@ -89,7 +89,7 @@ DOCUMENTED = {  # what the sources say of algorithm and optimizer, see the scrip
     "qwen3_8b_sciknoweval_4gpu": {
         "prompts_per_step": 32, "prompts_per_update": 8, "advantage": "dr_grpo", "policy_loss": "clip",
         "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "kl_coef": 0.0, "loss_aggregation": "token_mean",
-        "rollout_correction": "token_truncate", "rollout_correction_max": 2.0, "learning_rate": 1e-5,
+        "rollout_correction": "token_truncate:largest=2", "learning_rate": 1e-5,
         "lr_schedule": "constant", "warmup_ratio": 0.00564972, "weight_decay": 0.01, "eval_samples": [16],
         "eval_temperature": [0.6], "eval_top_p": [0.95], "template_args": ["enable_thinking=false"],
         "reward": "docs/rewards/sciknoweval.py:letter",

@@ -17,8 +17,8 @@ from algorithm import algorithm_of
 from batch import Rollout
 from command_line import parse_flags
 from data import check_vocabulary
+from extras.teacher.vocabulary import run
 from flags import Grading, Sampling
-from gate.load_inputs import load_inputs
 from grading import NOT_GRADED
 from helpers.distributed import TAUGHT, on_ranks, with_hints
 from helpers.made_up import (
@@ -39,7 +39,8 @@ from helpers.made_up import (
 from helpers.runs import training_flags
 from metrics import rollout_metrics
 from reward import Grader
-from update import add_reference, run_teacher
+from train_grpo import load_inputs
+from update import add_reference
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +95,8 @@ def test_log_probs_and_kl_are_those_of_full_logits(kind, form, direction, policy
     longest = max(len(each.labels_N) for batch in update.batches for each in (batch, batch.hinted))
     assert longest <= args.micro_batch_tokens and len(update.batches) > (form == "small")
     for batch in update.batches:
-        found.append((batch, model(batch, 0.8, False, run_teacher(reference, batch, algorithm))))
+        scores = model(batch, 0.8, False, run(reference, algorithm.kl_direction, batch))
+        found.append((batch, [scores.logprobs_N, scores.entropies_N, *scores.distilled]))
     log_p, log_q = plain_logits(policy, rollout, 0.8), plain_logits(teacher, rollout.hinted(), 0.8)
     a, b = (log_p, log_q) if direction == "reverse" else (log_q, log_p)
     wanted = [None, None, None, (a.exp() * (a - b)).sum(-1), (log_p.argmax(-1) == log_q.argmax(-1)).double()]

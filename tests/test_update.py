@@ -49,7 +49,7 @@ PENALTIES = [np.array(p, dtype=np.float32) for p in ([0.1, 0.2], [0.3], [0.0, 0.
 
 
 def graded(rewards: list[float] = REWARDS) -> Rollout:
-    return replace(make_rollout([2, 1, 3, 2]), grades=[make_grade(reward) for reward in rewards], advantages=None)
+    return replace(make_rollout([2, 1, 3, 2]), grades=[make_grade(reward) for reward in rewards], advantages=[])
 
 
 def advantages_of(advantage: str, penalties: list[np.ndarray] | None = None, **rollout: object) -> list[list[float]]:
@@ -92,8 +92,8 @@ def test_what_the_loss_leaves_out_stays_out_of_the_statistics():
 )
 def test_every_update_has_the_weights_of_its_own_sequences(kind, expected):
     rollout = replace(graded(), is_trained_B=np.array([True, False, True, True]))
-    policy = Namespace(parity_length=math.inf, needs_rows=False)
-    changes = {"loss_aggregation": kind, "loss_constant_tokens": 10 if kind.endswith("norm") else None}
+    policy = Namespace(parity_length=math.inf)
+    changes = {"loss_aggregation": kind + ":constant=10" * kind.endswith("norm")}
     args = flags(prompts_per_step=2, prompts_per_update=1, group_size=2, micro_batch_tokens=100, **changes)
     updates = pack_updates(rollout, make_plan(args, 2), algorithm_of(args), Memory.from_flags(args), policy, ALONE)
     assert [update.num_tokens for update in updates] == [2, 5]
@@ -348,7 +348,7 @@ TWO_UPDATES = {"prompts_per_step": 2, "prompts_per_update": 1, "group_size": 4}
 
 def graded_rollout() -> Rollout:
     """Two prompts of four completions each, of which every second one is correct."""
-    return replace(make_rollout(group_size=4), grades=[make_grade(b % 2) for b in range(8)], advantages=None)
+    return replace(make_rollout(group_size=4), grades=[make_grade(b % 2) for b in range(8)], advantages=[])
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_iterations": 2}, {"kl_in": "reward"}])

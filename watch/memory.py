@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from command_line import exit_with_error
+from batch import Metrics
 from fsdp_utils import World, gather_from_ranks
 from model.sizes import cpu_cache_bytes
 from model.weights import load_config
@@ -36,6 +36,7 @@ from plan.memory import (
     without,
 )  # fmt: skip
 from plan.setup import GIB, Setup
+from run import Observer
 from runtime.machine import host_bytes, local_world_size
 
 # Phase of the loop -> phases of the planner. What comes before the first phase is "load": also the
@@ -75,7 +76,7 @@ NO_MEMORY = re.compile(
 )
 
 
-class MemoryWatch:
+class MemoryWatch(Observer):
     """Peaks of the phases of this rank's step, and what they are compared with."""
 
     def __init__(self, world: World, predicted: dict[str, float]) -> None:
@@ -92,16 +93,7 @@ class MemoryWatch:
         self.warned: set[str] = set()  # phases that were warned of
 
     @contextmanager
-    def loading(self) -> Iterator[None]:
-        """The phase before the first one. It also ends the run in a sentence if weights do not fit config.json."""
-        try:
-            with self.phase("load"):
-                yield
-        except ValueError as error:
-            exit_with_error(error)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, step: int = 0) -> Iterator[None]:
         """Keeps the peak of the block; a phase without a name in `PHASES` belongs to the one around it.
 
         Raises MemoryError with a sentence in the place of an error that says that memory ran out.
@@ -129,6 +121,13 @@ class MemoryWatch:
         if self.current is not None:
             self.peaks[self.current] = max(self.peaks.get(self.current, (0, 0)), peak(self.world.device))
         restart(self.world.device)
+
+    def step(self, step: int, metrics: Metrics) -> Metrics:
+        metrics = self.metrics()
+        for remark in self.remarks(metrics):
+            if self.world.is_main:
+                print(remark, flush=True)
+        return metrics
 
     def metrics(self) -> dict[str, float]:
         """`memory/` metrics since the last call, in GiB: the same on every rank; all ranks call it."""

@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from runtime.history import History, in_columns, read_config, read_run
+from runtime.history import History, read_config, read_run
+from runtime.tables import in_columns
 from sources import name_of_source
 
 FOLDER = Path(__file__).parent.parent / "references"

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +18,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from batch import Sampled
-from fsdp_utils import gather_from_ranks, is_main_process
+from fsdp_utils import broadcast_from_main, gather_from_ranks, is_main_process
+from run import Observer
 from runtime.files import atomic_write, best_effort
+from runtime.start import RunError
 
 if TYPE_CHECKING:  # half a second that most processes never need
     import pyarrow as pa
@@ -39,7 +43,7 @@ def steps_in(out_dir: Path) -> list[int]:
 
 
 @dataclass
-class Keeper:
+class Keeper(Observer):
     """Every rank has one: all send their log-probs to the main process, which writes in the background.
 
     The oldest files go when all are larger than `max_gib`, or than a quarter of the room that the disk has for them.
@@ -51,8 +55,21 @@ class Keeper:
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rollouts"))
     writing: Future[None] | None = None  # the step that is being written, or was last
 
-    def keep(self, sampled: Sampled) -> None:
-        """Returns soon, unless the disk has not yet taken the step before. All ranks call it."""
+    @contextmanager
+    def phase(self, name: str, step: int) -> Iterator[None]:
+        """A sentence that ends the run in its update also names the file of the step."""
+        try:
+            yield
+        except RunError as error:  # on every rank alike
+            self.wait()
+            file = file_of(self.out_dir, step)
+            # The main process writes it; no rank ends before.
+            if name != "update" or not broadcast_from_main(file.exists()):
+                raise
+            raise RunError(f"{error} {file} holds the step's tokens, with both log-probs, for --replay.") from error
+
+    def sampled(self, sampled: Sampled) -> None:
+        """Returns soon, unless the disk has not yet taken the step before."""
         logprobs = {}
         for part in gather_from_ranks(sampled.logprobs):
             logprobs |= part
@@ -60,7 +77,11 @@ class Keeper:
             self.wait()
             self.writing = self.thread.submit(self._write, replace(sampled, logprobs=logprobs))
 
+    def end(self, how: str) -> None:
+        self.wait()
+
     def wait(self) -> None:
+        """Returns when the file of the last step is complete."""
         if self.writing is not None:
             self.writing.result()
 
@@ -102,7 +123,7 @@ def table_of(sampled: Sampled) -> pa.Table:
     for i, b in enumerate(sampled.used_B):
         advantages[b] = sampled.advantages[i] if sampled.advantages else None
         logprobs[b] = sampled.logprobs.get(i)
-    is_trained_B = np.isin(np.arange(count), sampled.used_B) & (sampled.advantages is not None)
+    is_trained_B = np.isin(np.arange(count), sampled.used_B) & bool(sampled.advantages)
     return pa.table({
         "step": np.full(count, sampled.step, dtype=np.int32),
         "b": np.arange(count, dtype=np.int32),
@@ -117,7 +138,7 @@ def table_of(sampled: Sampled) -> pa.Table:
         "rollout_logprobs": pa.array(rollout.rollout_logprobs, floats),
         "old_logprobs": pa.array(logprobs, floats),
         "advantages": pa.array(advantages, floats),
-        "versions": pa.array(rollout.versions or [None] * count, integers),
+        "versions": pa.array(rollout.parts.get("versions", [None] * count), integers),
         "is_sampled": pa.array(rollout.is_sampled, pa.large_list(pa.bool_())),
         "reward": np.array([grade.reward for grade in grades]),
         "reward_parts": [json.dumps(grade.parts) for grade in grades],

@@ -8,27 +8,27 @@ from torch import Tensor
 from grpo import Correction, Tokens, mismatch
 
 
-def token_truncate(t: Tokens, *, rollout_correction_max: float) -> Correction:
-    """min(ratio of the token, max): truncated importance sampling.
+def token_truncate(t: Tokens, *, largest: float = 2.0) -> Correction:
+    """min(ratio of the token, largest): truncated importance sampling.
 
     Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
     """
-    return truncated(mismatch(t), rollout_correction_max)
+    return truncated(mismatch(t), largest)
 
 
-def sequence_truncate(t: Tokens, *, rollout_correction_max: float) -> Correction:
-    """min(product of the sequence's ratios, max). Liu et al., "When Speed Kills Stability" (2025)."""
-    return truncated(mismatch(t, is_sequence=True), rollout_correction_max)
+def sequence_truncate(t: Tokens, *, largest: float = 2.0) -> Correction:
+    """min(product of the sequence's ratios, largest). Liu et al., "When Speed Kills Stability" (2025)."""
+    return truncated(mismatch(t, is_sequence=True), largest)
 
 
-def token_mask(t: Tokens, *, rollout_correction_min: float, rollout_correction_max: float) -> Correction:
-    """The ratio of the token inside [min, max], 0 outside. IcePop (Ring-1T, arXiv 2510.18855), with 0.5 and 5."""
-    return masked(mismatch(t), rollout_correction_min, rollout_correction_max)
+def token_mask(t: Tokens, *, smallest: float = 0.5, largest: float = 2.0) -> Correction:
+    """The ratio of the token within smallest and largest, 0 outside. IcePop (arXiv 2510.18855), with 0.5 and 5."""
+    return masked(mismatch(t), smallest, largest)
 
 
-def sequence_mask(t: Tokens, *, rollout_correction_min: float, rollout_correction_max: float) -> Correction:
-    """The product of the sequence's ratios inside [min, max], 0 outside."""
-    return masked(mismatch(t, is_sequence=True), rollout_correction_min, rollout_correction_max)
+def sequence_mask(t: Tokens, *, smallest: float = 0.5, largest: float = 2.0) -> Correction:
+    """The product of the sequence's ratios within smallest and largest, 0 outside."""
+    return masked(mismatch(t, is_sequence=True), smallest, largest)
 
 
 def truncated(ratio: Tensor, high: float) -> Correction:

@@ -1,8 +1,9 @@
 """GPG: the plain policy gradient, scaled up for the groups that give none: --advantage gpg
 
-    --policy_loss reinforce --loss_aggregation seq_mean_token_mean
+    --policy_loss reinforce --loss_aggregation token_mean
 
 Sources: arXiv 2504.02546 and its code (AMAP-ML/GPG, adjust_gd), whose scale is 1 / (share + 1e-5).
+The authors' trainers of text and verl take the mean over tokens.
 """
 
 from grpo import centred

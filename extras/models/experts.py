@@ -1,27 +1,30 @@
-"""Mixtures of experts: how evenly the routers spread the tokens, and routes that they take again
-(--router_replay).
+"""Mixtures of experts, asked for by the model: how evenly the routers spread the tokens. With --router_replay they take
+the engine's routes again: a part of batches (`Routes`).
 
 The experts themselves, and the routers, are transformers' code; what is here hooks into it.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fsdp_utils import sum_over_trainers
+from batch import Batch, Rollout, packed
+from fsdp_utils import exchange_with_ranks, sum_over_trainers
 
 
 class ExpertLoads(nn.Module):
-    """Counts the tokens of each expert in passes with gradients. Of a dense model there is nothing to count."""
+    """Counts the tokens of each expert in passes with gradients."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         super().__init__()
         mixtures = [place for place, layer in enumerate(layers) if hasattr(getattr(layer, "mlp", None), "experts")]
         routers = [layers[place].mlp.gate for place in mixtures]
-        shape = len(routers), max((router.num_experts for router in routers), default=0)
+        shape = len(routers), max(router.num_experts for router in routers)
         counts_LE = torch.zeros(shape, dtype=torch.int64)  # L: layers with experts
         self.register_buffer("counts_LE", counts_LE, persistent=False)
         for i, (place, router) in enumerate(zip(mixtures, routers, strict=True)):
@@ -42,16 +45,53 @@ class ExpertLoads(nn.Module):
         1: all experts have as many; experts / experts of a token: the router always takes the same
         ones.
         """
-        if not len(self.counts_LE):
-            return {}
         loads_LE = sum_over_trainers(self.counts_LE).double()
         self.counts_LE.zero_()
         return {"moe/load_max": (loads_LE.amax(dim=1) / loads_LE.mean(dim=1)).max().item()}
 
 
+@dataclass(frozen=True)
+class Routes:
+    """The experts that the routers take for each position of a micro-batch: A of them in each of L layers."""
+
+    routes_NLA: Tensor  # uint8 or uint16, as the engine has them
+    is_for_reference = False  # which chooses by itself
+
+    def to(self, device: torch.device) -> Routes:
+        return Routes(self.routes_NLA.to(device, non_blocking=True))
+
+    def inputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        return {"routes_NLA": self.routes_NLA}
+
+
+def bring_routes(rollout: Rollout, plans: list[list[list[list[int]]]]) -> Rollout:
+    """The rollout with the routes of the sequences that this rank trains, from the ranks whose engines sampled them.
+
+    `parts["routes"]`: uint8 or uint16 [positions, layers, experts of a token] of each sequence; None on the ranks that
+    do not have them. Qwen3-30B-A3B has 384 bytes of them a token: a step of 1,024 sequences of 8k has 3.2 GB, too much
+    for each rank. `plans`: for each update and rank, the indices of each micro-batch.
+    """
+    own, sent = rollout.parts["routes"], []
+    for micros_of_updates in zip(*plans, strict=True):
+        trained = [b for micros in micros_of_updates for micro in micros for b in micro]
+        sent.append({b: own[b] for b in trained if own[b] is not None})
+    routes: list[np.ndarray | None] = [None] * len(rollout.rows)
+    for received in exchange_with_ranks(sent):
+        for b, routes_of_sequence in received.items():
+            routes[b] = routes_of_sequence
+    return rollout.with_parts(routes=routes)
+
+
+def add_routes(batch: Batch, rollout: Rollout) -> Batch:
+    """The batch with the routes of its sequences; as it is without sequences."""
+    if batch.segments_S[0].index is None:
+        return batch
+    routes_NLA = packed(batch.segments_S, lambda segment: rollout.parts["routes"][segment.index])
+    return replace(batch, parts=(*batch.parts, Routes(routes_NLA)))
+
+
 def hand_routes(place: int, layer: nn.Module, inputs: tuple[Tensor], options: dict[str, object]) -> None:
-    """Gives the router of layer `place` its routes of this pass: `Batch.routes_NLA`, which the
-    model hands down.
+    """Gives the router of layer `place` its routes of this pass, which the model hands down.
 
     They are an argument of the layer, so a layer that is computed again in the backward pass has
     those of its own pass.

@@ -1,4 +1,6 @@
-"""LoRA (arXiv 2106.09685): a low-rank addition to the linear layers is trained, and the rest stays as it was loaded.
+"""--lora_rank: LoRA (arXiv 2106.09685), the `Adapter` of a policy.
+
+A low-rank addition to the linear layers is trained, and the rest stays as it was loaded.
 
     y = W x + s B A dropout(x)        s = --lora_alpha / --lora_rank; A [rank, in] starts random, B [out, rank] at zero
 
@@ -25,9 +27,9 @@ from transformers import PreTrainedModel
 
 from flags import Lora
 from fsdp_utils import World, full_tensor, own_rows
+from model.sizes import MERGED_ROWS
 
 NAME = "default"  # peft's name for the one adapter
-MERGED_ROWS = 1024  # rows of a matrix that are in fp32 at a time
 
 
 def target_names(model: PreTrainedModel, targets: Sequence[str] | None) -> list[str]:
@@ -49,7 +51,7 @@ def target_names(model: PreTrainedModel, targets: Sequence[str] | None) -> list[
     return [name for name, own_name in own_names.items() if own_name in targets]
 
 
-def add_adapter(model: PreTrainedModel, lora: Lora, seed: int, path: str) -> None:
+def add_adapter(model: PreTrainedModel, lora: Lora, seed: int, path: str) -> Adapter:
     """Freezes the model and gives its linear layers fp32 adapters, the same on all ranks. `path`: the base model's."""
     config = LoraConfig(
         r=lora.lora_rank, lora_alpha=lora.lora_alpha, lora_dropout=lora.lora_dropout, task_type="CAUSAL_LM",
@@ -58,42 +60,33 @@ def add_adapter(model: PreTrainedModel, lora: Lora, seed: int, path: str) -> Non
     model.requires_grad_(False)
     inject_adapter_in_model(config, model, NAME)
     torch.manual_seed(seed)  # every rank keeps its part of the same A
-    for layer in adapted_layers(model).values():
+    adapter = Adapter(model)
+    for layer in adapter.layers.values():
         for part in (layer.lora_A, layer.lora_B):
             part.float().to_empty(device="cpu")  # peft puts them where W is, in its dtype; W may have no storage yet
         layer.reset_lora_parameters(NAME, init_lora_weights=True)
         layer.lora_dropout.eval()
+    return adapter
 
 
-def adapted_layers(model: nn.Module) -> dict[str, LoraLayer]:
-    """Name -> linear layer that has an adapter; empty without LoRA."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+class Adapter:
+    """The adapters of all linear layers of a model: the `Adapter` of its policy."""
 
-
-class WithAdapter(nn.Module):
-    """The part of `Policy` that knows LoRA. Without an adapter it changes nothing."""
-
-    model: PreTrainedModel
-
-    @property
-    def has_adapter(self) -> bool:
-        """Whether LoRA's adapter is all that is trained."""
-        return bool(adapted_layers(self.model))
-
-    @property
-    def has_dropout(self) -> bool:
-        """Whether the update drops inputs, so that its log-probs are not those of the policy that sampled."""
-        return self.has_adapter and self.model.peft_config[NAME].lora_dropout > 0
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.config = model, model.peft_config[NAME]
+        self.has_dropout = self.config.lora_dropout > 0
+        modules = model.named_modules()
+        self.layers = {f"{name}.base_layer.weight": each for name, each in modules if isinstance(each, LoraLayer)}
 
     @contextmanager
-    def adapter_off(self) -> Iterator[None]:
-        """Within it the policy is its base model, which is the reference.
+    def off(self) -> Iterator[None]:
+        """Within it the model is as it was loaded.
 
         peft also freezes what it turns off. Here the adapter stays trainable: FSDP decides in its
         first forward pass, which may be this one, which gradients it will reduce, and in which
         dtype.
         """
-        layers = adapted_layers(self.model).values()
+        layers = self.layers.values()
         for layer in layers:
             layer.enable_adapters(False)
             for part in (layer.lora_A, layer.lora_B):
@@ -107,7 +100,7 @@ class WithAdapter(nn.Module):
     @contextmanager
     def dropout_on(self, seed: tuple[int, ...], world: World) -> Iterator[None]:
         """Within it the adapter drops inputs, drawn from the seed and the rank."""
-        layers = adapted_layers(self.model).values()
+        layers = self.layers.values()
         if self.has_dropout:
             torch.manual_seed(int(np.random.SeedSequence([*seed, world.trainer_rank]).generate_state(1)[0]))
         for layer in layers:
@@ -118,10 +111,8 @@ class WithAdapter(nn.Module):
             for layer in layers:
                 layer.lora_dropout.eval()
 
-    def save_adapter(self, folder: Path, world: World) -> None:
+    def save(self, folder: Path, world: World) -> None:
         """Writes A and B in fp32 for `PeftModel.from_pretrained(base model, folder)`. All ranks call it."""
-        if not self.has_adapter:
-            return
         state = {}
         for name, parameter in self.model.named_parameters():
             if ".lora_" in name:
@@ -129,33 +120,30 @@ class WithAdapter(nn.Module):
                 if world.is_main:
                     state[f"base_model.model.{name.replace(f'.{NAME}.', '.')}"] = tensor.cpu().contiguous()
         if world.is_main:
-            config = self.model.peft_config[NAME]
-            config.target_modules = sorted(config.target_modules)  # a set otherwise, in another order each time
-            config.save_pretrained(folder)
+            self.config.target_modules = sorted(self.config.target_modules)  # a set has another order each time
+            self.config.save_pretrained(folder)
             save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
-    def describe_adapter(self) -> str:
+    def describe(self) -> str:
         """For example: LoRA (rank 8, alpha 32, dropout 0) on 14 linear layers: q_proj, v_proj."""
-        layers, config = adapted_layers(self.model), self.model.peft_config[NAME]
-        names = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+        config = self.config
+        names = ", ".join(sorted({name.split(".")[-3] for name in self.layers}))  # before .base_layer.weight
         settings = f"rank {config.r}, alpha {config.lora_alpha:g}, dropout {config.lora_dropout:g}"
-        return f"LoRA ({settings}) on {len(layers)} linear layers: {names}"
+        return f"LoRA ({settings}) on {len(self.layers)} linear layers: {names}"
 
+    def own_merged_rows(self, layer: LoraLayer, weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, int]]:
+        """(some rows of this rank's W + s B A, index of the first), without `merged`. All ranks call it."""
+        a, b = full_tensor(layer.lora_A[NAME].weight, torch.float32), layer.lora_B[NAME].weight
+        pairs = zip(own_rows(weight, MERGED_ROWS), own_rows(b, MERGED_ROWS), strict=True)  # the same rows of both
+        for (rows, first), (b_rows, _) in pairs:
+            yield (rows.float() + layer.scaling[NAME] * (b_rows.float() @ a)).to(dtype), first
 
-def own_merged_rows(layer: LoraLayer, weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, int]]:
-    """(some rows of this rank's W + s B A, index of the first), without `merged`. All ranks call it."""
-    a, b = full_tensor(layer.lora_A[NAME].weight, torch.float32), layer.lora_B[NAME].weight
-    pairs = zip(own_rows(weight, MERGED_ROWS), own_rows(b, MERGED_ROWS), strict=True)  # the same rows of both
-    for (rows, first), (b_rows, _) in pairs:
-        yield (rows.float() + layer.scaling[NAME] * (b_rows.float() @ a)).to(dtype), first
-
-
-def merged(layer: LoraLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """W + s B A in fp32, then in `dtype`, for the whole `weight` of a layer; fp32 copies are of some rows at a time."""
-    a = full_tensor(layer.lora_A[NAME].weight, torch.float32)
-    b = full_tensor(layer.lora_B[NAME].weight, torch.float32)
-    total = torch.empty_like(weight, dtype=dtype)
-    for start in range(0, len(weight), MERGED_ROWS):
-        rows = slice(start, start + MERGED_ROWS)
-        total[rows] = torch.addmm(weight[rows].float(), b[rows], a, alpha=layer.scaling[NAME])
-    return total
+    def merged(self, layer: LoraLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """W + s B A in fp32, then in `dtype`, for a layer's whole `weight`; fp32 copies are of some rows at a time."""
+        a = full_tensor(layer.lora_A[NAME].weight, torch.float32)
+        b = full_tensor(layer.lora_B[NAME].weight, torch.float32)
+        total = torch.empty_like(weight, dtype=dtype)
+        for start in range(0, len(weight), MERGED_ROWS):
+            rows = slice(start, start + MERGED_ROWS)
+            total[rows] = torch.addmm(weight[rows].float(), b[rows], a, alpha=layer.scaling[NAME])
+        return total

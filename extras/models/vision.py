@@ -1,4 +1,4 @@
-"""Images of a vision-language model (Qwen2.5-VL): their tokens in a prompt, their positions, their pixel values.
+"""--image_column: images of Qwen2.5-VL, as parts of rows (`PromptImages`) and of batches (`BatchImages`).
 
 The processor scales an image to multiples of 28 pixels, at most --max_pixels in all, and cuts it
 into patches of 14 x 14. Four patches become one token. The chat template writes one `<|image_pad|>`
@@ -15,19 +15,21 @@ import io
 import os
 import re
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageOps
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
-from transformers.models.auto import AutoProcessor, AutoTokenizer
+from transformers.models.auto import AutoProcessor
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
+from batch import Batch, Rollout
 from flags import PromptFormat
+from model.weights import tower_of
 
 KNOWN = ("qwen2_5_vl",)  # model types
 # What PIL raises for damaged files, found by fuzzing.
@@ -60,6 +62,24 @@ class Vision:
         pixels = output["pixel_values"]
         return pixels.pin_memory() if torch.cuda.is_available() else pixels
 
+    def find_images(self, encoded: tuple[bytes, ...], template_ids: np.ndarray) -> PromptImages:
+        """The images of a prompt. Raises ValueError if one cannot be scaled, or if the text holds the image token."""
+        count = int((template_ids == self.image_token).sum())
+        if count != len(encoded):
+            raise ValueError(
+                f"the prompt has {count} image tokens for {len(encoded)} images: its text must not hold one"
+            )
+        return PromptImages(encoded, tuple(_grid(self, image) for image in encoded), template_ids, self)
+
+    def engine_options(self, most_images: int) -> dict[str, object]:
+        """The arguments of `vllm.LLM` for prompts of at most so many images."""
+        return {
+            "limit_mm_per_prompt": {"image": most_images, "video": 0},
+            "mm_processor_kwargs": {"size": self.size},
+            "mm_device_do_normalize": False,  # mean and std would be buffers of the model: random, as the weights
+            "mm_processor_cache_gb": 1,  # a prompt's completions follow each other; the default is 4 in each rank
+        }
+
 
 @dataclass(frozen=True, eq=False)
 class PromptImages:
@@ -78,6 +98,10 @@ class PromptImages:
         num_tokens = [height * width // patches_per_token for _, height, width in self.grids]
         counts[self.template_ids == self.vision.image_token] = num_tokens
         return np.repeat(self.template_ids, counts)
+
+    def decoded(self) -> list[Image.Image]:
+        """The images, for the engine."""
+        return [decode(image) for image in self.encoded]
 
     def is_image(self) -> np.ndarray:
         """bool, one per token of the prompt. A completion may hold the same token, sampled as text: it is no image."""
@@ -122,6 +146,8 @@ class BatchImages:
     it for pixel values.
     """
 
+    is_for_reference = True
+
     def __init__(self, images: list[PromptImages], places_I: Tensor) -> None:
         """`places_I`: int64, the packed position of each image token."""
         vision = images[0].vision
@@ -143,60 +169,61 @@ class BatchImages:
         moved.orders = {name: order.to(device, non_blocking=True) for name, order in self.orders.items()}
         return moved
 
+    def inputs(self, model: PreTrainedModel, batch: Batch) -> dict[str, Tensor | None]:
+        """Embeddings [1, N, D] of the tokens, and of the images in the place of theirs.
 
-def tower_of(model: PreTrainedModel) -> nn.Module | None:
-    """The vision tower of Qwen2.5-VL; None of a model without vision."""
-    return getattr(model.base_model, "visual", None)
-
-
-def embed(model: PreTrainedModel, input_ids_N: Tensor, images: BatchImages) -> Tensor:
-    """Shape [N, D]: embeddings of the tokens, and of the images in the place of theirs.
-
-    The tower is frozen, and its parameters are gathered with the rest of the root unit before this
-    runs: a rank without images has no collective to miss.
-    """
-    embedded_ND, tower = model.get_input_embeddings()(input_ids_N), tower_of(model)
-    device = images.places_I.device
-    pixels = torch.cat([values.to(device, tower.dtype, non_blocking=True) for values in images.pixels])
-    with torch.no_grad():
-        embedded_ID = tower(pixels, grid_thw=images.grids, **images.lengths, **images.orders).pooler_output
-    return embedded_ND.index_copy(0, images.places_I, embedded_ID.to(embedded_ND.dtype))
+        The tower is frozen, and its parameters are gathered with the rest of the root unit before this
+        runs: a rank without images has no collective to miss.
+        """
+        embedded_ND, tower = model.get_input_embeddings()(batch.input_ids_N), tower_of(model)
+        device = self.places_I.device
+        pixels = torch.cat([values.to(device, tower.dtype, non_blocking=True) for values in self.pixels])
+        with torch.no_grad():
+            embedded_ID = tower(pixels, grid_thw=self.grids, **self.lengths, **self.orders).pooler_output
+        embedded_ND = embedded_ND.index_copy(0, self.places_I, embedded_ID.to(embedded_ND.dtype))
+        return {"input_ids": None, "inputs_embeds": embedded_ND[None]}
 
 
-def check_images(path: str, config: PretrainedConfig, prompt_format: PromptFormat) -> None:
-    """Raises ValueError for an --image_column if images are not implemented for the model."""
-    column = prompt_format.image_column
-    if column is not None and config.model_type not in KNOWN:
+def add_images(batch: Batch, rollout: Rollout) -> Batch:
+    """The batch with the images of its sequences, their places, and positions in three rows."""
+    segments = batch.segments_S
+    images_S = [None if segment.index is None else rollout.rows[segment.index].images for segment in segments]
+    if not any(images_S):
+        return batch
+    positions_S, is_image_S, prompts = [], [], []
+    for segment, images in zip(segments, images_S, strict=True):
+        positions, is_image = np.tile(np.arange(segment.stop), (3, 1)), np.zeros(segment.stop, dtype=bool)
+        if images is not None:
+            positions, flags = images.positions(segment.stop), images.is_image()
+            is_image[: len(flags)] = flags
+            if segment.prefix is None:  # sequences that share a prompt have its images once
+                prompts.append(images)
+        positions_S.append(positions[:, segment.start :])
+        is_image_S.append(is_image[segment.start :])
+    places_I = torch.from_numpy(np.flatnonzero(np.concatenate(is_image_S)))
+    position_ids_N = torch.from_numpy(np.concatenate(positions_S, axis=1))
+    return replace(batch, position_ids_N=position_ids_N, parts=(*batch.parts, BatchImages(prompts, places_I)))
+
+
+def check_images(path: str, config: PretrainedConfig) -> None:
+    """Raises ValueError if images are not implemented for the model."""
+    if config.model_type not in KNOWN:
         raise ValueError(
-            f"--image_column {column!r}: --model {path} is of the type {config.model_type!r}; images are implemented "
-            f"for {', '.join(KNOWN)}. Use such a model, or leave the flag out."
+            f"--model {path} is of the type {config.model_type!r}; --image_column and models with a vision tower are "
+            f"implemented for {', '.join(KNOWN)}."
         )
 
 
 def load_processor(
-    path: str, config: PretrainedConfig | None, prompt_format: PromptFormat
-) -> tuple[PreTrainedTokenizerBase, Vision | None]:
-    """The tokenizer, and what reads images: None for a model without vision, or for a tokenizer alone (no config).
-
-    Raises ValueError for image flags that do not suit the model, and if it has no tokenizer or
-    processor.
-    """
-    has_vision = config is not None and config.model_type in KNOWN
-    if config is not None:
-        check_images(path, config, prompt_format)
-    kind, reader = ("processor", AutoProcessor) if has_vision else ("tokenizer", AutoTokenizer)
+    path: str, config: PretrainedConfig, prompt_format: PromptFormat
+) -> tuple[PreTrainedTokenizerBase, Vision]:
+    """The tokenizer, and what reads images. Raises ValueError for image flags that do not suit the model."""
+    check_images(path, config)
     try:
-        processor = reader.from_pretrained(path, trust_remote_code=False)
+        processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ValueError(f"--model {path!r} has no {kind} that could be read: {error}") from None
-    tokenizer = processor.tokenizer if has_vision else processor
-    if len(tokenizer.added_tokens_decoder) == len(tokenizer):  # what transformers makes of a folder without its files
-        raise ValueError(
-            f"--model {path!r} has no tokenizer; copy that of the base model into it "
-            "(tokenizer.json, tokenizer_config.json, chat_template.jinja)."
-        )
-    if not has_vision:
-        return tokenizer, None
+        raise ValueError(f"--model {path!r} has no processor that could be read: {error}") from None
+    tokenizer = processor.tokenizer
     tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
     images, max_pixels = processor.image_processor, prompt_format.max_pixels
     smallest = images.size["shortest_edge"]
@@ -212,14 +239,6 @@ def load_processor(
         window_size=config.vision_config.window_size,
     )
     return tokenizer, vision
-
-
-def find_images(vision: Vision, encoded: tuple[bytes, ...], template_ids: np.ndarray) -> PromptImages:
-    """The images of a prompt. Raises ValueError if one cannot be scaled, or if the text holds the image token."""
-    count = int((template_ids == vision.image_token).sum())
-    if count != len(encoded):
-        raise ValueError(f"the prompt has {count} image tokens for {len(encoded)} images: its text must not hold one")
-    return PromptImages(encoded, tuple(_grid(vision, image) for image in encoded), template_ids, vision)
 
 
 def encoded_images(value: object, folder: Path) -> tuple[bytes, ...]:

@@ -1,4 +1,6 @@
-"""Partial rollouts: a step ends when enough groups are finished; unfinished completions go on in the next step.
+"""--partial_rollouts: a step ends when enough groups are finished; unfinished completions go on in the next step.
+
+The seam is `Sampler.collect`: `train_grpo.build_sampler` takes `PartialSampler` in place of `Sampler`.
 
 Between two steps the completions so far are here, as tokens: the engine has no requests, and may
 sleep, take new weights or sample something else. Each engine has unfinished prompts of its own, and
@@ -21,7 +23,6 @@ from batch import Completion, Metrics, Rollout, Row, State, rollout_of
 from flags import MORE_UNFINISHED, MOST_LAG
 from fsdp_utils import end_if_requested, gather_from_ranks
 from runtime.progress import progress
-from runtime.stall import beat
 from sampling import Sampler
 
 
@@ -43,7 +44,7 @@ class Group:
 
     @property
     def is_finished(self) -> bool:
-        return all(completion.finish_reason is not None for completion in self.completions)
+        return all(completion.finish_reason for completion in self.completions)
 
     def is_waited_for(self, version: int) -> bool:  # it is as old as may be
         return not self.is_finished and version - self.first_version >= MOST_LAG
@@ -129,7 +130,7 @@ class PartialSampler(Sampler):
         """
         chosen = []
         before = [group for group in groups if group.is_finished]
-        finished = itertools.chain(before, self.sample_on(groups, version, lambda: len(chosen) == len(places)))
+        finished = itertools.chain(before, self.finished_groups(groups, version, lambda: len(chosen) == len(places)))
         with progress("groups", total=len(places), shown_after=0.0) as bar:
             for group in finished:
                 num_kept_places = sum(other.is_waited_for(version) for other in groups)
@@ -147,18 +148,17 @@ class PartialSampler(Sampler):
         for b, completion in enumerate(group.completions, start=place * self.sampling.num_samples):
             completion.finish(b, self.engine.tokenizer, on_finished)
 
-    def sample_on(self, groups: list[Group], version: int, is_enough: Callable[[], bool]) -> Iterator[Group]:
+    def finished_groups(self, groups: list[Group], version: int, is_enough: Callable[[], bool]) -> Iterator[Group]:
         """Groups as they are finished, until it is enough; then the engine gives back what it has of the others."""
         if is_enough():
             return
         unfinished = []
         for group in groups:
-            unfinished += [(group, x) for x in group.completions if x.finish_reason is None]
+            unfinished += [(group, x) for x in group.completions if not x.finish_reason]
         rows = [group.row for group, _ in unfinished]
         so_far = [completion.token_ids for _, completion in unfinished]
         limits = [self.sampling.max_completion_tokens - len(ids) for ids in so_far]
         first = self.engine.add(rows, so_far, limits, self.sampling)
-        beat(f"begins to sample {len(unfinished)} completions")
         while not is_enough() and self.engine.is_busy():
             for number, part in self.engine.step():
                 group, completion = unfinished[number - first]

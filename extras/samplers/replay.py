@@ -1,4 +1,7 @@
-"""--replay: trains on the completions that another run has kept, without an engine. docs/runs.md"""
+"""--replay: trains on the completions that another run has kept, without an engine. docs/runs.md
+
+The seam is `Sampler.collect`: `train_grpo.build_sampler` takes `ReplaySampler` in place of `Sampler`.
+"""
 
 from __future__ import annotations
 
@@ -69,10 +72,10 @@ def read_rounds(out_dir: Path, step: int, rows: dict[str, Row]) -> list[Rollout]
         rollout_logprobs=list(table["rollout_logprobs"].to_numpy()),
         texts=table["completion"].to_pylist(),
         is_truncated_B=table["is_truncated"].to_numpy(),
-        versions=None if versions[0] is None else versions,
         is_sampled=list(table["is_sampled"].to_numpy()),
         is_trained_B=np.ones(len(places), dtype=bool),
         grades=grades,
+        parts={} if versions[0] is None else {"versions": versions},
     )
     round_B = table["round"].to_numpy()
     return [step_rollout.select(np.flatnonzero(round_B == number)) for number in range(round_B.max() + 1)]

@@ -1,6 +1,9 @@
 """The engine on GPUs of its own: stock vLLM servers, which the main rank feeds; it has the verbs of `rollout.Engine`.
 
-    engine = build_servers(model, settings, servers, tokenizer, weights, log, version)
+--engine server asks for it; `train_grpo.load_models` takes it in place of `rollout.Engine`.
+
+    engine = build_servers(model, settings, servers, tokenizer, turns, run, version)
+    engine.weights = policy.describe_weights()
     engine.sync(policy.full_weights())              # all servers get the weights, one tensor at a time
     engine.begin(rows, sampling, seed)              # --steps_ahead: the servers sample while the ranks train
     rollout = engine.sample(rows, sampling, seed)   # the same on every rank
@@ -25,18 +28,18 @@ from transformers import PreTrainedTokenizerBase
 
 from batch import OnFinished, Rollout, Row, rollout_of
 from engine.options import engine_options, stop_ids
-from extras.servers.fleet import Fleet, SampleRequest, Server
+from extras.servers.fleet import Fleet, Request, Server
 from extras.servers.start import start_server
 from extras.servers.weights import fit_of
+from extras.turns.turns import Turns
 from flags import EngineSettings, Sampling, Servers
-from fsdp_utils import broadcast_from_main, end_if_requested, gather_unwatched, set_allocator
-from gate.load_inputs import Inputs
+from fsdp_utils import broadcast_from_main, end_if_requested, gather_from_ranks, set_allocator
 from model.weights import load_config
 from run import Run
-from runtime.stall import WAITS, beat
+from runtime.stall import beat
 from runtime.start import RunError, requested
 
-TICK = 0.1  # seconds between two looks of ranks that wait for servers
+LOOK_SECONDS = 0.1  # between two looks of ranks that wait for servers
 
 
 @dataclass(kw_only=True)
@@ -46,17 +49,17 @@ class ServerEngine:
     seconds_E = np.zeros(1)  # not measured: servers sample while the ranks do other things
     fleet: Fleet | None  # None: this is not the main rank
     tokenizer: PreTrainedTokenizerBase
-    weights: dict[str, list]  # names, dtypes and shapes of what `sync` sends
-    device: torch.device  # on which these are
+    device: torch.device  # that of the weights
     version: int  # number of the weights that the next `sync` brings
     in_flight: bool  # unfinished completions go on under new weights; otherwise a sync waits for them
-    begun: dict[tuple[int, ...], list[SampleRequest]] = field(default_factory=dict)  # by the seed of their call
-    last_progress: str = ""  # as the stall watch heard it
+    weights: dict[str, list] = field(default_factory=dict)  # names, dtypes and shapes of what `sync` sends
+    begun: dict[tuple[int, ...], list[Request]] = field(default_factory=dict)  # by the seed of their call
+    last_progress: str = ""  # as the ranks last heard it
 
     def begin(self, rows: list[Row], sampling: Sampling, seed: tuple[int, ...], is_first: bool = False) -> None:
         """The servers sample these rows, for a later call of `sample` with this seed. `is_first`: before all others."""
         if self.fleet is not None and seed not in self.begun:
-            self.begun[seed] = [SampleRequest(row, sampling) for row in rows for _ in range(sampling.num_samples)]
+            self.begun[seed] = [Request(row, sampling) for row in rows for _ in range(sampling.num_samples)]
             self.fleet.call(self.fleet.enqueue(self.begun[seed], is_first))
 
     def sample(
@@ -89,21 +92,21 @@ class ServerEngine:
         return replace(rollout, rows=[row for row in rows for _ in range(sampling.num_samples)])
 
     def wait(self, is_done: Callable[[], bool], describe: Callable[[], str]) -> None:
-        """Returns on all ranks when `is_done()` on the main one, or after a signal. RunError: servers are lost."""
+        """Returns on all ranks when `is_done()` on the main one, or after a signal. RunError: a server has failed."""
         while True:
             status = None
             if self.fleet is not None:
                 status = is_done(), f"{describe()} ({self.fleet.describe()})", self.fleet.error
-            statuses, signals = zip(*gather_unwatched((status, requested())), strict=True)
+            statuses, signals = zip(*gather_from_ranks((status, requested())), strict=True)
             is_over, progress, error = statuses[0]
             if error:
                 raise RunError(error)
-            who = "" if self.fleet else f"{WAITS}: the main one "
-            beat(f"{who}waits for the servers: {progress}", is_progress=progress != self.last_progress)
+            if progress != self.last_progress:
+                beat()
             self.last_progress = progress
             if is_over or any(signals):
                 return
-            time.sleep(TICK)
+            time.sleep(LOOK_SECONDS)
 
     def sync(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """All servers take new weights, one full tensor at a time; the first call waits until they have started."""
@@ -111,12 +114,11 @@ class ServerEngine:
         self.wait(lambda: fleet.call(fleet.pause_dispatch(self.in_flight)), lambda: "before the weights change")
         if fleet is not None:
             fleet.call(fleet.prepare(self.weights, self.device, self.version))
-        for name, tensor in named_parameters:
-            beat(f"sends {name}")
+        for _, tensor in named_parameters:
+            beat()
             if fleet is not None:
                 fleet.send(tensor)
             del tensor  # before the next one is gathered
-        beat("waits for the servers to go on")
         if fleet is not None:
             fleet.call(fleet.finish())
         self.version += 1
@@ -133,12 +135,15 @@ def build_servers(
     model: str,
     settings: EngineSettings,
     servers: Servers,
-    inputs: Inputs,
-    weights: dict[str, list],
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Turns | None,
     run: Run,
     version: int,
 ) -> ServerEngine:
-    """The engine of these servers; the main rank starts those that nobody else has started."""
+    """The engine of these servers; the main rank starts those that nobody else has started.
+
+    Raises RunError if one of --server_urls answers that it has another key or model.
+    """
     fleet, device = None, run.world.device
     if run.world.is_main:
         key = os.environ.get("VLLM_API_KEY") or secrets.token_hex()
@@ -149,17 +154,17 @@ def build_servers(
         run.say(f"waits for {', '.join(server.name for server in fleet_servers)}")
         fleet = Fleet(
             servers=fleet_servers,
-            stop_ids=stop_ids(inputs.tokenizer, settings.stop_tokens),
+            stop_ids=stop_ids(tokenizer, settings.stop_tokens),
             key=key,
             say=run.say,
             run=f"{run.out_dir.resolve()} on {socket.gethostname()} (process {os.getpid()})",
             needed=fit_of(load_config(model), settings.max_model_len, settings.dtype, settings.head_dtype),
-            turns=inputs.turns,
+            turns=turns,
         )
+        fleet.call(fleet.begin())
     set_allocator(is_expandable=True)  # as beside an engine in the ranks
     return ServerEngine(
-        fleet=fleet, tokenizer=inputs.tokenizer, weights=weights, device=device, version=version,
-        in_flight=servers.in_flight,
+        fleet=fleet, tokenizer=tokenizer, device=device, version=version, in_flight=servers.in_flight
     )  # fmt: skip
 
 

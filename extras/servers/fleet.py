@@ -1,8 +1,7 @@
-"""The main rank's talk with the generation servers: which one samples what, and what happens when one fails.
+"""The main rank's talk with the generation servers: which one samples what, and whether all of them are well.
 
-One thread with an event loop, so that servers sample while the main rank trains. A server is lost at its first fault,
-and for good. The others get its requests. The run ends if none is left, or if one is lost at its start or amid a
-transfer of weights: the reason is `Fleet.error`.
+One thread with an event loop, so that servers sample while the main rank trains. The first fault of a server ends the
+run: `Fleet.error` is its sentence, which the main rank raises when it needs the servers again.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -27,28 +26,24 @@ from torch import Tensor
 from batch import Completion, Row
 from extras.servers.start import ServerProcess
 from extras.servers.weights import Link, open_link
-from extras.turns.turns import Next, Turns
+from extras.turns.turns import EpisodeState, Turns
 from flags import Sampling
 from model.sizes import MOST_ON_GPU
 from runtime.machine import own_address
-from runtime.start import RunError, end_at_once, requested, signal_name
+from runtime.start import RunError, end_at_once
 
-TIMEOUT = 600.0  # seconds: a server that gives no answer at its start, or no token, for so long is dead
-MEETING = 60.0  # seconds that a server has to come for its weights
-LEAVE = 10.0  # seconds that the main rank has to end after a failed transfer, or one that stands still at a signal
-ANSWER = 5.0  # seconds that a server has to answer what is quickly said
-ENDING = 1.0  # seconds from a dying server's last words, which are those of its sockets, to its exit status
-LOOK = 1.0  # seconds between two looks at a server
-TAIL = 1500  # characters of the log that are shown when a server is lost
-TOKENS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")  # vLLM's metrics that tell progress
+TIMEOUT_SECONDS = 600.0  # a server that does not answer at its start, or makes no progress, for so long has failed
+MEETING_SECONDS = 60.0  # that a server has to come for its weights
+ANSWER_SECONDS = 5.0  # that a server has to answer what is quickly said
+WATCH_SECONDS = 1.0  # between two looks at a server
+DEATH_SECONDS = 1.0  # from a dying server's last words, which are those of its sockets, to its exit status
+EXIT_SECONDS = 10.0  # that the main rank has to end by itself after a fault amid a transfer of weights
+LOG_CHARACTERS = 1500  # of the end of a server's log, which are shown when it has failed
+TOKEN_COUNTERS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")  # vLLM's metrics that tell progress
 
 
 class ServerFault(Exception):
     """A server has answered or done something else than it was asked to."""
-
-
-class Taken(ServerFault):
-    """A server has other weights than those of this run."""
 
 
 UNREACHABLE = (aiohttp.ClientError, OSError)
@@ -91,12 +86,12 @@ class WeightInfo(msgspec.Struct):
     weight_version: str
 
 
-class Fits(msgspec.Struct):
+class FitAnswer(msgspec.Struct):
     results: list[dict[str, object]]  # what `Extension.own_fit` says of each worker
 
 
 @dataclass(eq=False)
-class SampleRequest:
+class Request:
     """One completion that is asked for."""
 
     row: Row
@@ -112,8 +107,8 @@ class Server:
     name: str  # for the console
     url: str
     process: ServerProcess | None = None  # None: somebody else has started it
-    state: str = "starts"  # then "ready", at last perhaps "lost"
-    requests: dict[asyncio.Task[None], SampleRequest] = field(default_factory=dict)  # unfinished ones
+    is_ready: bool = False  # it has started, and fits the run
+    num_requests: int = 0  # unfinished ones
     num_workers: int = 1
     identity: str = ""  # the same under each of its addresses; "": it is not known yet
     link: Link | None = None  # to its workers; None: they have not met the main rank
@@ -122,19 +117,20 @@ class Server:
 
 
 def reason_of(error: Exception) -> str:
-    """Why a server is lost, in words; aiohttp's name its own settings."""
+    """A fault in words; aiohttp's name its own settings."""
     if isinstance(error, aiohttp.ClientConnectorError):
-        return "it cannot be reached: it has ended, its name is wrong, or a firewall is between"
+        is_refused = isinstance(error.os_error, ConnectionRefusedError)
+        return "connection refused" if is_refused else f"it cannot be reached ({error.os_error})"
     return str(error) or f"no answer ({type(error).__name__})"
 
 
 def weights_of_run(version: str, run: str) -> int:
-    """The number of the weights that a server gives this version. Raises Taken if they are not this run's."""
+    """The number of the weights that a server gives this version. Raises ServerFault if they are not this run's."""
     sender, _, number = version.rpartition(":")
     if not sender:
-        raise Taken("its weights were not sent: it was started anew")
+        raise ServerFault("its weights were not sent: it was started anew")
     if sender != run:
-        raise Taken(f"it has weights of the run {sender}; give each run servers of its own")
+        raise ServerFault(f"it has weights of the run {sender}; give each run servers of its own")
     return int(number)
 
 
@@ -169,19 +165,20 @@ class Fleet:
     run: str  # names this start of the run, to users of the same server, too
     needed: dict[str, object]  # flag of scripts/serve.py -> its value for this run
     turns: Turns | None  # None: a completion has one
-    timeout: float = TIMEOUT
+    timeout: float = TIMEOUT_SECONDS
     most: int = MOST_ON_GPU  # requests that a server gets at a time
-    pending: list[SampleRequest] = field(default_factory=list)
-    awaiting_reply: dict[int, SampleRequest] = field(default_factory=dict)  # from environments, by episode number
+    pending: list[Request] = field(default_factory=list)
+    awaiting_reply: dict[int, Request] = field(default_factory=dict)  # from environments, by episode number
     phase: str = "closed"  # "open": requests are given to servers; "sending": weights
     version: int = -1  # number of the servers' weights
-    last_sent: float = 0.0  # when the last tensor was sent
+    num_sent: int = 0  # tensors of weights, in all
     error: str = ""  # why the run cannot go on
 
     def __post_init__(self) -> None:
-        self.loop, self.closing = asyncio.new_event_loop(), asyncio.Event()
-        self.thread = threading.Thread(target=self.loop.run_until_complete, args=[self._live()], daemon=True)
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
+        self.call(self._open())
 
     def call(self, coroutine: Coroutine[None, None, object]) -> object:
         """From another thread: runs it in the loop, and waits."""
@@ -189,36 +186,36 @@ class Fleet:
 
     def close(self) -> None:
         """From another thread: ends unfinished requests, the servers that the run has started, and the thread."""
-        self.loop.call_soon_threadsafe(self.closing.set)
+        self.call(self._close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
         self.loop.close()
 
-    async def _live(self) -> None:
+    async def _open(self) -> None:
         most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # each request is a connection
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
         # Each has its own: vLLM's server closes one that is idle for 5 s, perhaps while the next request is on its way,
         # and that would look like a server that has died.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        headers = {"Authorization": f"Bearer {self.key}"}
-        async with aiohttp.ClientSession(headers=headers, connector=connector) as self.session:
-            for server in self.servers:
-                self._start(self._or_lose(server, self._watch(server)))
-            if self.turns is not None:
-                self._start(self._collect_replies())
-            await self.closing.wait()
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.gather(*map(self._disconnect, self.servers))
+        self.session = aiohttp.ClientSession(headers={"Authorization": f"Bearer {self.key}"}, connector=connector)
+        if self.turns is not None:
+            self._start(self._collect_replies())
+
+    async def _close(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*map(self._disconnect, self.servers))
+        await self.session.close()
 
     async def _disconnect(self, server: Server) -> None:
         if server.process is not None:
             await asyncio.to_thread(server.process.end)
-        elif server.state == "ready" and server.link is not None:  # it stays up for another run
+        elif server.link is not None:  # it stays up for another run
             with suppress(*FAULTS):
                 await self._check_run(server)
-                await self.ask(server, "shutdown_weight_transfer_engine", {}, ANSWER)
+                await self.ask(server, "shutdown_weight_transfer_engine", {}, ANSWER_SECONDS)
         if server.link is not None:
             await asyncio.to_thread(server.link.destroy)
 
@@ -226,7 +223,7 @@ class Fleet:
         self, server: Server, path: str, body: object = None, timeout: float | None = None, method: str = "POST"
     ) -> bytes:
         """The body of the answer. Raises one of `FAULTS`. `timeout`: seconds; None: for ever."""
-        limit = aiohttp.ClientTimeout(total=timeout, sock_connect=10)
+        limit = aiohttp.ClientTimeout(total=timeout, sock_connect=ANSWER_SECONDS)
         async with self.session.request(method, f"{server.url}/{path}", json=body, timeout=limit) as response:
             content = await response.read()
         if response.status == 401:
@@ -238,15 +235,12 @@ class Fleet:
 
     # Requests ---------------------------------------------------------------------------------------------------------
 
-    async def enqueue(self, requests: Sequence[SampleRequest], is_first: bool = False) -> None:
+    async def enqueue(self, requests: list[Request], is_first: bool = False) -> None:
         """Queues them; `is_first`: before all others."""
         if self.turns is not None:
             for request in requests:
                 request.episode = request.episode or self.turns.begin(request.row)
-        if is_first:
-            self.pending = [*requests, *self.pending]
-        else:
-            self.pending += requests
+        self.pending = requests + self.pending if is_first else self.pending + requests
         self._dispatch()
 
     async def pause_dispatch(self, in_flight: bool) -> bool:
@@ -255,40 +249,38 @@ class Fleet:
         They may not while a server starts, nor before all completions are finished, unless these go on `in_flight`.
         """
         self.phase = "closed"
-        busy = [server for server in self.servers if server.requests and not in_flight]
-        return not busy and all(server.state != "starts" for server in self.servers)
+        return all(server.is_ready and (in_flight or not server.num_requests) for server in self.servers)
 
     def _dispatch(self) -> None:
         """Gives what is pending to the servers with the fewest unfinished requests."""
-        servers = self._not_lost()
-        while self.pending and servers and self.phase == "open":
-            server = min(servers, key=lambda server: len(server.requests))
-            if len(server.requests) >= self.most:
+        while self.pending and self.phase == "open":
+            server = min(self.servers, key=lambda server: server.num_requests)
+            if server.num_requests >= self.most:
                 return
-            request = self.pending.pop(0)
-            task = self._start(self._or_lose(server, self._complete(server, request)))
-            server.requests[task] = request
+            server.num_requests += 1
+            self._start(self._hold_to(server, self._complete(server, self.pending.pop(0))))
 
-    async def _complete(self, server: Server, request: SampleRequest) -> None:
+    async def _complete(self, server: Server, request: Request) -> None:
         sampling, episode = request.sampling, request.episode
         prompt, limit = request.row.ids.tolist(), sampling.max_completion_tokens
         if episode is not None:
             prompt += episode.token_ids
             limit = self.turns.room(episode, sampling)
         # Without a seed: with one, vLLM on CPU ends as soon as a prefill is chunked (v1/worker/gpu_model_runner.py).
-        params = {
-            "temperature": sampling.temperature, "top_p": sampling.top_p, "max_tokens": limit,
-            "stop_token_ids": self.stop_ids, "logprobs": 0, "detokenize": False,
-        }  # fmt: skip
+        params = sampling.for_vllm(limit) | {"stop_token_ids": self.stop_ids}
         body = {"token_ids": prompt, "sampling_params": params, "return_token_ids": True}
         content = await self.ask(server, "inference/v1/generate", body)
-        completion = read_completion(content, prompt, limit, self.run)
+        try:
+            completion = read_completion(content, prompt, limit, self.run)
+        except (ServerFault, msgspec.DecodeError):
+            await self._check_run(server)  # another run aborts what this one has asked for
+            raise
         if episode is None:
             request.completion = completion
         else:
             self.awaiting_reply[episode.number] = request
             self.turns.end_turn(episode, completion)
-        del server.requests[asyncio.current_task()]
+        server.num_requests -= 1
         self._dispatch()
 
     async def _collect_replies(self) -> None:
@@ -296,17 +288,17 @@ class Fleet:
         environments = self.turns.environments
         try:
             while True:
-                for number, outcome in (await asyncio.to_thread(environments.pop_replies, LOOK)).items():
+                for number, outcome in (await asyncio.to_thread(environments.pop_replies, WATCH_SECONDS)).items():
                     request = self.awaiting_reply.pop(number)
                     match self.turns.end_reply(request.episode, outcome, request.sampling):
-                        case Next.TURN:
+                        case EpisodeState.TURN:
                             await self.enqueue([request], is_first=True)
-                        case Next.REPLY:
+                        case EpisodeState.REPLY:
                             self.awaiting_reply[number] = request
-                        case Next.END:
+                        case EpisodeState.END:
                             request.completion = request.episode
         except ValueError as error:  # there can be no workers
-            self.error = str(error)
+            self._fail(str(error))
 
     # Weights: the main rank calls prepare, then send for each tensor, then finish -------------------------------------
 
@@ -316,7 +308,6 @@ class Fleet:
         Those that have them all sample on, and say of what follows that this version made it.
         """
         self.phase, self.version = "sending", version
-        self.last_sent = time.monotonic()
         await self._with_all(lambda server: self._prepare(server, weights, device))
 
     async def _prepare(self, server: Server, weights: dict[str, list], device: torch.device) -> None:
@@ -331,7 +322,7 @@ class Fleet:
                     await self.ask(server, path, {})
             await self._meet(server, device)
         await self.ask(server, "start_weight_update")
-        server.update = asyncio.create_task(self._or_lose(server, self._update(server, weights)))
+        server.update = self._start(self._hold_to(server, self._update(server, weights)))
 
     async def _update(self, server: Server, weights: dict[str, list]) -> None:
         await self.ask(server, "update_weights", {"update_info": weights})
@@ -344,12 +335,12 @@ class Fleet:
         return f"{self.run}:{self.version}"
 
     async def _check_run(self, server: Server) -> None:
-        """Raises Taken if the server has weights of another run, or was started anew; or another of `FAULTS`."""
-        answer = await self.ask(server, "weight_info", timeout=ANSWER, method="GET")
+        """Raises ServerFault if the server has weights of another run, or was started anew."""
+        answer = await self.ask(server, "weight_info", timeout=ANSWER_SECONDS, method="GET")
         weights_of_run(msgspec.json.decode(answer, type=WeightInfo).weight_version, self.run)
 
     async def _meet(self, server: Server, device: torch.device) -> None:
-        """Opens a process group with the server's workers. Each server has its own: a dead one hurts no other."""
+        """Opens a process group with the server's workers, of its own: so a fault has a server's name."""
         host = own_address(urlsplit(server.url).hostname)
         listener = socket.create_server((host, 0))
         info = {
@@ -357,23 +348,22 @@ class Fleet:
             "rank_offset": 1, "world_size": 1 + server.num_workers,
         }  # fmt: skip
         answer = self.ask(server, "init_weight_transfer_engine", {"init_info": info})
-        link = asyncio.to_thread(open_link, listener, server.num_workers, device, min(self.timeout, MEETING))
+        link = asyncio.to_thread(open_link, listener, server.num_workers, device, min(self.timeout, MEETING_SECONDS))
         try:
             server.link, _ = await asyncio.gather(link, answer)  # the first that fails: the other may wait for ever
         except RuntimeError as error:
             raise ServerFault(f"it did not come to take weights: {error}") from None
 
     def send(self, tensor: Tensor) -> None:
-        """From another thread: the next tensor goes to all servers. Raises RunError if one is lost."""
+        """From another thread: the next tensor goes to all servers. Raises RunError after a fault."""
         stream = torch.cuda.current_stream() if tensor.is_cuda else None  # that of the gather before, the free after
-        for server in self._not_lost():
+        for server in self.servers:
             try:
                 server.link.broadcast(tensor.contiguous(), src=0, stream=stream)
             except RuntimeError as error:  # torch says so if the connection is broken
-                self.call(self._lose(server, error))
-        self.last_sent = time.monotonic()
-        if self.error:
-            raise RunError(self.error)
+                self._blame(server, error)
+        self.num_sent += 1
+        self.raise_fault()
 
     async def finish(self) -> None:
         """The servers have been sent all weights."""
@@ -382,17 +372,13 @@ class Fleet:
         self._dispatch()
 
     async def _with_all(self, do: Callable[[Server], Awaitable[None]]) -> None:
-        """Raises RunError if one of them is lost."""
-        work = [self._or_lose(server, asyncio.wait_for(do(server), self.timeout)) for server in self._not_lost()]
+        """Raises RunError after a fault."""
+        work = [self._hold_to(server, asyncio.wait_for(do(server), self.timeout)) for server in self.servers]
         await asyncio.gather(*work)
-        if self.error:
-            raise RunError(self.error)
-
-    def _not_lost(self) -> list[Server]:
-        return [server for server in self.servers if server.state != "lost"]
+        self.raise_fault()
 
     def describe(self) -> str:
-        parts = [f"{server.name} {server.state} ({len(server.requests)} requests)" for server in self.servers]
+        parts = [f"{server.name} has {server.num_requests} requests" for server in self.servers]
         if self.turns is not None:
             parts.append(f"{len(self.awaiting_reply)} wait for their environment")
         num_tokens = sum(server.tokens for server in self.servers)
@@ -401,110 +387,98 @@ class Fleet:
     # Faults -----------------------------------------------------------------------------------------------------------
 
     def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """The task of some work that nobody waits for: an exception of it, which is no server's fault, ends the run."""
+        """The task of some work that nobody waits for. Its exception, which is no server's fault, ends the run."""
 
         def note(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()):
                 traceback.print_exception(error)
-                self.error = self.error or f"sampling failed: {error!r}"
+                self._fail(f"sampling failed: {error!r}")
 
         task = self.loop.create_task(work)
         task.add_done_callback(note)
         return task
 
-    async def _or_lose(self, server: Server, work: Coroutine[None, None, object]) -> None:
+    async def _hold_to(self, server: Server, work: Awaitable[None]) -> None:
+        """Waits for the work, whose fault is the server's."""
         try:
             await work
         except FAULTS as error:
-            await self._lose(server, error)
+            self._blame(server, error)
 
-    async def _lose(self, server: Server, error: Exception) -> None:
-        """The server is lost. The others get its requests, before all that is pending; or the run ends."""
-        if server.state == "lost" or self.error:
-            return
-        is_starting, is_sending = server.state == "starts", self.phase == "sending"
-        server.state = "lost"
-        reason, tail = await self._reason(server, error), ""
+    def _blame(self, server: Server, error: Exception) -> None:
+        """Ends the run with what the server did, and how its process ended."""
+        reason, tail = reason_of(error), ""
         if server.process is not None:
-            server.process.process.kill()
+            reason = server.process.how_it_ended(DEATH_SECONDS) or reason
             log = server.process.log
-            tail = f". {log} ends with:\n{log.read_text('utf-8', 'replace')[-TAIL:]}"
-        requests = list(server.requests.values())
-        for task in server.requests:
-            if task is not asyncio.current_task():
-                task.cancel()
-        server.requests = {}
-        if is_starting:
-            self.error = self.error or f"{server.name} cannot be used: {reason}{tail}"
-        elif is_sending or not self._not_lost():
-            when = "amid a transfer of weights" if is_sending else "and no other is left"
-            way_out = "the same command continues from the last checkpoint"
-            if server.process is None:
-                way_out = f"start it again, then {way_out}"
-            self.error = f"{server.name} was lost {when}: {reason}; {way_out}{tail}"
-            if is_sending:
-                self.loop.call_later(0.0 if requested() else LEAVE, self._leave)
+            tail = f" {log} ends with:\n{log.read_text('utf-8', 'replace')[-LOG_CHARACTERS:]}"
+        if server.is_ready:
+            self._fail(f"{server.name} has failed: {reason}; with servers that run, the same command continues.{tail}")
         else:
-            moved = f"; {len(requests)} unfinished completions are sampled elsewhere" if requests else ""
-            self.say(f"{server.name} is lost for the rest of this run: {reason}{moved}")
-            await self.enqueue(requests, is_first=True)
+            self._fail(f"{server.name} cannot be used: {reason}.{tail}")
 
-    async def _reason(self, server: Server, error: Exception) -> str:
-        """How the server's process has ended, or whose weights it has now; else the error in words."""
-        if server.process is not None:
-            return server.process.how_it_ended(ENDING) or reason_of(error)
-        if server.link is not None:
-            try:
-                await self._check_run(server)
-            except Taken as taken:
-                return str(taken)
-            except FAULTS:
-                pass
-        return reason_of(error)
+    def _fail(self, sentence: str) -> None:
+        """Ends the run with this sentence, unless it has one: the main rank raises it."""
+        self.error = self.error or sentence
+        if self.phase == "sending":  # the main rank may wait in a broadcast that nobody answers, over NCCL for ever
+            self.loop.call_soon_threadsafe(self.loop.call_later, EXIT_SECONDS, end_at_once, 1, self.error)
 
-    def _leave(self) -> None:
-        """Ends the process: its main thread may wait in a broadcast that nobody answers, over NCCL for ever."""
-        end_at_once(1, self.error)
+    def raise_fault(self) -> None:
+        if self.error:
+            raise RunError(self.error)
 
     async def _check_fit(self, server: Server) -> None:
         """Raises ServerFault unless the server has what the run needs, or a larger --max_model_len."""
-        answer = await self.ask(server, "collective_rpc", {"method": "own_fit"}, ANSWER)
-        fits = msgspec.json.decode(answer, type=Fits).results
+        answer = await self.ask(server, "collective_rpc", {"method": "own_fit"}, ANSWER_SECONDS)
+        fits = msgspec.json.decode(answer, type=FitAnswer).results
         server.identity, server.num_workers = fits[0].get("identity"), len(fits)
         for twin in self.servers:
             if twin is not server and twin.identity == server.identity:
-                raise ServerFault(f"it is {twin.name} by another name; give each server once.")
+                raise ServerFault(f"it is {twin.name} by another name; give each server once")
         misfits = []
         for name, needed in self.needed.items():
             value = fits[0].get(name)
             if value != needed and not (name == "--max_model_len" and value > needed):
                 misfits.append(f"{name} {value}, needed is {needed}")
         if misfits:
-            raise ServerFault(f"it does not fit this run: it has {'; '.join(misfits)}.")
-        server.state = "ready"
+            raise ServerFault(f"it does not fit this run: it has {'; '.join(misfits)}")
+        server.is_ready = True
 
-    async def _count_tokens(self, server: Server) -> None:
-        text = await self.ask(server, "metrics", timeout=ANSWER, method="GET")
-        lines = [line for line in text.decode().splitlines() if line.startswith(TOKENS)]
-        server.tokens = sum(float(line.rpartition(" ")[2]) for line in lines)
+    async def begin(self) -> None:
+        """Tries all servers now, and watches them from then on. Raises RunError if one is not what the run needs."""
+        await self._with_all(self._try)
+        for server in self.servers:
+            self._start(self._hold_to(server, self._watch(server)))
+
+    async def _try(self, server: Server) -> None:
+        """Nobody listens before a server is up: that is said, and no fault yet."""
+        try:
+            await self._check_fit(server)
+        except UNREACHABLE as error:
+            if server.process is None:
+                self.say(f"{reason_of(error)} so far: {server.url}")
 
     async def _watch(self, server: Server) -> None:
         """Checks the server when it answers, then whether it makes progress. Raises one of `FAULTS`."""
-        last_progress = time.monotonic()
-        while server.state != "lost":
+        progress, last_progress = None, time.monotonic()
+        while True:
             if server.process is not None and (how := server.process.how_it_ended()):
                 raise ServerFault(how)
-            is_up, tokens = server.state == "ready", server.tokens
+            is_up = server.is_ready
             try:
                 await (self._count_tokens(server) if is_up else self._check_fit(server))
-                if server.tokens != tokens or self.phase == "sending" or not server.requests:
-                    last_progress = time.monotonic()
             except UNREACHABLE as error:
-                # Nobody listens before a server is up. Later it may be too busy to answer, but not be gone.
-                if is_up and not isinstance(error, TimeoutError):
+                if is_up and not isinstance(error, TimeoutError):  # too busy to answer is not gone
                     raise
+            before, progress = progress, (server.is_ready, server.tokens, self.num_sent)
+            is_idle = is_up and not server.num_requests and self.phase != "sending"
+            if is_idle or progress != before:
+                last_progress = time.monotonic()
             if time.monotonic() - last_progress > self.timeout:
-                raise ServerFault(f"no {'token' if is_up else 'answer'} for {self.timeout:g} s")
-            if self.phase == "sending" and requested() and time.monotonic() - self.last_sent > LEAVE:
-                raise ServerFault(f"the transfer stands still, and {signal_name()} asks the run to end")
-            await asyncio.sleep(LOOK)
+                raise ServerFault(f"no {'progress' if is_up else 'answer'} for {self.timeout:g} s")
+            await asyncio.sleep(WATCH_SECONDS)
+
+    async def _count_tokens(self, server: Server) -> None:
+        text = await self.ask(server, "metrics", timeout=ANSWER_SECONDS, method="GET")
+        lines = [line for line in text.decode().splitlines() if line.startswith(TOKEN_COUNTERS)]
+        server.tokens = sum(float(line.rpartition(" ")[2]) for line in lines)

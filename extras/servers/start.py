@@ -1,9 +1,9 @@
 """Generation servers as child processes of the main rank: vLLM's own server, on the loopback alone.
 
-`python -m extras.servers.start FLAGS` is that server, with two things more. After SIGTERM it gives requests `GRACE`
-seconds to end. And each of its processes ends with the one that has started it: vLLM does so by multiprocessing's
-spawn, which imports this file in the new one before all else. They would stay, and keep their GPU, when the first one
-is killed, also while they are still importing torch.
+A run with --engine server and without --server_urls starts them. `python -m extras.servers.start FLAGS` is that server,
+with two things more. After SIGTERM it gives requests `REQUEST_SECONDS` to end. And each of its processes ends with the
+one that has started it: vLLM does so by multiprocessing's spawn, which imports this file in the new one before all
+else. They would stay, and keep their GPU, when the first one is killed, also while they are still importing torch.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ RANK_VARIABLES = (  # what the environment says of a rank, and must not say to a
 COLOCATED_OPTIONS = ("distributed_executor_backend", "enable_sleep_mode", "disable_log_stats", "seed")
 SERVER = "extras.servers.start"
 PARENT = "GRPO_SERVER_PARENT"  # environment: the process of a server that starts others
-PATIENCE = 10.0  # seconds that a server has to end
-GRACE = 3  # seconds, of these, for unfinished requests: one may wait for weights of a run that hangs
+END_SECONDS = 10.0  # that a server has to end
+REQUEST_SECONDS = 3  # of these, for unfinished requests: one may wait for weights of a run that hangs
 
 
 def server_command(options: dict[str, object], backend: str, port: int, host: str = "127.0.0.1") -> list[str]:
@@ -76,10 +76,10 @@ class ServerProcess:
     log: Path
     process: subprocess.Popen[bytes]
 
-    def how_it_ended(self, patience: float = 0.0) -> str | None:
+    def how_it_ended(self, seconds: float = 0.0) -> str | None:
         """None if it still runs after so many seconds."""
         try:
-            status = self.process.wait(patience)
+            status = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
         return f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
@@ -88,7 +88,7 @@ class ServerProcess:
         """Lets it put its shared memory away, then ends it, and with it what it has started."""
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(PATIENCE)
+            self.process.wait(END_SECONDS)
         self.process.kill()
         self.process.wait()
 
@@ -127,5 +127,7 @@ if __name__ in ("__main__", "__mp_main__"):
 if __name__ == "__main__":
     from vllm.entrypoints.launchers.api_server import entry
 
-    entry.run_server = partial(entry.run_server, timeout_graceful_shutdown=GRACE)  # uvicorn's; it would wait for ever
+    entry.run_server = partial(
+        entry.run_server, timeout_graceful_shutdown=REQUEST_SECONDS
+    )  # uvicorn's; it would wait for ever
     entry.main()

@@ -33,7 +33,7 @@ from vllm.utils.nccl import unpinned_nccl_env
 from engine.options import head_dtypes
 from engine.packing import repack
 
-PATIENCE = timedelta(minutes=2)  # that a worker waits for a tensor of a trainer that may have gone
+TENSOR_SECONDS = 120.0  # that a worker waits for a tensor of a trainer that may have gone
 
 
 # The trainer's side, and what both sides need -------------------------------------------------------------------------
@@ -80,15 +80,15 @@ class NcclEngine(NCCLWeightTransferEngine):
     """
 
     def receive(self, tensor: Tensor) -> None:
-        """Fills it with what the trainer sends. Raises RuntimeError after `PATIENCE`; the next run connects anew."""
+        """Fills it with what the trainer sends. Raises RuntimeError after `TENSOR_SECONDS`; a new run connects anew."""
         self.model_update_group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
         arrived = torch.cuda.Event()
         arrived.record()
-        deadline = time.monotonic() + PATIENCE.total_seconds()
+        deadline = time.monotonic() + TENSOR_SECONDS
         while not arrived.query():
             if time.monotonic() > deadline:
                 self.shutdown()  # aborts the kernel that waits
-                raise RuntimeError(f"no weights came for {PATIENCE}: the trainer has gone, or hangs")
+                raise RuntimeError(f"no weights came for {TENSOR_SECONDS:g} s: the trainer has gone, or hangs")
             time.sleep(0.0001)
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
@@ -112,7 +112,7 @@ class GlooEngine(NcclEngine):
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         rank = init_info.rank_offset + self.parallel_config.rank
         address = {"host": init_info.master_address, "port": init_info.master_port}
-        self.model_update_group = Gloo(rank, init_info.world_size, PATIENCE, **address)
+        self.model_update_group = Gloo(rank, init_info.world_size, timedelta(seconds=TENSOR_SECONDS), **address)
 
     def update_weights(self, update_info: dict[str, list]) -> None:
         # Not the base class's, which ends by synchronizing an accelerator.

@@ -23,7 +23,7 @@ def forward(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     return (log_q - log_p).mul_(q).sum(dim=-1), q.neg_()
 
 
-def jsd(log_p: Tensor, log_q: Tensor, *, kl_beta: float) -> tuple[Tensor, Tensor]:
+def jsd(log_p: Tensor, log_q: Tensor, *, beta: float = 0.5) -> tuple[Tensor, Tensor]:
     """beta KL(reference || m) + (1 - beta) KL(policy || m), with m = beta reference + (1 - beta) policy.
 
     Generalized Jensen-Shannon divergence, GKD (arXiv 2306.13649), eq. 2; TRL's `beta` is the same.
@@ -31,10 +31,10 @@ def jsd(log_p: Tensor, log_q: Tensor, *, kl_beta: float) -> tuple[Tensor, Tensor
 
     def above_mixture(log_x: Tensor) -> Tensor:
         """x log(x / m), for x = p or q."""
-        m = log_p.exp().mul_(1.0 - kl_beta).add_(log_q.exp(), alpha=kl_beta)
+        m = log_p.exp().mul_(1.0 - beta).add_(log_q.exp(), alpha=beta)
         log_m = m.clamp_(min=torch.finfo(m.dtype).tiny).log_()  # where m is 0, x is
         return log_m.neg_().add_(log_x).mul_(log_x.exp())
 
     values = above_mixture(log_q).sum(dim=-1)
-    slopes = above_mixture(log_p).mul_(1.0 - kl_beta)
-    return kl_beta * values + slopes.sum(dim=-1), slopes
+    slopes = above_mixture(log_p).mul_(1.0 - beta)
+    return beta * values + slopes.sum(dim=-1), slopes

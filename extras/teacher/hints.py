@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from batch import Metrics, Rollout
+from batch import NO_IDS, Metrics, Rollout
 from data import UnusableRow, ids_with_hint
 from flags import PromptFormat
 
@@ -52,24 +52,25 @@ class Hints:
     tokenizer: Tokenizer
 
     def add(self, rollout: Rollout, group_size: int) -> tuple[Rollout, Metrics]:
-        """The rollout with `hinted_ids` in its rows and `is_hinted_B`; the share of completions that have a hint.
+        """The rollout with `hinted_ids` in its rows and the part `is_hinted`; the share of completions with a hint.
 
         There is none where the prompt with it is longer than --max_prompt_tokens, or a text cannot be in a prompt.
         """
-        made: dict[tuple[int, str], np.ndarray | None] = {}  # most completions of a group have the same hint
+        made: dict[tuple[int, str], np.ndarray] = {}  # most completions of a group have the same hint
         rows = []
         for b, row in enumerate(rollout.rows):
             hints = (MAKERS[name](rollout, b, group_size) for name in self.names)
             hint = next(filter(None, hints), None)
             if hint is not None and (id(row), hint) not in made:
                 made[id(row), hint] = self.ids(row.messages, hint)
-            rows.append(replace(row, hinted_ids=made.get((id(row), hint))))
-        is_hinted_B = np.array([row.hinted_ids is not None for row in rows])
-        return replace(rollout, rows=rows, is_hinted_B=is_hinted_B), {"distill/frac_hinted": float(is_hinted_B.mean())}
+            rows.append(replace(row, hinted_ids=made.get((id(row), hint), NO_IDS)))
+        is_hinted = [len(row.hinted_ids) > 0 for row in rows]
+        return replace(rollout, rows=rows).with_parts(is_hinted=is_hinted), {"distill/frac_hinted": np.mean(is_hinted)}
 
-    def ids(self, messages: list[dict[str, object]], hint: str) -> np.ndarray | None:
+    def ids(self, messages: list[dict[str, object]], hint: str) -> np.ndarray:
+        """The tokens of the prompt with this hint; none where it does not fit."""
         try:
             ids = ids_with_hint(messages, hint, self.prompt_format, self.tokenizer)
         except UnusableRow:
-            return None
-        return ids if len(ids) <= self.prompt_format.max_prompt_tokens else None
+            return NO_IDS
+        return ids if len(ids) <= self.prompt_format.max_prompt_tokens else NO_IDS

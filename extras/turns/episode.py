@@ -1,4 +1,4 @@
-"""Environments, in worker processes: one object of the user's class for each episode. docs/turns.md
+"""Environments (--environment), in worker processes: one object of the user's class for each episode. docs/turns.md
 
     class Environment:
         def __init__(self, row): ...          # the columns of the data row, "answer" among them

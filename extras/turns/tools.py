@@ -1,4 +1,4 @@
-"""Tools: functions of the user's that the model calls, as an environment. docs/turns.md
+"""Tools (--tools): functions of the user's that the model calls, as an environment. docs/turns.md
 
 The episode is over at the first turn without a call. A call that cannot be read, or whose function
 raises, is answered with the error, as text: the model may try again. One that hangs, or ends its

@@ -1,5 +1,7 @@
 """Episodes of more than one turn: the policy answers, an environment or a tool replies, the policy answers again.
 
+--environment or --tools asks for them; the seam is `Engine(play=...)`, the generator that samples a call's completions.
+
     turns = Turns(settings, grading, prompt_format, tokenizer, num_workers)
     engine = Engine(..., play=turns.play)   # then `engine.sample` returns whole episodes; of servers: fleet.turns
 
@@ -31,19 +33,18 @@ from flags import Grading, PromptFormat, Sampling, TurnLimits
 from grading import Grade
 from grading.pool import Outcome
 from runtime.progress import progress
-from runtime.stall import beat
 from runtime.start import requested
 
 if TYPE_CHECKING:
     from rollout import Engine
 
-DELAY = 4  # engine steps from the end of a turn to the next one: replies come meanwhile, and the others sample on
-PATIENCE = 3.0  # seconds that an engine then waits for a reply, on a busy machine, too; see `Turns.replies`
-LOOK = 0.2  # seconds between two looks for a signal
-LONGEST = 64  # characters of a token, at most: a reply of more than so many for each token of room is too long anyway
+REPLY_STEPS = 4  # of the engine, from the end of a turn to the next one: replies come meanwhile, others sample on
+REPLY_SECONDS = 3.0  # that an engine then waits for a reply, on a busy machine, too; see `Turns.replies`
+SIGNAL_SECONDS = 0.2  # between two looks for a signal
+TOKEN_CHARACTERS = 64  # of a token, at most: a reply of more than so many for each token of room is too long anyway
 
 
-class Next(Enum):
+class EpisodeState(Enum):
     """What an episode waits for after a reply."""
 
     TURN = auto()  # the policy's
@@ -179,30 +180,30 @@ class Turns:
             row = columns_for(episode.row.columns, episode.row.answer)
             self.environments.submit(Turn(episode.number, row, tuple(episode.turns), is_last))
 
-    def end_reply(self, episode: Episode, outcome: Outcome, sampling: Sampling) -> Next:
+    def end_reply(self, episode: Episode, outcome: Outcome, sampling: Sampling) -> EpisodeState:
         """Takes up the reply."""
         reply = outcome.value
         if reply is None:
             episode.grade = Grade(0.0, outcome.status)
-            return Next.END
+            return EpisodeState.END
         if not reply.messages:
             episode.grade = reply.grade
-            return Next.END
+            return EpisodeState.END
         left, ids, text = sampling.max_completion_tokens - len(episode.token_ids), [], ""
         try:
-            if sum(len(message["content"]) for message in reply.messages) <= LONGEST * left:
+            if sum(len(message["content"]) for message in reply.messages) <= TOKEN_CHARACTERS * left:
                 last_id = episode.token_ids[-1] if episode.finish_reason == "stop" else None
                 ids, text = self.template.suffix(reply.messages, last_id)
         except UnusableRow as error:
             episode.grade = Grade(0.0, f"error: {error}")
-            return Next.END
+            return EpisodeState.END
         if not 0 < len(ids) < left:
             episode.finish_reason = "length"  # there is no room for another turn
             self._ask(episode, is_last=True)
-            return Next.REPLY
+            return EpisodeState.REPLY
         # The tokens get the version of the turn before.
         episode.add(Completion(ids, [0.0] * len(ids), episode.versions[-1:] * len(ids)), text, is_sampled=False)
-        return Next.TURN
+        return EpisodeState.TURN
 
     # In an engine of the ranks ----------------------------------------------------------------------------------------
 
@@ -211,7 +212,7 @@ class Turns:
     ) -> Iterator[tuple[int, Episode]]:
         """Yields (index, episode) of each row when it is over.
 
-        What is sampled is a function of the seed and of the replies: these enter the engine `DELAY` steps after the
+        What is sampled is a function of the seed and of the replies: these enter the engine `REPLY_STEPS` after the
         turn, not when they come.
         """
         ready = [self.begin(row) for row in rows]  # for their next turns
@@ -233,14 +234,14 @@ class Turns:
                     for request, turn in engine.step():
                         episode = requests.pop(request)
                         self.end_turn(episode, turn)
-                        due[episode.number] = step + DELAY
+                        due[episode.number] = step + REPLY_STEPS
                 for number, outcome in self.replies(engine, due, step if requests else math.inf):
                     i, episode = episodes[number]
                     match self.end_reply(episode, outcome, sampling):
-                        case Next.TURN:
+                        case EpisodeState.TURN:
                             del due[number]
                             ready.append(episode)
-                        case Next.END:
+                        case EpisodeState.END:
                             del due[number]
                             yield i, episode
                             bar.update()
@@ -249,7 +250,7 @@ class Turns:
     def replies(self, engine: Engine, due: dict[int, int], step: float) -> list[tuple[int, Outcome]]:
         """The replies, by episode, that are due at this step of the engine; the same on all of its ranks.
 
-        They are waited for; after one that takes longer than `PATIENCE` replies are taken as they come.
+        They are waited for; after one that takes longer than `REPLY_SECONDS` replies are taken as they come.
         """
         wanted = [number for number, step_due in due.items() if step_due <= step]
         if not wanted and not (due and self.is_late):
@@ -269,11 +270,10 @@ class Turns:
             numbers = sorted(self.outcomes) if self.is_late else wanted
             if self.outcomes.keys() >= set(numbers) and (numbers or not is_idle):
                 return [(number, self.outcomes.pop(number)) for number in numbers]
-            if not self.is_late and time.monotonic() - begin > PATIENCE:
+            if not self.is_late and time.monotonic() - begin > REPLY_SECONDS:
                 self.is_late = True
                 if not self.has_warned:
                     print("the environment takes long: what is sampled now depends on the clock", flush=True)
                 self.has_warned = True
-            seconds = LOOK
-            beat("waits for the environment", is_progress=False)
+            seconds = SIGNAL_SECONDS
         return []

@@ -25,8 +25,8 @@ def mixed(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
 EXPECTED = {
     "reverse": (reverse, kl),
     "forward": (forward, lambda log_p, log_q: kl(log_q, log_p)),
-    "jsd 0.3": (partial(jsd, kl_beta=0.3), partial(mixed, beta=0.3)),
-    "jsd 0.9": (partial(jsd, kl_beta=0.9), partial(mixed, beta=0.9)),
+    "jsd 0.3": (partial(jsd, beta=0.3), partial(mixed, beta=0.3)),
+    "jsd 0.9": (partial(jsd, beta=0.9), partial(mixed, beta=0.9)),
 }
 
 
@@ -41,7 +41,8 @@ def test_value_and_gradient_are_those_of_full_logits_in_float64(name, has_entrop
     nn.init.normal_(head.weight, std=0.25)
     ours, plain = EXPECTED[name]
     teacher = Teacher(ref_hidden, ref_weight, ours)
-    found = chunked_logprobs(hidden, head, labels, 0.7, has_entropy_gradient, teacher=teacher)
+    scores = chunked_logprobs(hidden, head, labels, 0.7, has_entropy_gradient, teacher=teacher)
+    found = scores.logprobs_N, scores.entropies_N, *scores.distilled
     exact = [x.detach().double().requires_grad_() for x in (hidden, head.weight)]
     log_p = (exact[0] @ exact[1].T / 0.7).log_softmax(dim=-1)
     log_q = (ref_hidden.double() @ ref_weight[:V].double().T / 0.7).log_softmax(dim=-1)

@@ -47,8 +47,8 @@ def hinted(names: str, rollout: Rollout, most: int = 1000) -> tuple[list[str | N
     made, metrics = Hints(tuple(names.split(",")), PromptFormat(max_prompt_tokens=most), TOKENIZER).add(rollout, 4)
     found = []
     for b, row in enumerate(made.rows):
-        assert (row.hinted_ids is not None) == made.is_hinted_B[b] and row.ids is rollout.rows[b].ids
-        text = None if row.hinted_ids is None else TOKENIZER.decode(row.hinted_ids)
+        assert (len(row.hinted_ids) > 0) == made.parts["is_hinted"][b] and row.ids is rollout.rows[b].ids
+        text = None if not len(row.hinted_ids) else TOKENIZER.decode(row.hinted_ids)
         found.append(text and text.removeprefix(f"<bos>[user]{b // 4}?").removesuffix("[assistant]"))
     return found, metrics
 
@@ -86,7 +86,7 @@ def test_without_a_hint_a_completion_has_no_kl(case, policy, qwen3_policy):
     rows = [Row([], "", {}, "", ids=row.ids) for row in rollout.rows]
     for b in np.flatnonzero(has_hint):
         rows[b] = replace(rows[b], hinted_ids=np.append(rows[b].ids, hints[b]))
-    rollout = replace(rollout, rows=rows, is_hinted_B=np.array(has_hint))
+    rollout = replace(rollout, rows=rows).with_parts(is_hinted=has_hint)
     if "advantage" in CASES[case]:
         rollout = replace(rollout, advantages=[np.zeros(n, np.float32) for n in lengths])
     args = flags(model=policy, kl_coef=0.5, group_size=2, prompts_per_step=2, max_grad_norm=1e9, **CASES[case])
@@ -103,7 +103,7 @@ def test_without_a_hint_a_completion_has_no_kl(case, policy, qwen3_policy):
     teacher = AutoModelForCausalLM.from_pretrained(qwen3_policy, dtype=torch.float32)
     losses, kls = [], []
     for row, completion, advantages in zip(rows, rollout.completions, rollout.advantages, strict=True):
-        own, theirs = ([*ids, *completion] for ids in (row.ids, row.ids if row.hinted_ids is None else row.hinted_ids))
+        own, theirs = ([*ids, *completion] for ids in (row.ids, row.reference_ids))
         log_p, log_q = (
             model(torch.tensor([tokens])).logits[0, -len(completion) - 1 : -1].log_softmax(-1)
             for model, tokens in ((plain, own), (teacher, theirs))
@@ -130,7 +130,7 @@ def test_without_a_hint_a_completion_has_no_kl(case, policy, qwen3_policy):
 def test_a_step_without_a_hint_teaches_nothing(policy):
     args = flags(model=policy, kl_coef=0.5, advantage="zero", kl_over="vocabulary", prompts_per_step=8, group_size=1)
     rollout = make_rollout()
-    rollout = replace(rollout, is_hinted_B=np.zeros(8, bool), advantages=[0 * each for each in rollout.advantages])
+    rollout = replace(rollout, advantages=[0 * each for each in rollout.advantages]).with_parts(is_hinted=[False] * 8)
     model = load_policy(policy)
     update = add_reference(whole_update(rollout, args, model, ALONE), load_policy(policy), algorithm_of(args))
     metrics = train_once(model, torch.optim.SGD(model.parameters()), update, args)

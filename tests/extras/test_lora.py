@@ -38,7 +38,7 @@ def test_flags_that_make_no_sense_are_refused_with_a_way_out(changes, words):
     args = flags(**changes)
     with pytest.raises(ValueError) if words else nullcontext() as error:
         check_flags(args, 1)
-        target_names(model_of_shapes("m", TINY), args.lora_targets)
+        target_names(model_of_shapes(TINY), args.lora_targets)
     for word in words:
         assert word in str(error.value)
 

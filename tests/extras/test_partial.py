@@ -110,13 +110,13 @@ def test_every_prompt_is_used_once_and_no_token_is_lost(count, prompts, last):
     for step, (rollout, metrics) in enumerate(found, start=1):
         assert [grade.where for grade in rollout.grades] == [row.where for row in rollout.rows], "graded as itself"
         for b, row in enumerate(rollout.rows):
-            versions, lags = rollout.versions[b], rollout.lags[b]
+            versions, lags = rollout.parts["versions"][b], rollout.parts["lags"][b]
             assert rollout.completion_lengths_B[b] == lengths[int(row.where)][b % GROUP]
             assert (rollout.rollout_logprobs[b] == -1.0 - versions).all(), "those of the weights that made the token"
             assert (lags == step - 1 - versions).all() and (lags >= 0).all() and (np.diff(versions) >= 0).all()
             is_mixed |= versions[0] < versions[-1]
-        assert metrics["rollout/lag_mean"] == pytest.approx(np.concatenate(rollout.lags).mean())
-        assert metrics["rollout/frac_old_tokens"] == pytest.approx((np.concatenate(rollout.lags) > 0).mean())
+        assert metrics["rollout/lag_mean"] == pytest.approx(np.concatenate(rollout.parts["lags"]).mean())
+        assert metrics["rollout/frac_old_tokens"] == pytest.approx((np.concatenate(rollout.parts["lags"]) > 0).mean())
     if (count, last) == (64, 8):  # in the others it is left to chance
         assert is_mixed and found[1][1]["rollout/frac_old_tokens"] > 0
         assert found[0][1]["rollout/kept_tokens"] > 0 == found[-1][1]["rollout/kept_tokens"]

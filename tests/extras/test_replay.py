@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from batch import Sampled
+from batch import NO_IDS, Sampled
 from extras.samplers.replay import read_rounds, weights_of
 from grading import Grade
 from helpers.made_up import make_rollout, make_row
@@ -25,7 +25,7 @@ GRADES = [Grade(1 / 3, "ok", {"math": 1.0, "length": -1 / 3}, "4"), Grade(0.0, "
 def sampled(step: int = 3, **changes) -> Sampled:
     """Two rounds of a group of two completions each; the second group was trained on."""
     rollout = replace(
-        make_rollout([2, 5, 1, 4]), rows=[ROWS[0], ROWS[0], ROWS[1], ROWS[1]], advantages=None, loss_weights_B=None,
+        make_rollout([2, 5, 1, 4]), rows=[ROWS[0], ROWS[0], ROWS[1], ROWS[1]], advantages=[], loss_weights_B=NO_IDS,
         grades=GRADES, texts=["a", "<b>", "\u2713", ""],
         is_truncated_B=np.array([False, True, False, False]),
     )  # fmt: skip
@@ -40,7 +40,7 @@ def sampled(step: int = 3, **changes) -> Sampled:
 def kept(folder, *steps: Sampled, max_gib: float = 1.0) -> None:
     keeper = Keeper(folder, max_gib, [b"a", b"b"])
     for each in steps:
-        keeper.keep(each)
+        keeper.sampled(each)
     keeper.wait()
 
 
@@ -54,7 +54,7 @@ def test_what_was_kept_comes_back_to_the_bit(tmp_path):
     for name in ("completions", "rollout_logprobs"):
         for a, b in zip(getattr(found, name), getattr(expected, name), strict=True):
             assert a.dtype == b.dtype and np.array_equal(a, b)
-    assert found.texts == expected.texts and found.grades == expected.grades and found.versions is None
+    assert found.texts == expected.texts and found.grades == expected.grades and found.parts == {}
     assert found.is_truncated_B.tolist() == expected.is_truncated_B.tolist()
 
 
@@ -71,7 +71,7 @@ def test_a_file_of_an_older_run_is_shown(tmp_path):
 
 def test_the_file_says_what_was_trained_on_and_how(tmp_path):
     versions = [np.arange(length, dtype=np.int32) for length in (2, 5, 1, 4)]
-    kept(tmp_path, sampled(rollout=replace(sampled().rollout, versions=versions)))
+    kept(tmp_path, sampled(rollout=sampled().rollout.with_parts(versions=versions)))
     table = pyarrow.parquet.read_table(file_of(tmp_path, 3)).to_pydict()
     assert table["advantages"] == [None, None, [0.5], [-0.5] * 4]
     assert table["old_logprobs"] == [None, None, None, [0, 1, 2, 3]]

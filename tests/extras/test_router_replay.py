@@ -5,21 +5,18 @@ smaller with replay, also while both are trained.
 """
 
 from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig
 
 from algorithm import algorithm_of
 from batch import Batch, Completion, Rollout, Update, pack
+from extras.models.experts import add_routes
 from extras.turns.turns import Episode
 from helpers.distributed import on_ranks
 from helpers.made_up import flags, load_policy, make_model_of_family, make_rollout
-from model.sizes import check_experts
 from policy import Policy
 from test_families import FAMILIES, MIXTURES
 from update import logprobs_under, with_advantages
@@ -50,16 +47,17 @@ def with_own_routes(policy: Policy, rollout: Rollout) -> Rollout:
         hook.remove()
     routes_LNA = [chosen.get(i, torch.zeros_like(next(iter(chosen.values())))) for i in range(len(policy.layers))]
     routes = torch.stack(routes_LNA, dim=1).numpy().astype(np.uint8)
-    return replace(rollout, routes=np.split(routes, np.cumsum(batch.lengths_S)[:-1]))
+    return rollout.with_parts(routes=np.split(routes, np.cumsum(batch.lengths_S)[:-1]))
 
 
 def changed(rollout: Rollout, dtype: type = np.uint8) -> Rollout:
     """The rollout with the wrong experts."""
-    return replace(rollout, routes=[((each + 1) % NUM_EXPERTS).astype(dtype) for each in rollout.routes])
+    return rollout.with_parts(routes=[((x + 1) % NUM_EXPERTS).astype(dtype) for x in rollout.parts["routes"]])
 
 
 def batches_of(rollout: Rollout, group_size: int) -> list[Batch]:
-    return [with_advantages(rollout, pack(rollout, each, group_size)) for each in ([0, 1, 2, 3], [4, 5, 6, 7])]
+    batches = [with_advantages(rollout, pack(rollout, each, group_size)) for each in ([0, 1, 2, 3], [4, 5, 6, 7])]
+    return [add_routes(batch, rollout) for batch in batches] if rollout.parts else batches
 
 
 def scores_and_gradients(policy: Policy, batches: list[Batch]) -> Iterator[torch.Tensor]:
@@ -114,17 +112,6 @@ def test_a_turn_keeps_the_routes_by_which_it_was_sampled():
     episode.add(Completion(ids, [0.0] * 2, []), "", is_sampled=False)
     episode.add(Completion(ids, [0.0] * 2, [], routes=second), "", is_sampled=True)
     assert episode.routes.flatten().tolist() == [7, 7, 7, 7, 8, 8, 8, 8]
-
-
-@pytest.mark.parametrize(("kind", "router_replay", "compiled_dtype", "words"), [
-    ("qwen3", True, None, r"--router_replay: --model m \(qwen3\) has no experts .*; leave it out\.$"),
-    ("qwen3_moe", False, "float32", r"--compile with --dtype float32: the experts of --model m \(qwen3_moe\) are"),
-    ("qwen3", False, "float32", None),
-    ("qwen3_moe", True, "bfloat16", None),
-])  # fmt: skip
-def test_what_experts_cannot_do_is_refused(kind, router_replay, compiled_dtype, words):
-    with pytest.raises(ValueError, match=words) if words else nullcontext():
-        check_experts("m", AutoConfig.for_model(kind), router_replay, compiled_dtype)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from batch import Rollout, shared_positions
 from data import PromptData
 from extras.models.vision import decode
 from gate.checks import check_flags
-from gate.load_inputs import load_inputs
 from helpers.distributed import WITH_IMAGES, WITHOUT, on_ranks, vision_gradient
 from helpers.made_up import (
     ALONE,
@@ -35,6 +34,7 @@ from helpers.made_up import (
     write_parquet,
 )
 from helpers.runs import torchrun
+from train_grpo import load_inputs
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_a_shared_image_prompt_equals_its_completions_alone(model):
         logprobs = policy(batch, 0.7)[0][batch.loss_mask_N]
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         numbers = [logprobs.detach(), *torch.autograd.grad(logprobs.square().sum(), trained)]
-        found.append((numbers, len(batch.labels_N), len(batch.images.pixels)))
+        found.append((numbers, len(batch.labels_N), len(batch.parts[0].pixels)))
     (alone, positions, images), (shared, fewer_positions, fewer_images) = found
     assert images == 2 * fewer_images > 0
     assert positions - fewer_positions == sum(len(rollout.rows[b].ids) - 1 for b in (0, 2, 4))
@@ -170,7 +170,7 @@ def test_a_sampled_image_token_is_text_in_the_position_ids(model):
     rollout = vision_rollout(data)
     batch = pack_with_images(rollout, [0, 1])
     token = data.rows[0].images.vision.image_token
-    assert int((batch.input_ids_N == token).sum()) == 7 and len(batch.images.places_I) == 6
+    assert int((batch.input_ids_N == token).sum()) == 7 and len(batch.parts[0].places_I) == 6
     length = len(data.rows[0].ids) + 7
     start = data.rows[0].ids.tolist().index(token)
     columns = [[start] * 6, [start + i // 2 for i in range(6)], [start, start + 1] * 3]
@@ -179,7 +179,7 @@ def test_a_sampled_image_token_is_text_in_the_position_ids(model):
     assert after == [start + 3] * 3, "an image takes as many positions as its longer side"
     assert batch.position_ids_N[:, length:].tolist() == [list(range(len(data.rows[1].ids) + 4))] * 3
     texts = pack_with_images(rollout, [1, 3])
-    assert texts.position_ids_N.dim() == 1 and texts.images is None
+    assert texts.position_ids_N.dim() == 1 and texts.parts == ()
 
 
 @pytest.mark.parametrize("changes", [{"lora_rank": 4, "share_prompts": True, "group_size": 2}, {}])
@@ -194,7 +194,7 @@ def test_pixel_values_are_shared_and_stay_on_the_host(model):
     data = vision_data(vision_flags(model))
     rollout = vision_rollout(data)
     batches = pack_with_images(rollout, [0]), pack_with_images(rollout, [0, 1]).to(torch.device("meta"))
-    first, second = (batch.images.pixels[0] for batch in batches)
+    first, second = (batch.parts[0].pixels[0] for batch in batches)
     assert first is second and first.device.type == "cpu" and first.shape == (24, 3 * 2 * 14 * 14)
     kept = data.rows[0].images.vision.kept
     assert len(kept) == 1

@@ -1,9 +1,12 @@
 """Ranks that differ in flags, code or data are found, and named."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from gate.agreement import check_same_start, check_same_step, differences, digest
+from helpers.made_up import make_grade, make_rollout
 from helpers.runs import run_ranks, training_flags
 from runtime.start import RunError
 
@@ -51,10 +54,11 @@ def test_flags_code_and_batch_are_compared(monkeypatch):
     assert {"run.py", "runtime/stall.py", "torch"} < digests_by_path[0].keys()
     change = {}
     check_same_start({"group_size": 8})
-    check_same_step(prompts=[np.arange(3)])
+    sampled = replace(make_rollout([2, 3]), grades=[make_grade(1.0, True)] * 2)
+    check_same_step(4, sampled)
     change = {"prompts": "another"}
-    with pytest.raises(RunError, match=r"rank 1 has prompts another"):
-        check_same_step(prompts=[np.arange(3)])
+    with pytest.raises(RunError, match=r"diverged in step 4: rank 1 has prompts another"):
+        check_same_step(4, sampled)
 
 
 def test_a_rank_with_another_reward_ends_the_run_and_is_named(policy, tmp_path):
@@ -62,5 +66,5 @@ def test_a_rank_with_another_reward_ends_the_run_and_is_named(policy, tmp_path):
     options = training_flags(policy, tmp_path / "run", total_steps=1, eval_before_training=None)
     done = run_ranks(2, str(tmp_path / "program.py"), options, timeout=200)
     assert done.returncode == 1
-    assert "error: the ranks have diverged (step 1, sample): rank 1 has rewards " in done.stderr
+    assert "error: the ranks have diverged in step 1: rank 1 has rewards " in done.stderr
     assert not (tmp_path / "run" / "metrics.jsonl").exists(), "before anything is trained on it"

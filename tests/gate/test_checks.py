@@ -74,7 +74,6 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, "--dual_clip 0.5", "--dual_clip 0.5: must be above 1"),
     (1, "--old_logprobs rollout --rollout_correction token_mask", "--old_logprobs rollout with .*_mask: .*tion none"),
     (1, "--advantage maxrl --reward math,length", "--advantage maxrl needs rewards that are not negative"),
-    (1, "--rollout_correction token_mask --rollout_correction_min 2.5", "_min 2.5 must be below .*_max 2"),
     (1, "--advantage reinforce++ --policy_loss gspo --kl_coef 1 --kl_in reward", "gspo .*; use gspo_token"),
     (1, "--dynamic_sampling reward --group_size 1 --advantage none", "--group_size 1 with --dynamic_sampling reward"),
     (1, "--dynamic_sampling correct --keep_last", "--dynamic_sampling correct with --keep_last: the steps"),

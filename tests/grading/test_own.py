@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from extras.turns import episode
-from gate.load_inputs import own_files
 from grading import Case
 from grading.own import OwnReward, files_of, load_own, load_reference
 from grading.score import RewardWorker
 from helpers.runs import ROOT
+from inputs import digests_of_files
 
 EXTRAS = {"prompt": "<user>", "token_ids": (7, 8), "num_tokens": 2, "max_tokens": 9, "is_truncated": True}
 CASES = [Case("ab", "4", {"level": 2, "answer": "four"}, **EXTRAS), Case("abc", "5", {"level": 3})]
@@ -69,8 +69,8 @@ def test_imports_from_a_reward_files_folder_belong_to_it(tmp_path, monkeypatch):
         (folder / name).write_text(text)
     assert {str(file.relative_to(folder)) for file in files_of(folder / "my.py")} == texts.keys() - {"other.py"}
     (folder / "grpo.py").symlink_to(ROOT / "grpo.py")  # as if it stood in the repository
-    named = own_files(["math", f"{folder}/my.py:score", "clip"])
-    assert {file.name for file in named} == {Path(name).name for name in texts.keys() - {"other.py"}}
+    named = digests_of_files(["math", f"{folder}/my.py:score", "clip"])
+    assert {Path(file).name for file in named} == {Path(name).name for name in texts.keys() - {"other.py"}}
 
 
 @pytest.mark.parametrize("name", ["shared_state", "math", "with-dash", "data"])

@@ -144,9 +144,9 @@ def test_a_workers_death_seen_before_its_item_is_remembered(monkeypatch):
 def test_the_caller_hears_what_it_waits_for():
     pool, heard = start(num_workers=1, timeout=1.5), []
     pool.submit(0, ("grade", Case("fine", "")))
-    pool.submit(1, ("grade", Case("loop", "", where="line 7")))
-    pool.collect(lambda num_left, item, seconds: heard.append((num_left, item[1].where, seconds > 0.5)))
-    assert (1, "line 7", True) in heard
+    pool.submit(1, ("grade", Case("loop", "")))
+    pool.collect(heard.append)
+    assert 1 in heard
     pool.close()
 
 

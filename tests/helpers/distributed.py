@@ -7,7 +7,6 @@ A work takes the world and the arguments (as texts); what it returns on the firs
 
 from __future__ import annotations
 
-import errno
 import itertools
 import pkgutil
 import sys
@@ -35,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
 from algorithm import algorithm_of
-from batch import Batch, Rollout, Row, Update
+from batch import NO_IDS, Batch, Rollout, Row, Update
 from command_line import parse_flags
 from flags import Saving
 from fsdp_utils import (
@@ -161,13 +160,13 @@ COMMON = "--max_grad_norm 1e9 --group_size 4"
 ALGORITHMS = {  # name -> flags
     "clip": "--kl_coef 0.1 --clip_high 0.3",
     "gspo": "--policy_loss gspo --clip_low 0.02 --clip_high 0.02 --loss_aggregation seq_mean_token_mean "
-    "--rollout_correction sequence_truncate --rollout_correction_max 1.5",
+    "--rollout_correction sequence_truncate:largest=1.5",
     "gspo_token": "--policy_loss gspo_token --clip_low 0.02 --clip_high 0.02 --dual_clip 1.05",
     "cispo": "--policy_loss cispo --clip_high 0.15 --loss_aggregation seq_mean_token_sum_norm --entropy_coef 0.5 "
     "--rollout_correction token_mask",
     "sapo": "--policy_loss sapo --loss_aggregation seq_mean_token_mean --kl_coef 0.1 --kl_estimator k3+",
     "reinforce": "--policy_loss reinforce --loss_aggregation seq_mean_token_mean",
-    "distill": "--kl_coef 0.5 --kl_over vocabulary --kl_direction jsd --kl_beta 0.3 --entropy_coef 0.1",
+    "distill": "--kl_coef 0.5 --kl_over vocabulary --kl_direction jsd:beta=0.3 --entropy_coef 0.1",
 }
 CAPS = (16, 23, 1000)  # tokens of a micro-batch: a sequence, one or two, all
 LEFT_OUT = [1, 4]  # sequences that "reinforce" leaves out of the loss
@@ -405,7 +404,7 @@ def with_hints(rollout: Rollout) -> Rollout:
     rng = np.random.default_rng(3)
     rows = [Row([], "", {}, "", ids=row.ids) for row in rollout.rows[::2]]
     rows = [replace(row, hinted_ids=np.append(row.ids, rng.integers(0, 64, 2 + i))) for i, row in enumerate(rows)]
-    return replace(rollout, rows=[rows[b // 2] for b in range(len(rollout.rows))], loss_weights_B=None)
+    return replace(rollout, rows=[rows[b // 2] for b in range(len(rollout.rows))])
 
 
 def taught(world: World, path: str, teacher: str) -> dict[str, tuple[Metrics, Tensors]]:
@@ -421,8 +420,8 @@ def taught(world: World, path: str, teacher: str) -> dict[str, tuple[Metrics, Te
         if args.hint_column:  # every third completion has none
             has_hint = np.arange(len(rollout.rows)) % 3 != 1
             pairs = zip(rollout.rows, has_hint, strict=True)
-            rows = [row if is_hinted else replace(row, hinted_ids=None) for row, is_hinted in pairs]
-            rollout = replace(rollout, rows=rows, is_hinted_B=has_hint)
+            rows = [row if is_hinted else replace(row, hinted_ids=NO_IDS) for row, is_hinted in pairs]
+            rollout = replace(rollout, rows=rows).with_parts(is_hinted=has_hint.tolist())
         update = whole_update(rollout, args, policy, world)
         update = add_reference(update, reference, algorithm_of(args))
         found[name] = recorded(policy, update, args, world)
@@ -571,36 +570,28 @@ def reshard(whole: World, path: str, folder: str, step: str, words: str) -> None
         assert not said
 
 
-def refusing(way: str) -> AbstractContextManager:
-    """`dcp` tells other ranks of a failure in its own part; what comes after it, we do."""
-    broken = OSError(errno.EIO, "Input/output error")
-    return patch("runtime.files.checksums", side_effect=broken) if way == "checksums" else largest_file(100_000)
-
-
 def full_disk(world: World, path: str, place: str) -> None:
     """Only the second rank cannot write: both give up the checkpoint, or end if it is required."""
     folder, said = Path(place), []
     args = parsed(f"--model {path} --prompts_per_step 4 {SAVED[0]}", world.num_trainers)
     policy, _, optimizer = build(args, world)
     train((policy, None, optimizer), args, world, 1)
-    for way, why in (("shards", "a file could not be written to its end"), ("checksums", "Input/output error")):
-        saving = writer(path, folder / way, world, said)
-        saving.save(10, policy, optimizer, STATE)
-        with nullcontext() if world.is_main else refusing(way):
-            saving.save(20, policy, optimizer, STATE)
-            with pytest.raises(DiskError, match=f"step 20 could not be written: {why} .*; make room"):
-                saving.save(20, policy, optimizer, STATE, is_required=True)
-        assert f"step 20 could not be written: {why} (" in said.pop()
-        gather_from_ranks(None)  # the main process has removed what was begun
-        found = sorted(path.name for path in (folder / way).iterdir())
-        assert found == ["step_10"], found
-        saving.save(21, policy, optimizer, STATE)
-        assert checkpoint.latest(folder / way, world, said.append) == (21, folder / way / "step_21")
-    shards = folder / way / "step_21" / "trainer" / "__1_0.distcp"
+    why = "a file could not be written to its end"
+    saving = writer(path, folder, world, said)
+    saving.save(10, policy, optimizer, STATE)
+    with nullcontext() if world.is_main else largest_file(100_000):
+        saving.save(20, policy, optimizer, STATE)
+        with pytest.raises(DiskError, match=f"step 20 could not be written: {why} .*; make room"):
+            saving.save(20, policy, optimizer, STATE, is_required=True)
+    assert f"step 20 could not be written: {why} (" in said.pop()
+    gather_from_ranks(None)  # the main process has removed what was begun
+    assert [each.name for each in folder.iterdir()] == ["step_10"]
+    saving.save(21, policy, optimizer, STATE)
+    assert checkpoint.latest(folder, world, said.append) == (21, folder / "step_21")
+    shards = folder / "step_21" / "trainer" / "__1_0.distcp"
     if world.is_main:
         shards.write_bytes(shards.read_bytes()[:-1])
-    gather_from_ranks(None)
-    assert checkpoint.latest(folder / way, world, said.append) == (10, folder / way / "step_10")
+    assert checkpoint.latest(folder, world, said.append) == (10, folder / "step_10")
     assert len(said) == world.is_main
 
 

@@ -401,7 +401,7 @@ def faults_of(trial: FaultTrial) -> dict[str, Callable[[], AbstractContextManage
         "prefix cache kept": lambda: patch.object(engine.llm, "reset_prefix_cache", lambda: True),
         "wrong temperature": lambda: patch.object(trial, "sampling", replace(trial.sampling, temperature=0.9)),
         "kernel": lambda: another_kernel(trial),
-    } | (lora_fault if trial.policy.has_adapter else head_fault)
+    } | (lora_fault if trial.policy.adapter else head_fault)
 
 
 def faults(world: World, path: str, lora_rank: str) -> dict[str, object]:
@@ -432,7 +432,7 @@ PROMPTS, GROUP, LIMIT, STEPS = 8, 2, 110, 5
 
 def largest_gap(models, rollout):
     """Between recorded log-probs and those under the weights whose version the tokens have."""
-    versions = np.concatenate(rollout.versions)
+    versions = np.concatenate(rollout.parts["versions"])
     found = []
     for version in {*versions.tolist()}:
         with torch.no_grad():
@@ -450,7 +450,7 @@ def check_step(step, rollout, tokenizer):
     assert rollout.texts == tokenizer.batch_decode(ids, skip_special_tokens=True)
     is_cut = [len(each) == LIMIT and each[-1] != tokenizer.eos_token_id for each in ids]
     assert rollout.is_truncated_B.tolist() == is_cut
-    for versions, lags in zip(rollout.versions, rollout.lags, strict=True):
+    for versions, lags in zip(rollout.parts["versions"], rollout.parts["lags"], strict=True):
         assert versions.min() >= 0 and versions.max() < step and lags.max() <= MOST_LAG
         assert lags.tolist() == (step - 1 - versions).tolist()
 
@@ -479,7 +479,9 @@ def partial_rollouts(world: World, path: str) -> None:
             for parameter in model.parameters():
                 parameter.mul_(1.04)
     assert largest_gap([*models[1:], model], found[-1]) > 0.01, "the log-probs of the next version would show"
-    assert sum(len({*versions.tolist()}) > 1 for rollout in found for versions in rollout.versions) >= 3, "mixed"
+    assert sum(len({*versions.tolist()}) > 1 for rollout in found for versions in rollout.parts["versions"]) >= 3, (
+        "mixed"
+    )
     assert any(rollout.is_truncated_B.any() for rollout in found)
     assert sorted(row.where for rollout in found for row in rollout.rows[::GROUP]) == sorted(x.where for x in data.rows)
     assert sampler.state(STEPS) == {"prompts_drawn": PROMPTS * STEPS, "in_the_air": []}
@@ -567,7 +569,7 @@ def images(world: World, path: str, exported: str) -> dict[str, object]:
 
     data = vision_data(args)
     processor = data.rows[0].images.vision.processor
-    demand = Demand(images=3, vision=data.rows[0].images.vision)
+    demand = Demand(images=data.rows[0].images.vision.engine_options(3))
     engine = start_engine(path, world, "float32", max_model_len=48, demand=demand)
     engine.sync(policy.full_weights())
     order = [0, 2, 4, 1, 3]  # the second engine's share is two texts

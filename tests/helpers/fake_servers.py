@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from itertools import groupby
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from extras.servers.weights import Gloo
 from flags import Sampling
 from helpers.made_up import flags, make_grade, make_row
 from policy import Policy
+from runtime.start import RunError
 from sampling import Draws, Sampler
 from warm_start import build_tokenizer
 
@@ -43,7 +44,6 @@ HAS = {
     "--head_dtype": "float32",
 }
 TOKENIZER = build_tokenizer()
-INPUTS = SimpleNamespace(tokenizer=TOKENIZER, turns=None)
 
 
 class FakeServer:
@@ -159,10 +159,11 @@ def engine_of(
     found = [each if isinstance(each, Server) else Server(each.url, each.url) for each in servers]
     options = {"run": A, "stop_ids": [], "needed": {}, "turns": None, "timeout": 300.0, "most": 64} | changes
     fleet = Fleet(servers=found, key=KEY, say=said.append, **options)
-    weights = DESCRIPTION if policy is None else policy.describe_weights()
+    with suppress(RunError):  # the first sync raises it again
+        fleet.call(fleet.begin())
     engine = ServerEngine(
-        fleet=fleet, tokenizer=TOKENIZER, weights=weights, device=torch.device("cpu"), version=version,
-        in_flight=in_flight,
+        fleet=fleet, tokenizer=TOKENIZER, device=torch.device("cpu"), version=version, in_flight=in_flight,
+        weights=DESCRIPTION if policy is None else policy.describe_weights(),
     )  # fmt: skip
     engine.said, engine.policy = said, policy
     try:

@@ -26,16 +26,16 @@ from transformers import (
 )
 
 from algorithm import algorithm_of
-from batch import IMAGE, Batch, Rollout, Row, Sampled, Update, pack
+from batch import IMAGE, NO_IDS, Batch, Rollout, Row, Sampled, Update, pack
 from command_line import parse_flags
-from data import PromptData
+from data import PromptData, load_reader
 from extras.models.lora import add_adapter
-from extras.models.vision import load_processor
+from extras.models.vision import add_images
 from flags import AdamW, Lora, Memory, PromptFormat
 from fsdp_utils import World, gather_from_ranks
 from grading import Grade
 from model.weights import fill
-from policy import Policy, add_images, build_policy, empty_policy
+from policy import Policy, build_policy, empty_policy
 from schedule import UpdateStep, make_plan
 from smoke_inputs import SETUPS
 from smoke_inputs import make_model as make_smoke_model
@@ -188,7 +188,7 @@ def policy_of(args: argparse.Namespace, dtype: torch.dtype = torch.float32) -> P
     """The policy of these flags: all weights are trained, or LoRA, whose adapter is not the zero that it starts as."""
     policy = load_policy(args.model, dtype, args.gradient_checkpointing)
     if args.lora_rank:
-        add_adapter(policy.model, Lora.from_flags(args), args.seed, str(args.model))
+        policy.adapter = add_adapter(policy.model, Lora.from_flags(args), args.seed, str(args.model))
         torch.manual_seed(2)
         for name, parameter in policy.named_parameters():
             if ".lora_B." in name:
@@ -208,7 +208,7 @@ def build(args: argparse.Namespace, world: World) -> tuple[Policy, Policy | None
 
 def make_row(ids: list[int] | np.ndarray, **fields: object) -> SimpleNamespace:
     """A stand-in for `data.Row` with this prompt."""
-    known = {"text": "", "answer": "", "columns": {}, "where": "", "images": None, "hinted_ids": None}
+    known = {"text": "", "answer": "", "columns": {}, "where": "", "images": None, "hinted_ids": NO_IDS}
     return SimpleNamespace(ids=np.array(ids, dtype=np.int32), **known | fields)
 
 
@@ -263,7 +263,7 @@ def vision_rollout(data: PromptData, seed: int = 0) -> Rollout:
 
 
 def pack_with_images(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
-    return add_images(pack(rollout, indices, group_size), [row.images for row in rollout.rows])
+    return add_images(pack(rollout, indices, group_size), rollout)
 
 
 def unpacked_logprobs(model: Callable, rollout: Rollout, temperature: float) -> torch.Tensor:
@@ -409,7 +409,7 @@ def load_values(folder: Path, column: str, values: list[object], **changes: obje
 def vision_data(args: argparse.Namespace, source: Path | None = None) -> PromptData:
     """The five prompts of `make_vision_model`, or those of the source."""
     prompt_format, path = PromptFormat.from_flags(args), str(source or Path(args.model) / "train.parquet")
-    tokenizer, vision = load_processor(args.model, AutoConfig.from_pretrained(args.model), prompt_format)
+    tokenizer, vision = load_reader(args.model, AutoConfig.from_pretrained(args.model), prompt_format)
     return PromptData.load(path, prompt_format, tokenizer, 0, vision)
 
 
@@ -526,5 +526,5 @@ def make_rollouts(run: Path, steps: list[int], prompts: int, tokens: int, vocabu
             is_trained_B=np.ones(count, dtype=bool),
             grades=grades,
         )
-        keeper.keep(Sampled(step, GROUP_SIZE, rollout, np.zeros(count), np.arange(count), None, {}))
+        keeper.sampled(Sampled(step, GROUP_SIZE, rollout, np.zeros(count), np.arange(count), None, {}))
     keeper.wait()

@@ -12,7 +12,6 @@ import json
 import os
 import resource
 import runpy
-import signal
 import sys
 import time
 from contextlib import suppress
@@ -63,13 +62,13 @@ def cooler(*flags: str) -> None:
     train(flags)
 
 
-# The start, and ranks that come to a halt -----------------------------------------------------------------------------
+# The start ------------------------------------------------------------------------------------------------------------
 
 
 def late_start(first: str, second: str) -> None:
     """On two ranks: the main process comes late, and the nodes do not share a folder."""
     from fsdp_utils import close_world, init_world
-    from gate import load_inputs as load
+    from gate import agreement
 
     rank = int(os.environ["RANK"])
     if rank == 0:
@@ -77,36 +76,12 @@ def late_start(first: str, second: str) -> None:
     start = time.monotonic()
     init_world(tp_size=1, timeout_minutes=0.1)  # 6 seconds
     assert rank == 0 or time.monotonic() - start > 5
-    load.SHOWN_AFTER = 0.5
+    agreement.SHOWN_SECONDS = 0.5
     try:
-        load.check_shared(Path((first, second)[rank]))
+        agreement.check_shared(Path((first, second)[rank]))
     except ValueError as error:
         (Path(first) / f"error_of_rank_{rank}").write_text(str(error))
     close_world()
-
-
-def halt(fault: str, folder: str, rank: str) -> None:
-    """A rank of three that makes progress for a second, and halts in phase update of step 3; rank 1 in its own way."""
-    from runtime.stall import WAITS, StallWatch, beat, in_phase
-
-    def wait() -> None:
-        beat(f"{WAITS} (gather)")
-        time.sleep(600)
-
-    def hang() -> None:
-        time.sleep(600)
-
-    faults = {
-        "hang": hang,
-        "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-        "exception": lambda: sys.exit(1),
-    }
-    StallWatch(Path(folder), int(rank), 3, limit=8.0).start()
-    with in_phase("update", 3):
-        for _ in range(10):
-            beat("runs a backward pass")
-            time.sleep(0.1)
-        faults[fault]() if rank == "1" else wait()
 
 
 # vLLM on GPUs that are not there --------------------------------------------------------------------------------------
@@ -179,6 +154,7 @@ def described(config: object) -> dict[str, object]:
         "head_dtype": str(model.head_dtype),
         "tries_flashinfer": config.kernel_config.enable_flashinfer_autotune,
         "experts": config.kernel_config.moe_backend,
+        "linear_attention": config.additional_config["gdn_prefill_backend"],
         "fuses_all_reduce": graphs.pass_config.fuse_allreduce_rms,
         "has_custom_all_reduce": not parallel.disable_custom_all_reduce,
         "executor": parallel.distributed_executor_backend,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -35,11 +33,11 @@ def make_noisy(model: nn.Module) -> None:
 
 
 def wrong(rollout: Rollout) -> Rollout:
-    return replace(rollout, routes=[None if each is None else (each + 1) % 6 for each in rollout.routes])
+    return rollout.with_parts(routes=[None if each is None else (each + 1) % 6 for each in rollout.parts["routes"]])
 
 
 def free(rollout: Rollout) -> Rollout:
-    return replace(rollout, routes=None)
+    return rollout.with_parts(routes=None)
 
 
 def replayed(world: World, path: str, dtype: str = "float32") -> dict[str, object]:
@@ -62,8 +60,8 @@ def replayed(world: World, path: str, dtype: str = "float32") -> dict[str, objec
         return metrics[GAP]
 
     clean = engine.sample(rows, SAMPLING, (1, 1))
-    found["routes here"] = gather_from_ranks([b for b, each in enumerate(clean.routes) if each is not None])
-    found["routes"] = [each for each in clean.routes if each is not None]
+    found["routes here"] = gather_from_ranks([b for b, each in enumerate(clean.parts["routes"]) if each is not None])
+    found["routes"] = [each for each in clean.parts["routes"] if each is not None]
     found["lengths"] = clean.sequence_lengths_B.tolist()
     found |= {"clean": gap(clean), "clean, free": gap(free(clean)), "wrong": gap(wrong(clean))}
     if dtype != "float32":

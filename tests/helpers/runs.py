@@ -34,7 +34,7 @@ import psutil
 import torch
 
 import extras.servers.start
-import run as run_records
+import watch.results
 from helpers.made_up import command_line
 
 ROOT = Path(__file__).parent.parent.parent
@@ -113,7 +113,7 @@ class ForkedRank(subprocess.Popen):
 def run_fork(command: list[str], environment: dict[str, str], outputs: list[str], has_own_workers: bool) -> None:
     """In the new process."""
     if PICTURES not in environment:
-        run_records.plot = lambda _: None
+        watch.results.plot = lambda _: None
     if not has_own_workers:  # the warm process is the fork server, too
         forkserver._forkserver.ensure_running = lambda: None
         extras.servers.start.subprocess = SERVERS

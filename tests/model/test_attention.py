@@ -12,6 +12,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import policy
 from batch import pack
+from extras.models import linear_attention
 from helpers.made_up import RAGGED, load_policy, make_rollout, unpacked_logprobs, vary_vectors
 from model import attention
 from model.attention import check_device, make_packing
@@ -135,7 +136,7 @@ def test_without_rows_a_recurrence_goes_on_into_the_next_sequence(tmp_path, monk
     path, rollout = random_model(tmp_path, "qwen3_5_text"), make_rollout([30, 20])
     batch = pack(rollout, [0, 1])
     with monkeypatch.context() as patch:
-        patch.setattr(policy, "run_in_rows", lambda layers: False)
+        patch.setattr(linear_attention, "run_in_rows", lambda layers: None)
         leaking = load_policy(path)
     ends = F.pad(torch.tensor(batch.lengths_S).cumsum(0), (1, 0)).int()
     inputs = {"input_ids": batch.input_ids_N[None], "position_ids": batch.position_ids_N[None], "use_cache": False}
@@ -179,7 +180,7 @@ def test_cuda_packing_gives_the_kernel_what_the_cpu_computes(name, tmp_path, mon
                 if kernel:
                     patch.setattr(attention, "varlen_attn", varlen_attn)
                     patch.setattr(Packing, "to", lambda packing, device: packing)
-                    patch.setattr(policy, "make_packing", lambda segments, _, rows: make_packing(segments, CUDA, rows))
+                    patch.setattr(policy, "make_packing", lambda segments, _: make_packing(segments, CUDA))
                 logprobs = model(batch, 1.0)[0]
             found.append([logprobs.detach(), *torch.autograd.grad(logprobs.square().sum(), [*model.parameters()])])
         for a, b in zip(*found, strict=True):

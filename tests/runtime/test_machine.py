@@ -1,165 +1,26 @@
-"""The launch fits the machine, or is refused in one sentence; what a machine announces but cannot do is left alone.
-
-GPUs are faked by what torch says of them.
-"""
+"""A rank's share of its machine: cores, memory, network; what a CPU announces but cannot do is left alone."""
 
 import os
-import re
 import socket
-import sys
-from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
-from io import StringIO
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fsdp_utils
-import serve
 from fsdp_utils import allocator_settings
-from gate import load_inputs as load
-from helpers.made_up import flags
 from helpers.runs import PROGRAMS, run_command, torchrun
 from runtime import machine
-from runtime.machine import check_launch, choose_interface, interface_of, prepare_cpu
+from runtime.machine import choose_interface, interface_of, prepare_cpu
 
 GIB = 2**30
 
 
 @pytest.fixture
-def gpus(monkeypatch):
-    """Makes torch see 8 H100 and torchrun's start of 8 ranks; takes changes of what torch says."""
-
-    def fake(count=8, name="NVIDIA H100 80GB HBM3", capability=(9, 0), free=78 * GIB, init=lambda: None):
-        monkeypatch.setattr(torch.version, "cuda", "13.0")
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "init", init)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: name)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free, 79 * GIB))
-
+def eight_ranks(monkeypatch):
+    """torchrun's start of 8 ranks, of which this is the fourth."""
     for name, value in (("WORLD_SIZE", "8"), ("LOCAL_WORLD_SIZE", "8"), ("LOCAL_RANK", "3")):
         monkeypatch.setenv(name, value)
-    fake()
-    return fake
-
-
-def check(**asked: object) -> None:
-    check_launch(**{"tp_size": 1, "dtype": "bfloat16", "gpu_memory_utilization": 0.6} | asked)
-
-
-def too_old() -> None:
-    raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nSee https://...")
-
-
-V100, SLICE = "Tesla V100-SXM2-32GB", "NVIDIA A100-SXM4-40GB MIG 3g.20gb"
-REFUSED = [  # what torch says, number of ranks, what is asked for, what the sentence says
-    ({}, 1, {}, "8 GPUs are visible but the world size is 1: start it .*--ranks 8 .*CUDA_VISIBLE_DEVICES=0"),
-    ({"count": 2}, 8, {}, "8 processes were started on this node, but only 2 GPUs are visible"),
-    ({}, 8, {"dtype": "float32"}, "--dtype float32: packed attention on CUDA computes in bfloat16"),
-    ({"init": too_old}, 8, {}, r"driver has 8 GPUs, but torch cannot use them \(The NVIDIA .*12040.*Update the driver"),
-    ({"name": V100, "capability": (7, 0)}, 8, {}, r"GPU 3 \(Tesla .*\) has compute capability 7.0; bfloat16"),
-    ({"name": SLICE}, 8, {}, "is a MIG slice, which NCCL does not connect to others; start one rank"),
-    ({"free": 40 * GIB}, 8, {}, "GPU 3 .* 39.0 of 79.0 GiB are taken by other .*utilization 0.6 wants 47.4"),
-]
-TAKEN = [
-    ({}, 8, {"tp_size": 4}, None),
-    ({"free": 40 * GIB}, 8, {"gpu_memory_utilization": 0.5}, None),
-    ({"count": 1, "name": SLICE}, 1, {}, None),
-    ({}, 16, {"tp_size": 8}, None),  # all ranks of a node of several
-]
-
-
-@pytest.mark.parametrize(("seen", "num_ranks", "asked", "said"), REFUSED + TAKEN)
-def test_a_launch_that_does_not_fit_the_gpus_is_refused(seen, num_ranks, asked, said, gpus, monkeypatch):
-    """A launch that does not fit the GPUs is refused in a sentence."""
-    gpus(**seen)
-    monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(num_ranks, 8)))
-    with pytest.raises(ValueError, match=f"^.*{said}.*$") if said else nullcontext():  # one line
-        check(**asked)
-
-
-SERVERS = [  # what torch says, GPUs of a server, what the sentence says; None: it is started as on GPUs
-    ({}, 8, None),
-    ({"free": 40 * GIB}, 1, r"GPU 0 .* are taken by other .*utilization 0.9 wants 71.1"),
-    ({"count": 2}, 4, "--tensor_parallel_size 4: only 2 GPUs are visible"),
-    ({"init": too_old}, 1, r"driver has 8 GPUs, but torch cannot use them \(The NVIDIA .*12040.*Update the driver"),
-    ({"name": V100, "capability": (7, 0)}, 2, r"GPU 0 \(Tesla .*\) has compute capability 7.0; bfloat16"),
-    ({"name": SLICE}, 2, "is a MIG slice, which NCCL does not connect to others"),
-    ({"count": 0}, 1, "no GPU: as on a CPU"),
-]
-
-
-@pytest.mark.parametrize(("seen", "tp_size", "said"), SERVERS)
-def test_a_server_that_does_not_fit_the_gpus_is_refused_too(seen, tp_size, said, gpus, policy, monkeypatch):
-    """A server that does not fit the GPUs is refused as a run is. With an old driver, for one, its GPU build would
-    be started with a CPU's options.
-    """
-    gpus(**{"free": 79 * GIB} | seen)
-    flags_of_it = f"serve.py --model {policy} --max_model_len 64 --tensor_parallel_size {tp_size} --dtype bfloat16"
-    monkeypatch.setattr("sys.argv", flags_of_it.split())
-    monkeypatch.setattr(os, "execve", lambda program, command, environment: print(*command))
-    monkeypatch.delenv("RANK", raising=False)
-    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as errors, suppress(SystemExit):
-        serve.main()
-    if seen == {"count": 0}:
-        assert '{"backend": "gloo"}' in out.getvalue()
-    elif said is None:
-        assert '{"backend": "nccl_with_deadline"}' in out.getvalue()
-    else:
-        assert re.fullmatch(f"error: .*{said}.*\n", errors.getvalue()) and not out.getvalue()
-
-
-def test_a_servers_flags_are_checked_before_torch_is_imported():
-    """The flags of a server are checked before torch is imported. That takes seconds, on a busy machine a
-    minute.
-    """
-    program = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path('scripts/serve.py', run_name='__main__')"
-    for wrong, said in (
-        ("--model m", "the following arguments are required: --max_model_len"),
-        ("--model m --max_model_len 0", "--max_model_len 0: must be at least 1"),
-        ("--model /nowhere --max_model_len 8", "--model '/nowhere': no such folder"),
-    ):
-        done = run_command([sys.executable, "-c", program, *wrong.split()])
-        assert done.returncode and done.stderr.startswith(f"error: {said}")
-
-
-def test_a_silent_gpu_driver_does_not_mean_a_run_on_the_cpu(gpus, monkeypatch, tmp_path):
-    """GPUs whose driver does not answer are an error, and no reason to run on the CPU. After an upgrade of the
-    driver without a restart: neither nvidia-smi nor CUDA see a GPU.
-    """
-    for address in ("0000:1b:00.0", "0000:43:00.0"):
-        (tmp_path / "gpus" / address).mkdir(parents=True)
-    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 23 2025\n")
-    monkeypatch.setattr(machine, "DRIVER", tmp_path)
-    gpus(count=0, init=too_old)
-    with pytest.raises(ValueError, match=r"the driver has 2 GPUs.*found version 12040.*; driver 570.86.15\)"):
-        check()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    check()  # the user wants the CPU
-
-
-def test_lost_gpus_and_a_missing_compiler_or_header_are_named(gpus, monkeypatch, tmp_path):
-    """GPUs that CUDA leaves out, a missing compiler and missing headers are each named."""
-    counts = iter([8, 1])
-    for called, answer, words in (
-        ("torch.cuda.device_count", lambda: next(counts), r"has 8 GPUs, but CUDA can use 1 \(of MIG slices CUDA"),
-        ("shutil.which", lambda _: None, "need a C compiler, and gcc or clang was not found; install gcc"),
-        ("sysconfig.get_path", lambda _: str(tmp_path), r"Python.h, which is missing; install python3\.\d+-dev"),
-    ):
-        with monkeypatch.context() as patch, pytest.raises(ValueError, match=words):
-            patch.setattr(called, answer)
-            check()
-
-
-def test_without_a_cpp_compiler_compile_is_refused_on_a_cpu(policy, monkeypatch):
-    monkeypatch.setenv("CXX", "no_such_compiler")
-    load_flags = flags(model=policy, compile=True)
-    with pytest.raises(
-        ValueError, match=r"--compile needs a C\+\+ compiler on CPUs, and no_such_compiler was not found"
-    ):
-        load.load_inputs(load_flags)
 
 
 def test_allocators_keep_the_users_settings(monkeypatch):
@@ -176,7 +37,7 @@ def test_allocators_keep_the_users_settings(monkeypatch):
     torch._C._accelerator_setAllocatorSettings("")
 
 
-def test_threads_of_a_gpu_rank_are_its_share_of_the_cores(gpus, monkeypatch):
+def test_threads_of_a_gpu_rank_are_its_share_of_the_cores(eight_ranks, monkeypatch):
     """The threads of a rank on GPUs are its share of the cores, not torchrun's one."""
     chosen = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
@@ -186,7 +47,7 @@ def test_threads_of_a_gpu_rank_are_its_share_of_the_cores(gpus, monkeypatch):
     assert os.environ["OMP_NUM_THREADS"] == "8" and chosen == [8], "vLLM respects the variable"
 
 
-def test_a_gpu_rank_sets_its_allocator_its_threads_and_device(gpus, monkeypatch):
+def test_a_gpu_rank_sets_its_allocator_its_threads_and_device(eight_ranks, monkeypatch):
     """A rank on a GPU starts with its allocator, threads and device."""
     called = []
     monkeypatch.setenv("RANK", "0")
@@ -199,19 +60,6 @@ def test_a_gpu_rank_sets_its_allocator_its_threads_and_device(gpus, monkeypatch)
     world = fsdp_utils.init_world(tp_size=1, timeout_minutes=1)
     assert called == ["cuda:3", False, "cores", "cpu:gloo,cuda:nccl"]
     assert world.device == torch.device("cuda", 3)
-
-
-def test_only_the_main_process_fetches_weights_before_ranks_meet(policy, monkeypatch, tmp_path):
-    """The main process alone fetches the weights, before the ranks meet. Else the others would wait for a download
-    in a collective, and its time-out would end the run.
-    """
-    fetched = []
-    monkeypatch.setattr(load, "weight_files", lambda path: fetched.append(path) or [])
-    files = {"model": policy, "train_data": policy / "train.jsonl", "out_dir": tmp_path}
-    for rank in ("1", "0"):
-        monkeypatch.setenv("RANK", rank)
-        load.load_inputs(flags(**files, max_prompt_tokens=8, max_completion_tokens=12)).grader.close()
-        assert fetched == ([str(policy)] if rank == "0" else [])
 
 
 def test_a_silent_gpu_driver_does_not_mean_a_cpu_installation(tmp_path):

@@ -1,31 +1,31 @@
-"""What a run tells while it goes: the console, status.json, and trackers, each of them as it is, offline."""
+"""What a run tells while it goes and at its end: console, status.json, curves, and trackers, each as it is, offline."""
 
 import json
 import os
+import re
 import sqlite3
 import sys
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from flags import Recording
 from gate.checks import check_flags
 from helpers.made_up import flags
 from helpers.runs import ENVIRONMENT, said
 from runtime.start import note_reason, tell_end
-from watch.console import Console
-from watch.curves import seconds_of_phases
+from watch.console import Console, console_line
+from watch.results import Results
+from watch.tracker import TRACKERS, Tracker
 
 TIMES = {"time/sample_s": 1.0, "time/rollout_tail_s": 0.5, "time/step_s": 2.0}
 STEP = {"reward/mean": 0.5, "policy/loss": float("nan")} | TIMES
 
 
-def tell(folder, capsys, *steps: dict[str, float], **flags) -> list[str]:
+def tell(folder, capsys, *steps: dict[str, float], quiet: bool = False) -> list[str]:
     """The lines that the console shows of a run of 10 steps."""
-    console = Console(folder, True, Recording(**flags))
-    console.say("begins")
+    console = Console(folder, 10, quiet)
     for number, metrics in enumerate(steps, start=1):
-        console.tell_step(number, 10, metrics, seconds_of_phases(metrics))
+        console.step(number, metrics)
     return capsys.readouterr().out.splitlines()
 
 
@@ -36,12 +36,16 @@ def status_in(folder) -> dict:
 def test_the_status_has_phase_last_step_and_time_left(tmp_path, capsys):
     """The status says what is done now, and below it the last step and the time that is left."""
     lines = tell(tmp_path, capsys, STEP, STEP | {"time/step_s": 4.0})
-    assert lines[0] == "begins" and lines[2].endswith("| 0:00:24 left")
+    assert lines[1].endswith("| 0:00:24 left")
     expected = {"now": "log", "step": 2, "last_step": 10, "seconds_left": 24, "reward/mean": 0.5}
     assert expected.items() <= status_in(tmp_path).items()
     assert "policy/loss" not in status_in(tmp_path), "JSON knows no nan"
-    Console(tmp_path, True, Recording()).tell_phase("sample", 1)
-    assert status_in(tmp_path).keys() == {"now", "in_step", "since", "pid"}
+    console = Console(tmp_path, 10, quiet=False)
+    with console.phase("sample", 1):
+        with console.phase("reward", 1):
+            assert status_in(tmp_path)["now"] == "reward"
+        status = status_in(tmp_path)
+        assert status["now"] == "sample" and status.keys() == {"now", "in_step", "since", "pid"}
 
 
 @pytest.mark.parametrize(("how", "now"), [
@@ -55,12 +59,11 @@ def test_the_status_says_how_a_run_has_ended_first_reason_first(how, now, tmp_pa
     monkeypatch.delenv("GRPO_LAUNCH_FOLDER", raising=False)
     monkeypatch.setattr("runtime.start.ON_END", (hears := []))
     monkeypatch.setattr("watch.console.ON_END", hears)
-    Console(tmp_path / "of another rank", False, Recording()).tell_phase("load", 7)
-    console = Console(tmp_path, True, Recording())
-    console.tell_phase("load", 7)
-    how()
+    console = Console(tmp_path, 10, quiet=False)
+    with console.phase("load", 7):
+        how()
     assert status_in(tmp_path).items() >= {"now": now, "in_step": 7, "pid": os.getpid()}.items()
-    console.finish("done")
+    console.end("done")
     note_reason("too late", "error")
     assert status_in(tmp_path)["now"] == "done"
 
@@ -68,24 +71,57 @@ def test_the_status_says_how_a_run_has_ended_first_reason_first(how, now, tmp_pa
 def test_quiet_shows_steps_with_an_evaluation_and_its_failures(tmp_path, capsys):
     """With --quiet the console shows the steps with an evaluation, and what could not be graded."""
     failed = {"eval/heldout/avg@4": 0.05, "eval/heldout/frac_failed": 0.347, "eval/other/frac_failed": 0.0}
-    begins, line = tell(tmp_path, capsys, STEP, STEP | failed, quiet=True)
-    assert begins == "begins" and line.startswith("step  2/10 |")
+    (line,) = tell(tmp_path, capsys, STEP, STEP | failed, quiet=True)
+    assert line.startswith("step  2/10 |")
     assert "| eval/heldout/frac_failed 0.347, see eval/step_2" in line and "other" not in line
 
 
-def test_a_tracker_that_fails_costs_its_curves_and_no_step(tmp_path, capsys):
-    console = Console(tmp_path, True, Recording(track="wandb"))
+def test_the_console_line_shows_what_was_measured():
+    metrics = {"reward/mean": 0.5, "time/sample_s": 1.26, "time/step_s": 2.0, "eval/heldout/avg@4": 0.75}
+    metrics |= {"optim/skipped_updates": 2.0, "optim/skipped_max_kl": 2.0, "optim/skipped_not_finite": 0.0}
+    metrics |= {"time/sync_s": 0.01, "time/rollout_tail_s": 1.0, "perf/update_mfu": 0.4}
+    assert console_line(3, 10, metrics, 14.2) == (
+        "step  3/10 | reward 0.500 | MFU 40% | SKIPPED UPDATES: 0 not finite, 2 beyond --max_kl | 2.0s (sample 1.3)"
+        " | eval/heldout/avg@4 0.750 | 0:00:14 left"
+    )
+
+
+def test_five_steps_without_signal_are_warned_of_once(tmp_path, capsys):
+    """Five steps without an advantage or a gradient are warned of once."""
+    console = Console(tmp_path, 20, quiet=True)
+    nothing, signal, lone = (0, None), (0.5, 0.1), (None, 0)  # the last: with --group_size 1 no group has a signal
+    for step, (share, norm) in enumerate([nothing, signal, *[nothing] * 6, signal, *[lone] * 6], start=1):
+        metrics = {"reward/frac_groups_with_signal": share, "optim/grad_norm": norm}
+        console.step(step, TIMES | {name: value for name, value in metrics.items() if value is not None})
+        said = re.findall("warning: for 5 steps (all rewards|optim/grad_norm is 0)", capsys.readouterr().out)
+        assert said == {7: ["all rewards"], 14: ["optim/grad_norm is 0"]}.get(step, [])
+
+
+def test_files_that_a_run_can_miss_cost_a_warning(tmp_path, capsys):
+    """Those that cannot be written, once; and curves of a log that is damaged."""
+    (tmp_path / "status.json").mkdir()
+    console = Console(tmp_path, 10, quiet=True)
+    for step in (1, 2):
+        console.step(step, STEP)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean: 0.5}\n')
+    Results(tmp_path).end("done")
+    status, curves = capsys.readouterr().out.splitlines()
+    assert status.startswith(f"warning: {tmp_path}/status.json could not be written")
+    assert "curves.png could not be written: " in curves and "line 1, is damaged" in curves
+
+
+def test_a_tracker_that_fails_costs_its_curves_and_no_step(tmp_path, capsys, monkeypatch):
+    tracker = Tracker("wandb", tmp_path)
 
     def fail(step, metrics):
         raise ConnectionError("no network")
 
-    console.tracker = fail, lambda: None
+    monkeypatch.setitem(TRACKERS, "wandb", lambda *_: (fail, None))
     for step in (1, 2):
-        console.tell_step(step, 10, STEP, seconds_of_phases(STEP))
-    console.finish("done")
+        tracker.step(step, STEP)
+    tracker.end("done")
     shown = capsys.readouterr().out
     assert shown.count("warning: --track wandb has failed and is left out from now on: no network") == 1
-    assert "step  2/10" in shown
 
 
 def test_a_package_or_a_key_that_is_missing_is_named(monkeypatch, tmp_path):
@@ -103,11 +139,11 @@ def test_a_package_or_a_key_that_is_missing_is_named(monkeypatch, tmp_path):
 LOG = """
 import sys
 from pathlib import Path
-from watch.console import TRACKERS
+from watch.tracker import TRACKERS
 
 folder, saved, last = sys.argv[1:]
 for start in TRACKERS.values():
-    log, close = start(Path(folder), int(saved))
+    log, close = start(Path(folder), int(saved) + 1)
     for step in range(int(saved) + 1, int(last) + 1):
         log(step, {"reward/mean": step / 10 + int(saved)})
     close()

@@ -1,0 +1,23 @@
+"""--kl_over vocabulary: the reference as a teacher, followed over its whole distribution. It runs beside the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from batch import Batch
+from fsdp_utils import release_gathered
+from model.head import Teacher
+from policy import Policy
+
+
+@torch.no_grad()
+def run(reference: Policy, divergence: Callable[..., tuple[Tensor, Tensor]], batch: Batch) -> Teacher:
+    """The distributions of the reference at the trained tokens of the batch. `divergence`: one of `DIVERGENCES`."""
+    with reference.adapter_off():
+        hidden_KD, weight_VD = reference.hidden_states(batch.reference_batch())
+    if reference.adapter is None:  # with LoRA the policy computes with these weights next
+        release_gathered(reference)
+    return Teacher(hidden_KD, weight_VD, divergence)

@@ -1,0 +1,113 @@
+"""Refuses what the machine, the models and the servers that flags name cannot do, before a weight is read."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from data import PromptData, check_vocabulary
+from engine.options import stop_ids
+from flags import FLAGS, ranks_per_engine
+from gate.checks import LOOPBACK
+from gate.machine import check_launch
+from gate.models import check_compile, check_model, check_path
+from inputs import Inputs
+from model.weights import load_config, load_tokenizer, model_of_shapes
+from runtime.history import digests_of
+from runtime.machine import choose_interface, local_world_size
+from runtime.parts import part
+
+
+def check_training(args: Namespace) -> None:
+    """Raises ValueError or OSError for a run of train_grpo.py that cannot work here, or with this model."""
+    is_first_node = int(os.environ.get("RANK", "0")) < local_world_size()  # which has the servers
+    check_launch(ranks_per_engine(args), args.dtype, len(args.generation_gpus) if is_first_node else 0)
+    check_places(args)
+    check_path(args.model)
+    config = load_config(args.model)
+    limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
+    check_model(args.model, config, limits, args.tensor_parallel_size, args.router_replay)
+    if args.compile:
+        check_compile(args.model, config, args.dtype)
+    if args.lora_rank:  # raises for a target that the model does not have
+        part("extras.models.lora", "--lora_rank").target_names(model_of_shapes(config), args.lora_targets)
+    if args.reference:
+        check_reference(args, limits)
+
+
+def check_evaluation(args: Namespace) -> None:
+    """Raises ValueError or OSError for a run of evaluate.py that cannot work here, or with this model."""
+    check_launch(args.tensor_parallel_size, "bfloat16")
+    check_path(args.model)
+    limits = args.max_prompt_tokens, max(args.max_completion_tokens)
+    check_model(args.model, load_config(args.model), limits, args.tensor_parallel_size)
+
+
+def check_reference(args: Namespace, limits: tuple[int, int]) -> None:
+    """Raises ValueError for a --reference that cannot score what the policy samples."""
+    path = args.reference
+    try:
+        check_path(path)
+        theirs = load_config(path)
+        check_model(path, theirs, limits, tensor_parallel_size=1)
+        other = load_tokenizer(path)
+    except (ValueError, OSError) as error:  # these know the policy alone
+        raise ValueError(str(error).replace("--model", "--reference")) from None
+    if args.image_column and getattr(theirs, "vision_config", None) is None:
+        raise ValueError(f"--reference {path} sees no images, but --model does; use one of the same kind.")
+    check_vocabulary(load_tokenizer(args.model), other, path)
+    own_rows, rows = (each.get_text_config().vocab_size for each in (load_config(args.model), theirs))
+    if rows < own_rows:  # the policy samples from all of its own, padding included
+        raise ValueError(f"--reference {path} knows {rows} token ids, --model {own_rows}; use one that knows as many.")
+
+
+def check_places(args: Namespace) -> None:
+    """Raises ValueError if servers are to be started on what this machine lacks, or are out of its reach."""
+    for host in [host for url in args.server_urls if (host := urlsplit(url).hostname) not in LOOPBACK]:
+        choose_interface(host)  # weights go there; for the ranks of one node the loopback would be chosen
+    if args.engine == "colocated" or args.server_urls:
+        return
+    num_ranks, gpus = local_world_size(), args.generation_gpus
+    if torch.cuda.is_available() and not gpus:
+        raise ValueError("--engine server: give --generation_gpus, or --server_urls of servers that run.")
+    if torch.cuda.is_available() and min(gpus) < num_ranks:
+        taken = f"the {num_ranks} ranks of this node train on GPUs 0 to {num_ranks - 1}"
+        raise ValueError(f"{FLAGS['--generation_gpus'].written(args)}: {taken}; use {num_ranks} and higher.")
+
+
+def check_loaded(args: Namespace, inputs: Inputs) -> None:
+    """Raises ValueError for data that its model or reward cannot use, or a replay of other weights."""
+    check_tokens(args.model, inputs.tokenizer, args.stop_tokens, [*inputs.train_data, *inputs.eval_sets])
+    inputs.grader.check_groups("--group_size", args.group_size)
+    inputs.grader.check_groups("--eval_samples", *(sampling.num_samples for sampling in inputs.eval_samplings))
+    if "--model" in inputs.digests:  # on the main process
+        check_replayed(args, inputs.digests["--model"])
+
+
+def check_replayed(args: Namespace, weights: str) -> None:
+    """Raises ValueError if the run that --replay names began with other weights than --model."""
+    if args.replay and digests_of(Path(args.replay)).get("--model", weights) != weights:
+        raise ValueError(f"--replay {args.replay} began with other weights than --model {args.model}; give its model.")
+
+
+def check_tokens(
+    path: str, tokenizer: PreTrainedTokenizerBase, stop_tokens: Sequence[str], sources: list[PromptData]
+) -> None:
+    """Raises ValueError for a token id beyond the rows of the model's embedding."""
+    num_rows, added = load_config(path).get_text_config().vocab_size, tokenizer.get_added_vocab()
+    places = {"--stop_tokens": stop_ids(tokenizer, stop_tokens)}
+    places["the chat template"] = [added[token] for token in added if token in str(tokenizer.chat_template)]
+    for source in sources:
+        places |= {row.where: row.reference_ids for row in source.rows}  # with a hint, they are the ids and more
+    for where, ids in places.items():
+        if (largest := int(np.max(ids, initial=0))) >= num_rows:
+            token = f"token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}), which {where} has"
+            advice = f"resize it to the tokenizer's {len(tokenizer)} tokens, or take the tokenizer that belongs to it"
+            raise ValueError(f"--model {path}: its embedding has {num_rows} rows, none for {token}; {advice}.")

@@ -1,0 +1,55 @@
+"""Whether the launch fits the GPUs, before any weight is read. scripts/check_gpu.py looks at all else of a machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from runtime.machine import local_world_size
+from runtime.start import check_divides, launched_world_size
+
+INSTALLED = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU that the driver has, whether it answers or not
+
+
+def check_launch(tp_size: int, dtype: str, server_gpus: int = 0) -> None:
+    """Raises ValueError if GPUs stay idle, are too few or cannot be used. `server_gpus`: how many servers take."""
+    world_size, local_size = launched_world_size(), local_world_size()
+    num_gpus = usable_gpus()
+    if num_gpus > local_size + server_gpus:
+        raise ValueError(
+            f"{num_gpus} GPUs are visible but the world size is {world_size}: "
+            f"start it with its script or scripts/launch.py --ranks {num_gpus} {Path(sys.argv[0]).name} ..., "
+            f"or hide the others with CUDA_VISIBLE_DEVICES={','.join(map(str, range(local_size)))}."
+        )
+    if 0 < num_gpus < local_size + server_gpus:
+        for_servers = f" and {server_gpus} GPUs are for servers" if server_gpus else ""
+        raise ValueError(
+            f"{local_size} processes were started{for_servers} on this node, "
+            f"but only {num_gpus} GPUs are visible; a MIG slice is none."
+        )
+    if num_gpus and dtype == "float32":
+        raise ValueError("--dtype float32: packed attention on CUDA computes in bfloat16; give --dtype bfloat16.")
+    check_divides("--tensor_parallel_size", tp_size, "the world size", world_size)
+
+
+def check_server(tp_size: int) -> bool:
+    """Whether a server runs on GPUs. Raises ValueError if these are too few or cannot be used."""
+    num_gpus = usable_gpus()
+    if 0 < num_gpus < tp_size:
+        raise ValueError(f"--tensor_parallel_size {tp_size}: only {num_gpus} GPUs are visible.")
+    return num_gpus > 0
+
+
+def usable_gpus() -> int:
+    """The number of GPUs that this process sees. Raises ValueError if CUDA cannot use them: it would run on the CPU."""
+    is_hidden = not torch.version.cuda or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    num_gpus = torch.cuda.device_count()
+    if not is_hidden and not torch.cuda.is_available() and (num_gpus or any(INSTALLED.glob("*"))):
+        raise ValueError(
+            "this machine has GPUs, but CUDA cannot use them; bash scripts/check_gpu.sh says why. "
+            "For a run on the CPU set CUDA_VISIBLE_DEVICES= (empty)."
+        )
+    return num_gpus

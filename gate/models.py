@@ -1,0 +1,122 @@
+"""Refuses models that would be trained wrongly without a word, or end amid the start, before a weight is read.
+
+There is no list of families that trainer and engine compute alike: the gap of the log-probs decides, in each update
+(--max_rollout_gap). docs/data.md names those that were tried. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from model.sizes import HYBRIDS, MIXTURES, kv_heads
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # in configs
+
+
+def check_path(path: str) -> None:
+    """Raises FileNotFoundError if a model is neither in a folder nor can be on the hub. Asks nobody."""
+    folder = Path(path)
+    config = folder / "config.json"
+    if folder.is_dir() and not config.exists():
+        adapter = "; an adapter alone is no model" if (folder / "adapter_config.json").exists() else ""
+        raise FileNotFoundError(f"--model {path!r} is no folder with a model: it has no config.json{adapter}.")
+    if config.exists() and '"out_dir":' in config.read_text("utf-8", errors="replace"):  # by a run
+        newest_first = sorted(folder.glob("step_*"), key=lambda step: -step.stat().st_mtime)
+        saved = [policy for policy in (folder / "final", *newest_first) if policy.exists()]
+        policy = f"its policy is {saved[0]}" if saved else "it has saved no policy yet"
+        raise FileNotFoundError(f"--model {path!r} is the folder of a run, not of a model; {policy}.")
+    is_hub_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path)
+    # Beside other folders it is a folder that is misspelt, although a hub id may look like it.
+    is_hub_id = is_hub_id and not (folder.parent.name and folder.parent.is_dir())
+    if not folder.exists() and not is_hub_id:
+        raise FileNotFoundError(
+            f"--model {path!r}: no such folder ({folder.absolute()}), and not of the form of a hub id (owner/name)."
+        )
+
+
+def check_model(
+    path: str, config: PretrainedConfig, limits: tuple[int, int], tensor_parallel_size: int, router_replay: bool = False
+) -> None:
+    """Raises ValueError for a model that these flags cannot train.
+
+    `limits`: most tokens of a prompt, and of a completion in training or evaluation.
+    """
+    text = config.get_text_config()
+    kind = text.model_type
+    is_mixture = any((getattr(text, name, None) or 1) > 1 for name in NUMBERS_OF_EXPERTS)
+    if is_mixture and kind not in MIXTURES:
+        raise ValueError(f"--model {path} ({kind}) has experts; use one of the types {', '.join(MIXTURES)}.")
+    if router_replay and not is_mixture:
+        raise ValueError(f"--router_replay: --model {path} ({kind}) has no experts to choose from; leave it out.")
+    if getattr(text, "num_attention_heads", None) is None:
+        raise ValueError(f"--model {path} ({kind}) has no attention; use a family that docs/data.md lists.")
+    check_context(path, text, limits)
+    check_parallel(text, tensor_parallel_size)
+    check_layers(path, config)
+
+
+def check_compile(path: str, config: PretrainedConfig, dtype: str) -> None:
+    """Raises ValueError for experts that --compile does not know: torch compiles their matrices in bfloat16 alone.
+
+    In float32 transformers would multiply them one by one, outside of the graph.
+    """
+    kind = config.get_text_config().model_type
+    if kind in MIXTURES and dtype == "float32":
+        raise ValueError(
+            f"--compile with --dtype float32: the experts of --model {path} ({kind}) are compiled in bfloat16 alone; "
+            "use --dtype bfloat16, or leave --compile out."
+        )
+
+
+def check_layers(path: str, config: PretrainedConfig) -> None:
+    """Raises ValueError for attention that cannot be told of packed sequences, or no layers to shard."""
+    from model.weights import model_of_shapes
+
+    model = model_of_shapes(config)
+    has_interface = model._supports_attention_backend or config.model_type in HYBRIDS  # these have it without saying so
+    if not (has_interface and hasattr(model.get_decoder(), "layers")):
+        raise ValueError(
+            f"--model {path} ({config.model_type}) has layers or attention outside the interface of transformers; "
+            "use a family that docs/data.md lists, Qwen3, Llama or OLMo 3 for example."
+        )
+
+
+def check_context(path: str, config: PretrainedConfig, limits: tuple[int, int]) -> None:
+    """Raises ValueError for sequences beyond the context, where trainer and engine agree, but no model makes sense.
+
+    The context is the one that vLLM computes. For yarn it is the length of vLLM's table of angles: vLLM takes yarn's
+    `max_position_embeddings` for the length after scaling, but in Qwen's model cards it is the one before.
+    """
+    longest = sum(limits)
+    most = getattr(config, "model_max_length", None) or getattr(config, "max_position_embeddings", None) or math.inf
+    given = getattr(config, "rope_parameters", None) or {}
+    by_kind = [each for each in given.values() if isinstance(each, dict)]  # those of each kind of layer, as in Gemma 3
+    for rope in by_kind or [given]:
+        kind = rope.get("rope_type")
+        context = rope.get("original_max_position_embeddings", 0) if kind == "yarn" else most
+        # Gemma 3 gives the length after linear scaling.
+        if kind == "yarn" or (kind == "linear" and not by_kind):
+            context *= rope.get("factor") or 1
+        if longest > context:
+            raise ValueError(
+                f"--max_prompt_tokens {limits[0]} + a completion of {limits[1]} tokens = {longest} is beyond "
+                f"the context of --model {path}, {context:g} tokens; lower them by {longest - context:g}."
+            )
+
+
+def check_parallel(config: PretrainedConfig, size: int) -> None:
+    """Raises ValueError if vLLM cannot divide the attention heads among so many ranks."""
+    heads, kv = config.num_attention_heads, kv_heads(config)
+    # A rank has some of the heads of keys, or several ranks have one.
+    sizes = [n for n in range(1, heads + 1) if heads % n == 0 and max(kv, n) % min(kv, n) == 0]
+    if size not in sizes:
+        raise ValueError(
+            f"--tensor_parallel_size {size} cannot divide {heads} attention heads and {kv} heads of keys and values; "
+            f"use one of {', '.join(map(str, sizes))}."
+        )

@@ -1,0 +1,124 @@
+"""A launch that does not fit the GPUs is refused in one sentence. GPUs are faked by what torch says of them."""
+
+import os
+import re
+import sys
+from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
+from io import StringIO
+
+import pytest
+import torch
+
+import inputs
+import serve
+import train_grpo
+from gate import machine
+from gate.machine import check_launch
+from helpers.made_up import flags
+from helpers.runs import run_command
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Makes torch see 8 GPUs and torchrun's start of 8 ranks; takes changes of what torch says."""
+
+    def fake(count=8, is_available=True):
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
+
+    for name, value in (("WORLD_SIZE", "8"), ("LOCAL_WORLD_SIZE", "8"), ("LOCAL_RANK", "3")):
+        monkeypatch.setenv(name, value)
+    fake()
+    return fake
+
+
+def check(**asked: object) -> None:
+    check_launch(**{"tp_size": 1, "dtype": "bfloat16"} | asked)
+
+
+UNUSABLE = "this machine has GPUs, but CUDA cannot use them; bash scripts/check_gpu.sh says why"
+LAUNCHES = [  # what torch says, number of ranks, what is asked for, what the sentence says
+    ({}, 1, {}, "8 GPUs are visible but the world size is 1: start it .*--ranks 8 .*CUDA_VISIBLE_DEVICES=0"),
+    ({"count": 2}, 8, {}, "8 processes were started on this node, but only 2 GPUs are visible"),
+    ({}, 8, {"server_gpus": 1}, "8 processes were started and 1 GPUs are for servers on this node, but only 8"),
+    ({}, 8, {"dtype": "float32"}, "--dtype float32: packed attention on CUDA computes in bfloat16"),
+    ({}, 8, {"tp_size": 3}, "--tensor_parallel_size 3 does not divide the world size 8; use one of 1, 2, 4, 8"),
+    ({"is_available": False}, 8, {}, UNUSABLE),  # the driver is too old
+    ({}, 8, {"tp_size": 4}, None),
+    ({}, 7, {"server_gpus": 1}, None),
+    ({}, 16, {"tp_size": 8}, None),  # all ranks of a node of several
+]
+
+
+@pytest.mark.parametrize(("seen", "num_ranks", "asked", "said"), LAUNCHES)
+def test_a_launch_that_does_not_fit_the_gpus_is_refused(seen, num_ranks, asked, said, gpus, monkeypatch):
+    gpus(**seen)
+    monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(num_ranks, 8)))
+    with pytest.raises(ValueError, match=f"^.*{said}.*$") if said else nullcontext():  # one line
+        check(**asked)
+
+
+SERVERS = [  # what torch says, GPUs of a server, what the sentence says; None: it is started as on GPUs
+    ({}, 8, None),
+    ({"count": 2}, 4, "--tensor_parallel_size 4: only 2 GPUs are visible"),
+    ({"is_available": False}, 1, UNUSABLE),
+    ({"count": 0, "is_available": False}, 1, "no GPU: as on a CPU"),
+]
+
+
+@pytest.mark.parametrize(("seen", "tp_size", "said"), SERVERS)
+def test_a_server_that_does_not_fit_the_gpus_is_refused_too(seen, tp_size, said, gpus, policy, monkeypatch):
+    """With an old driver, for one, its GPU build would be started with a CPU's options."""
+    gpus(**seen)
+    flags_of_it = f"serve.py --model {policy} --max_model_len 64 --tensor_parallel_size {tp_size} --dtype bfloat16"
+    monkeypatch.setattr("sys.argv", flags_of_it.split())
+    monkeypatch.setattr(os, "execve", lambda program, command, environment: print(*command))
+    monkeypatch.delenv("RANK", raising=False)
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as errors, suppress(SystemExit):
+        serve.main()
+    if seen.get("count") == 0:
+        assert '{"backend": "gloo"}' in out.getvalue()
+    elif said is None:
+        assert '{"backend": "nccl_with_deadline"}' in out.getvalue()
+    else:
+        assert re.fullmatch(f"error: .*{said}.*\n", errors.getvalue()) and not out.getvalue()
+
+
+def test_a_servers_flags_are_checked_before_torch_is_imported():
+    """The flags of a server are checked before torch is imported. That takes seconds, on a busy machine a
+    minute.
+    """
+    program = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path('scripts/serve.py', run_name='__main__')"
+    for wrong, said in (
+        ("--model m", "the following arguments are required: --max_model_len"),
+        ("--model m --max_model_len 0", "--max_model_len 0: must be at least 1"),
+        ("--model /nowhere --max_model_len 8", "--model '/nowhere': no such folder"),
+    ):
+        done = run_command([sys.executable, "-c", program, *wrong.split()])
+        assert done.returncode and done.stderr.startswith(f"error: {said}")
+
+
+def test_a_silent_gpu_driver_does_not_mean_a_run_on_the_cpu(gpus, monkeypatch, tmp_path):
+    """After an upgrade of the driver without a restart neither nvidia-smi nor CUDA see a GPU."""
+    (tmp_path / "0000:1b:00.0").mkdir()
+    monkeypatch.setattr(machine, "INSTALLED", tmp_path)
+    gpus(count=0, is_available=False)
+    with pytest.raises(ValueError, match=UNUSABLE):
+        check()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    check()  # the user wants the CPU
+
+
+def test_only_the_main_process_fetches_weights_before_ranks_meet(policy, monkeypatch, tmp_path):
+    """The main process alone fetches the weights, before the ranks meet. Else the others would wait for a download
+    in a collective, and its time-out would end the run.
+    """
+    fetched = []
+    monkeypatch.setattr(inputs, "weight_files", lambda path: fetched.append(path) or [])
+    files = {"model": policy, "train_data": policy / "train.jsonl", "out_dir": tmp_path}
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        train_grpo.load_inputs(flags(**files, max_prompt_tokens=8, max_completion_tokens=12)).grader.close()
+        assert fetched == ([str(policy)] if rank == "0" else [])

@@ -1,0 +1,152 @@
+"""Models that these flags cannot train are refused before a weight is read: by path, experts, heads and context."""
+
+import json
+import math
+import os
+import sys
+from contextlib import nullcontext
+
+import pytest
+from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config
+
+import evaluate
+from gate.models import check_compile, check_context, check_model, check_parallel, check_path
+from helpers.made_up import flags
+from plan.dry_run import dry_run
+from train_grpo import load_inputs
+
+
+@pytest.mark.parametrize(("given", "saved", "words"), [
+    ("mine", ["step_9", "final"], "--model 'mine' is the folder of a run, not of a model; its policy is mine/final."),
+    ("mine/", ["step_9", "step_10"], "its policy is mine/step_10."),
+    ("mine", [], "not of a model; it has saved no policy yet."),
+    ("mine/step_9/trainer", ["step_9"], "is no folder with a model: it has no config.json."),
+    ("mine/step_9/adapter", ["step_9"], "it has no config.json; an adapter alone is no model."),
+    ("mine/step_8", ["step_9", "final"], "no such folder (FOLDER/mine/step_8)"),
+    ("./absent", [], "no such folder (FOLDER/absent), and not of the form of a hub id (owner/name)."),
+    ("mine/step_9", ["step_9"], None),
+    ("Qwen/Qwen2.5-7B", [], None),
+])  # fmt: skip
+def test_the_folder_of_a_run_is_refused_and_its_model_named(given, saved, words, tmp_path, monkeypatch):
+    """The folder of a run is no model, and the error names the model in it."""
+    monkeypatch.chdir(tmp_path)
+    for name, content in {"": {"out_dir": "x"}, **dict.fromkeys(saved, {"model_type": "qwen2"})}.items():
+        (folder := tmp_path / "mine" / name).mkdir()
+        (folder / "config.json").write_text(json.dumps(content))
+        (folder / "trainer").mkdir()
+        (folder / "adapter").mkdir()
+        (folder / "adapter" / "adapter_config.json").touch()
+        os.utime(folder, (len(name), len(name)))  # step_10 is newer than step_9
+    with pytest.raises(FileNotFoundError) if words else nullcontext() as error:
+        check_path(given)
+    assert not words or words.replace("FOLDER", str(tmp_path)) in str(error.value)
+
+
+DIVISIONS = [  # heads, heads of keys, and the sizes of an engine that vLLM can divide them among
+    (14, 2, [1, 2, 14]),
+    (6, 3, [1, 3, 6]),  # 6 ranks: two have each head of keys
+    (8, 8, [1, 2, 4, 8]),
+    (32, 8, [1, 2, 4, 8, 16, 32]),
+]
+
+
+@pytest.mark.parametrize(("heads", "kv", "fitting"), DIVISIONS)
+def test_an_engine_has_as_many_ranks_as_vllm_can_divide_the_heads_among(heads, kv, fitting):
+    config = Qwen2Config(num_attention_heads=heads, num_key_value_heads=kv)
+    for size in range(1, heads + 2):
+        if size in fitting:
+            check_parallel(config, size)
+            continue
+        needed = f"--tensor_parallel_size {size} cannot divide {heads} attention heads and {kv} heads of keys and"
+        with pytest.raises(ValueError, match=f"{needed}.*; use one of {', '.join(map(str, fitting))}[.]$"):
+            check_parallel(config, size)
+
+
+def rope(kind: str, **overrides: object) -> dict[str, object]:
+    return {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0} | overrides
+
+
+def mixed_config(name: str, length: int, angles: dict[str, object]) -> PretrainedConfig:
+    """Layers without a window have these angles."""
+    return AutoConfig.for_model(name, max_position_embeddings=length, rope_parameters={"full_attention": angles})
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+CONTEXTS = [  # config, longest sequence, of 2,048 tokens or less by one
+    (
+        Qwen2Config(max_position_embeddings=512, rope_parameters=rope("yarn", original_max_position_embeddings=512)),
+        2048,
+    ),
+    (
+        Qwen2Config(max_position_embeddings=640, rope_parameters=rope("yarn", original_max_position_embeddings=512)),
+        2048,
+    ),
+    (
+        Qwen2Config(max_position_embeddings=4096, rope_parameters=rope("yarn", original_max_position_embeddings=256)),
+        1024,
+    ),
+    (Qwen2Config(max_position_embeddings=512, rope_parameters=rope("yarn")), 2048),  # the original length is that
+    (Qwen2Config(max_position_embeddings=512, rope_scaling={"type": "yarn", "factor": 4.0}), 2048),  # as in older files
+    (Qwen2Config(max_position_embeddings=512, rope_parameters=rope("linear")), 2048),
+    (LlamaConfig(max_position_embeddings=512, rope_parameters=rope("llama3", **LLAMA3)), 512),
+    (Qwen2Config(max_position_embeddings=512), 512),
+    # Angles of each kind of layer. In Gemma 3's files the length is the one after scaling.
+    (mixed_config("gemma3_text", 1024, rope("linear")), 1024),
+    (mixed_config("olmo3", 2048, rope("yarn", original_max_position_embeddings=256)), 1024),
+    (mixed_config("olmo3", 512, {"rope_type": "default"}), 512),
+    (LlamaConfig(max_position_embeddings=512, model_max_length=2048), 2048),
+    (PretrainedConfig(num_attention_heads=4, vocab_size=64, intermediate_size=64), math.inf),
+]
+
+
+@pytest.mark.parametrize(("config", "longest"), CONTEXTS)
+def test_the_context_is_the_one_that_the_engine_has(config, longest):
+    for tokens in (512, 1024, 2048):
+        with nullcontext() if tokens <= longest else pytest.raises(ValueError) as error:
+            check_context("m", config, (tokens - 100, 100))
+        if error:
+            said = f"= {tokens} is beyond the context of --model m, {longest} tokens; lower them by {tokens - longest}."
+            assert said in str(error.value)
+
+
+OTHERS = {  # type -> what the sentence says
+    "mixtral": "--model m (mixtral) has experts; use one of the types qwen3_moe, qwen2_moe, olmoe.",
+    "gpt_oss": "--model m (gpt_oss) has experts; use one of the types",
+    "rwkv": "--model m (rwkv) has no attention; use a family that docs/data.md lists.",
+    "gpt2": "--model m (gpt2) has layers or attention outside the interface of transformers; use a family",
+    "falcon": "--model m (falcon) has layers or attention outside the interface of transformers",
+    "stablelm": "--model m (stablelm) has layers or attention outside the interface of transformers",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_would_end_amid_the_start_is_refused(name):
+    with pytest.raises(ValueError) as error:
+        check_model("m", AutoConfig.for_model(name), (32, 32), 1)
+    assert str(error.value).startswith(OTHERS[name])
+
+
+def test_experts_are_compiled_in_bfloat16():
+    for kind, dtype in (("qwen3", "float32"), ("qwen3_moe", "bfloat16")):
+        check_compile("m", AutoConfig.for_model(kind), dtype)
+    with pytest.raises(ValueError, match=r"--compile with --dtype float32: the experts of --model m \(qwen3_moe\) are"):
+        check_compile("m", AutoConfig.for_model("qwen3_moe"), "float32")
+
+
+def test_router_replay_needs_experts():
+    with pytest.raises(ValueError, match=r"--router_replay: --model m \(qwen3\) has no experts .*; leave it out\.$"):
+        check_model("m", AutoConfig.for_model("qwen3"), (32, 32), 1, router_replay=True)
+    check_model("m", AutoConfig.for_model("qwen3"), (32, 32), 1)
+    check_model("m", AutoConfig.for_model("qwen3_moe"), (32, 32), 1, router_replay=True)
+
+
+def test_dry_run_training_and_evaluation_refuse_them_alike(tmp_path, monkeypatch, capsys):
+    AutoConfig.for_model("mixtral").save_pretrained(tmp_path)
+    args = flags(model=tmp_path)
+    for attempt in (dry_run, load_inputs):
+        with pytest.raises(ValueError, match=r"\(mixtral\) has experts"):
+            attempt(args)
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "--model", str(tmp_path), "--data", "d"])
+    with pytest.raises(SystemExit):
+        evaluate.main()
+    assert "(mixtral) has experts" in capsys.readouterr().err

@@ -1,0 +1,107 @@
+"""The borders: without the rooms that may be deleted it still trains, to the last digit; and no number rises.
+
+`scripts/density.py` measures; core_numbers.json has the highest that each may be, and is lowered when it has fallen.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from density import ROOMS, closure, crossings, files, measured
+from helpers.runs import ROOT, metrics_of, without_times
+
+POLICY = "scripts/tiny_policy"
+FLAGS = f"""--model {POLICY} --train_data {POLICY}/train.jsonl --max_prompt_tokens 16 --max_completion_tokens 48
+    --prompts_per_step 16 --prompts_per_update 8 --kl_coef 0.001 --learning_rate 3e-4 --lr_schedule linear
+    --total_steps 6 --stop_after 2""".split()
+NUMBERS = Path(__file__).with_name("core_numbers.json")
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """A program of this folder, which finds no code of another one."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    script, *arguments = command
+    return subprocess.run(
+        [sys.executable, str(folder / script), *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+    )  # fmt: skip
+
+
+def trained(folder: Path, program: str, *flags: str) -> str:
+    """What the program of this folder has printed on two ranks."""
+    done = run(folder, "scripts/launch.py", "--ranks", "2", str(folder / program), *FLAGS, *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def copied(folder: Path, modules: set[str]) -> Path:
+    """The folder with these modules, the launcher, and the files beside them that are no code."""
+    for module in [*modules, *closure("runtime.start")]:
+        target = folder / files()[module].relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(files()[module], target)
+    for file in (ROOT / "scripts" / "launch.py", *(ROOT / "runtime").glob("*.json")):
+        target = folder / file.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, target)
+    return folder
+
+
+def test_what_minimal_imports_trains_alone(tmp_path):
+    """In an empty folder with nothing but that, two steps have the rewards, losses and norms of the whole tree."""
+    steps = [
+        re.findall(r"^step .*", trained(folder, "minimal.py", "--out_dir", "-"), flags=re.MULTILINE)
+        for folder in (copied(tmp_path, closure("minimal")), ROOT)
+    ]
+    assert len(steps[0]) == 2 and steps[0] == steps[1]
+    assert not {path.name for path in tmp_path.iterdir()} & {*ROOMS}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> Path:
+    """The program without extras/, plan/ and reports/."""
+    folder, gone = tmp_path_factory.mktemp("tree"), ("extras.", "plan.", "reports.")
+    return copied(folder, {name for name in files() if not f"{name}.".startswith(gone)})
+
+
+def test_train_grpo_trains_without_extras_plan_and_reports(tree, tmp_path):
+    for name, folder in (("less", tree), ("whole", ROOT)):
+        trained(folder, "train_grpo.py", "--out_dir", str(tmp_path / name), "--max_rollout_gap", "1e-4")
+    less, whole = (without_times(metrics_of(tmp_path / name)) for name in ("less", "whole"))
+    assert less == whole and len(whole) == 2
+
+
+@pytest.mark.parametrize(("flags", "folder"), [
+    ("--lora_rank 4", "extras/models"),
+    ("--policy_loss gspo_token", "extras/losses"),
+    ("--kl_direction reverse --kl_coef 1 --kl_over vocabulary", "extras/teacher"),
+    ("--hint_column @group --kl_coef 1", "extras/teacher"),
+    ("--partial_rollouts", "extras/samplers"),
+    ("--tools docs/environments/calculator.py:calculator", "extras/turns"),
+    ("--engine server --generation_gpus 0", "extras/servers"),
+    ("--router_replay", "extras/models"),
+    ("--image_column images", "extras/models"),
+    ("--dry_run", "plan"),
+])  # fmt: skip
+def test_a_flag_that_needs_a_part_says_which_folder_is_missing(flags, folder, tree, tmp_path):
+    done = run(tree, "train_grpo.py", *FLAGS, "--out_dir", str(tmp_path / "run"), *flags.split())
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert f"{flags.split()[0]}" in done.stderr and f" needs {folder}, which is not there" in done.stderr
+
+
+def test_the_core_imports_no_room_when_it_loads():
+    assert crossings() == []
+
+
+def test_no_number_rises():
+    """Each is lowered when it has fallen by 2 %. A new capability is paid for in its own room."""
+    allowed = json.loads(NUMBERS.read_text())
+    found = measured()
+    assert found.keys() == allowed.keys()
+    assert {name: number for name, number in found.items() if number > allowed[name]} == {}
+    assert {name: number for name, number in found.items() if number < 0.98 * allowed[name]} == {}, "lower these"

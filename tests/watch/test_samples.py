@@ -1,0 +1,74 @@
+"""What a user looks at: a few completions of each step, those that could not be graded, rows that cannot be used."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from batch import Rollout, Row, Sampled
+from data import PromptData
+from helpers.made_up import make_rollout
+from helpers.runs import lines
+from reward import Grade
+from warm_start import build_tokenizer
+from watch.samples import Samples, describe_data
+
+
+def one_row(name: str, *excluded: tuple[str, str]) -> PromptData:
+    row = Row([{"role": "user", "content": "?"}], "4", {}, "line 2")
+    return PromptData(name, [row], excluded=list(excluded))
+
+
+def other_row() -> Row:
+    return replace(one_row("").rows[0], ids=np.ones(1, np.int32))
+
+
+def graded(grades: list[Grade]) -> Rollout:
+    """Completions "a", "b", ... with these grades; two of each row."""
+    numbers = range(len(grades))
+    rows = [Row([{"role": "user", "content": "?"}], "4", {}, f"train.jsonl, line {7 + b // 2}") for b in numbers]
+    rollout = make_rollout([2 + b for b in numbers])
+    return replace(rollout, texts=[chr(ord("a") + b) for b in numbers], rows=rows, grades=grades)
+
+
+def sampled_of(rollout: Rollout, step: int, group_size: int = 2) -> Sampled:
+    """All but the first group are trained on."""
+    count = len(rollout.rows)
+    used_B = np.arange(group_size, count)
+    advantages = [np.full(1, b, np.float32) for b in used_B]
+    return Sampled(step, group_size, rollout, np.zeros(count), used_B, advantages)
+
+
+def test_rows_that_cannot_be_used_are_listed_once(tmp_path, capsys):
+    tokenizer = build_tokenizer()
+    for _ in range(2):  # the second start of a run
+        describe_data([one_row(name, ("line 1", "no answer")) for name in ("train", "test")], tokenizer, tmp_path)
+    excluded = [{"set": name, "row": "line 1", "reason": "no answer"} for name in ("train", "test")]
+    assert lines(tmp_path / "excluded_rows.jsonl") == excluded
+    said = capsys.readouterr().out
+    assert "data test: 1 rows; 0 dropped (too many tokens), 1 excluded" in said
+    assert "first prompt: " in said
+    test = replace(one_row("test"), rows=[one_row("").rows[0], other_row()])
+    describe_data([one_row("train"), test], tokenizer, tmp_path)
+    assert "warning: 1 of the 2 prompts of test are training prompts, too" in capsys.readouterr().out
+
+
+def test_failed_gradings_are_kept_and_the_first_three_named(tmp_path, capsys):
+    """What could not be graded is kept, and the first three completions are named."""
+    statuses = ["timeout", "error: no", "truncated", "ok", *["timeout"] * 2]
+    Samples(tmp_path).sampled(sampled_of(graded([Grade(0.0, status) for status in statuses]), 3))
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "step 3: reward timeout, of train.jsonl, line 7: 'a'" and "error: no" in said[1]
+    assert len(said) == 4 and said[-1].startswith("step 3: 4 completions were not graded; all are in")
+    found = lines(tmp_path / "reward_failures.jsonl")
+    expected = {"step": 3, "row": "train.jsonl, line 7", "reward_status": "timeout", "answer": "4", "completion": "a"}
+    assert found[0] == expected and [each["completion"] for each in found] == ["a", "b", "e", "f"]
+
+
+def test_two_completions_of_two_trained_groups_are_kept_as_samples(tmp_path):
+    grades = [Grade(float(b), "ok", {"math": 1.0}, str(b)) for b in range(9)]
+    Samples(tmp_path).sampled(sampled_of(graded(grades), 5, group_size=3))
+    records = lines(tmp_path / "samples.jsonl")
+    assert [record["completion"] for record in records] == ["d", "e", "g", "h"]
+    assert [(record["reward"], record["read_as"]) for record in records] == [(3, "3"), (4, "4"), (6, "6"), (7, "7")]
+    assert [record["advantage"] for record in records] == [3, 4, 6, 7]
+    assert (records[0]["step"], records[0]["reward_status"], records[0]["is_truncated"]) == (5, "ok", False)

@@ -1,0 +1,39 @@
+"""--after_step FILE.py:FUNCTION: a function of the user's, after each step. docs/hacks.md"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from batch import Metrics
+from fsdp_utils import broadcast_from_main
+from run import Observer
+from runtime.start import RunError
+
+
+@dataclass
+class AfterStep(Observer):
+    """Calls the function on every rank, with the same metrics; what it returns on the main process counts."""
+
+    function: Callable[[int, Metrics], object]
+
+    def step(self, step: int, metrics: Metrics) -> Metrics | Literal["stop"] | None:
+        """What the function returns; None for an evaluation before training. Raises RunError if it fails."""
+        if step == 0:
+            return None
+        metrics = broadcast_from_main(metrics)  # times differ from rank to rank
+        try:
+            answer = self.function(step, dict(metrics))
+            if isinstance(answer, dict):
+                answer = {name: float(value) for name, value in answer.items() if name != "step"}
+            elif answer is not None and answer != "stop":
+                raise TypeError(f'it returned {answer!r}, but may return None, a dict of metrics or "stop"')
+        except Exception as error:  # noqa: BLE001  the user's code may raise anything
+            raise RunError(
+                f"--after_step fails after step {step}: {type(error).__name__}: {error}; "
+                "mend it. A step that is not evaluated has no metrics of eval/."
+            ) from error
+        return broadcast_from_main(answer)
+
+    recall = step

@@ -1,0 +1,68 @@
+"""What goes into a run and what comes out, to look at: samples.jsonl, reward_failures.jsonl, excluded_rows.jsonl."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from batch import Rollout, Sampled
+from data import PromptData
+from model.special_tokens import describe_tags
+from run import Observer
+from runtime.files import append, best_effort, write
+
+
+@dataclass
+class Samples(Observer):
+    """Of the main process: appends a few completions of each step, and those that could not be graded."""
+
+    out_dir: Path
+
+    def sampled(self, sampled: Sampled) -> None:
+        """Keeps the first two completions of the first two groups that are trained on."""
+        self.report_failures(sampled.step, sampled.rollout)
+        for i in (0, 1, sampled.group_size, sampled.group_size + 1):
+            if i < len(sampled.used_B):
+                advantage = round(float(sampled.advantages[i].mean()), 4) if sampled.advantages else None
+                record = {"step": sampled.step, "advantage": advantage}
+                self._append("samples.jsonl", record | sampled.rollout.describe(sampled.used_B[i]))
+
+    def report_failures(self, step: int, rollout: Rollout) -> None:
+        """Keeps what could not be graded, and names the first three on the console."""
+        failed = [b for b, grade in enumerate(rollout.grades) if grade.is_failed]
+        for b in failed:
+            row, status, text = rollout.rows[b], rollout.grades[b].status, rollout.texts[b]
+            record = {"step": step, "row": row.where, "reward_status": status, "answer": row.answer, "completion": text}
+            self._append("reward_failures.jsonl", record)
+            if b in failed[:3]:
+                print(f"step {step}: reward {status}, of {row.where}: {text[-100:]!r}", flush=True)
+        if len(failed) > 3:
+            counted = f"{len(failed)} completions were not graded"
+            print(f"step {step}: {counted}; all are in reward_failures.jsonl", flush=True)
+
+    def _append(self, name: str, record: dict[str, object]) -> None:
+        with best_effort(str(self.out_dir / name)):
+            append(self.out_dir / name, json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def describe_data(datasets: list[PromptData], tokenizer: PreTrainedTokenizerBase, out_dir: Path) -> None:
+    """Says what the sets hold, shows the first prompt as the model sees it, and writes excluded_rows.jsonl."""
+    for data in datasets:
+        print(*data.describe("excluded_rows.jsonl"), sep="\n")
+    train, *held_out = datasets
+    trained = {(row.ids.tobytes(), row.encoded_images) for row in train.rows}
+    for data in held_out:
+        count = sum((row.ids.tobytes(), row.encoded_images) in trained for row in data.rows)
+        if count:
+            print(f"warning: {count} of the {len(data.rows)} prompts of {data.name} are training prompts, too")
+    print(*describe_tags(tokenizer), f"first prompt: {train.rows[0].text!r}", sep="\n", flush=True)
+    lines = ""
+    for data in datasets:
+        for row, reason in data.excluded:
+            lines += json.dumps({"set": data.name, "row": row, "reason": reason}) + "\n"
+    if lines:
+        with best_effort(str(out_dir / "excluded_rows.jsonl")):
+            write(out_dir / "excluded_rows.jsonl", lines)

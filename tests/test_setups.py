@@ -157,7 +157,7 @@ SMOKED = {  # script -> what is set; beside each kind of run that no other scrip
     "qwen25vl72b_lora_8xa100": {"STEPS": 1},  # images, one engine over two ranks, everything offloaded
     "tulu8b_rlvr_7plus1": ONE_ENGINE,  # a server; the best checkpoint
     "qwen7b_simplerl_2x8xh100": ONE_ENGINE,
-    "qwen2.5_3b_gsm8k_lora_1gpu": ONE_ENGINE,  # not forked: as a user starts it
+    "qwen2.5_3b_gsm8k_lora_1gpu": ONE_ENGINE,
     "distill_1gpu": ONE_ENGINE,  # a teacher
     "qwen3_4b_dapo_8gpu": ONE_ENGINE,  # dynamic sampling
     "qwen3_0.6b_math_speedrun": ONE_ENGINE,
@@ -177,11 +177,10 @@ def smaller(name: str) -> list[str]:
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_a_script_runs_on_a_tiny_model(name, tmp_path):
     """Each with a start of its own: it reads data of its own columns by its own template and reward. One step: most of
-    what it takes is the start.
+    what it takes is the start. As a user starts it: test_main_job.py.
     """
     settings = SMOKED[name]
-    run_it = run_command if name == "qwen2.5_3b_gsm8k_lora_1gpu" else run_script
-    shown = run(run_it, "scripts/smoke.sh", f"scripts/{name}.sh", *smaller(name), SMOKE_DIR=tmp_path, **settings)
+    shown = run(run_script, "scripts/smoke.sh", f"scripts/{name}.sh", *smaller(name), SMOKE_DIR=tmp_path, **settings)
     (run_dir,) = (tmp_path / name).glob("run_*")
     metrics, steps = metrics_of(run_dir), range(1, settings.get("STEPS", 2) + 1)
     assert [step for step in metrics if step] == [*steps]

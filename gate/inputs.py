@@ -17,7 +17,7 @@ from engine.options import stop_ids
 from flags import FLAGS, ranks_per_engine
 from gate.checks import LOOPBACK
 from gate.machine import check_launch
-from gate.models import check_model, check_path
+from gate.models import check_compile, check_model, check_path
 from inputs import Inputs
 from model.weights import load_config, load_tokenizer, model_of_shapes
 from runtime.history import digests_of
@@ -34,6 +34,8 @@ def check_training(args: Namespace) -> None:
     config = load_config(args.model)
     limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     check_model(args.model, config, limits, args.tensor_parallel_size, args.router_replay)
+    if args.compile:
+        check_compile(args.model, config, args.dtype)
     if args.lora_rank:  # raises for a target that the model does not have
         part("extras.models.lora", "--lora_rank").target_names(model_of_shapes(config), args.lora_targets)
     if args.reference:

@@ -61,6 +61,19 @@ def check_model(
     check_layers(path, config)
 
 
+def check_compile(path: str, config: PretrainedConfig, dtype: str) -> None:
+    """Raises ValueError for experts that --compile does not know: torch compiles their matrices in bfloat16 alone.
+
+    In float32 transformers would multiply them one by one, outside of the graph.
+    """
+    kind = config.get_text_config().model_type
+    if kind in MIXTURES and dtype == "float32":
+        raise ValueError(
+            f"--compile with --dtype float32: the experts of --model {path} ({kind}) are compiled in bfloat16 alone; "
+            "use --dtype bfloat16, or leave --compile out."
+        )
+
+
 def check_layers(path: str, config: PretrainedConfig) -> None:
     """Raises ValueError for attention that cannot be told of packed sequences, or no layers to shard."""
     from model.weights import model_of_shapes

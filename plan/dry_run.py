@@ -18,7 +18,7 @@ from flags import EngineSettings, Lora, Memory, Saving
 from fsdp_utils import is_main_process
 from gate.checks import check_flags, launched_world_size
 from gate.choices import check_choices
-from gate.models import check_model
+from gate.models import check_compile, check_model
 from model.weights import load_config, model_of_shapes
 from plan.setup import GIB, Hardware, RunShape, Setup, shape_of
 from plan.table import report_of, text_of
@@ -84,6 +84,8 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     check_flags(args, gpus)
     limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     check_model(args.model, config, limits, args.tensor_parallel_size, args.router_replay)
+    if args.compile:
+        check_compile(args.model, config, args.dtype)
     if args.image_column:
         part("extras.models.vision", "--image_column").check_images(args.model, config, args.image_column)
     model, lora = shape_of(config, args.model), Lora.from_flags(args)

@@ -3,7 +3,8 @@
 # architecture, data of the same schema and short completions. Two steps on two CPU processes (or GPUs, NGPU=2), of a
 # set-up for one GPU on one, with evaluation, checkpoint, and a stop and resume between them. FLAGS go to the script.
 #     bash scripts/smoke.sh scripts/qwq32b_8xh100.sh [FLAGS]
-# FAMILY=gemma3_text, or qwen3_moe, takes another architecture, for scripts that are run with another MODEL.
+# STEPS=1 leaves the resume out. FAMILY=gemma3_text, or qwen3_moe, takes another architecture, for scripts that are run
+# with another MODEL.
 set -euo pipefail
 [ -f "${1:-}" ] || { echo "error: no script '${1:-}' in $PWD: bash scripts/smoke.sh scripts/qwq32b_8xh100.sh" >&2 && exit 2; }
 script=$1
@@ -14,7 +15,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 python "${REPO}scripts/smoke_inputs.py" --setup "$name" --out_dir "$folder" ${FAMILY:+--family "$FAMILY"}
 OUT_DIR=$(mktemp -d "$folder/run_XXXXXX")
-longest=100 tp=1 ranks=2
+longest=100 tp=1 ranks=2 steps=${STEPS:-2}
 if [ "$name" = qwen25vl72b_lora_8xa100 ]; then
     longest=900 tp=2 # room for an image of the script's --max_pixels; one prompt a step needs one engine
 elif [ "$name" = qwen3_8b_sciknoweval_4gpu ]; then
@@ -35,8 +36,8 @@ ARGS=(
 if [ "$NUM_GPUS" -eq 0 ] && ! grep --quiet 'param_dtype bfloat16' "$script"; then
     ARGS+=(--dtype float32) # CPUs without bfloat16 of their own emulate it: many times slower
 fi
-for step in 1 2; do
+for step in $(seq "$steps"); do
     bash "$script" "${ARGS[@]}" --stop_after "$step" "$@"
 done
-[ "$(readlink "$OUT_DIR/final")" = step_2 ]
-echo "smoke: $script ran two steps with evaluation, checkpoint and resume; see $OUT_DIR"
+[ "$(readlink "$OUT_DIR/final")" = "step_$steps" ]
+echo "smoke: $script ran, steps: $steps, with evaluation and checkpoint, each from a start of its own; see $OUT_DIR"

@@ -25,10 +25,10 @@ for ignored in (signal.SIGINT, signal.SIGHUP):  # by a suite in the background, 
         signal.signal(ignored, lambda *_: None)  # which children do not inherit
 
 LONGEST = [
-    "test_setups", "test_real_model", "test_kills", "test_turns", "test_compile", "test_main_job", "test_engine",
-    "test_sync", "test_train", "test_benchmarks", "test_lora", "test_memory_watch", "test_families", "test_fsdp",
-    "test_rollout", "test_partial", "test_owner", "test_math", "test_check_gpu", "test_evaluate", "test_reshard",
-    "test_hacks", "test_contract", "test_replay", "test_stall", "test_page",
+    "test_main_job", "test_setups", "test_kills", "test_real_model", "test_train", "test_turns", "test_servers",
+    "test_sync", "test_fsdp", "test_benchmarks", "test_lora", "test_families", "test_rollout",
+    "test_evaluate", "test_reshard", "test_hacks", "test_partial", "test_owner", "test_math", "test_check_gpu",
+    "test_compile", "test_minimal", "test_contract", "test_router_replay", "test_replay", "test_stall", "test_page",
 ]  # fmt: skip
 
 

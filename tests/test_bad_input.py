@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from flags import free_on_resume
 from gate.checks import check_flags
 from gate.choices import check_choices
 from helpers.made_up import write_lines
-from helpers.runs import ROOT, run_command, run_ranks, torchrun, training_flags
+from helpers.runs import GUARD_SECONDS, ROOT, run_command, run_ranks, training_flags
 from inputs import Inputs
 from run import open_run_folder
 from train_grpo import load_inputs
@@ -109,7 +108,7 @@ def test_an_environment_on_the_terminal_fails_as_in_training(given, words, tmp_p
 
 
 def test_without_docstrings_a_sentence_says_why_nothing_starts():
-    done = run_command([sys.executable, "-OO", "train_grpo.py", "--help"], dict(os.environ), timeout=60)
+    done = run_command([sys.executable, "-OO", "train_grpo.py", "--help"], dict(os.environ), timeout=GUARD_SECONDS)
     assert done.returncode == 1 and done.stderr == (
         "error: python -OO takes away the docstrings that transformers reads; leave -OO and PYTHONOPTIMIZE out.\n"
     )
@@ -204,11 +203,9 @@ def test_a_mistake_is_told_once_and_last_without_a_traceback(policy, tmp_path):
     shutil.copy(policy / "train.jsonl", broken)
     with broken.open("a") as file:
         file.write(json.dumps({"problem": "1+1"})[:-4])
-    torchrun(1, "scripts/show_data.py", "--help")  # the first fork waits for the imports
-    started = time.monotonic()
-    done = run_ranks(2, "train_grpo.py", training_flags(policy, tmp_path / "run", train_data=broken), timeout=300)
+    # In a collective the other rank would wait for longer than this waits for both.
+    done = run_ranks(2, "train_grpo.py", training_flags(policy, tmp_path / "run", train_data=broken))
     assert done.returncode != 0
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     assert "broken.jsonl, line 65: not valid JSON" in done.stderr
-    assert time.monotonic() - started < 60
     assert not (tmp_path / "run").exists()

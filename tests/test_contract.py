@@ -32,7 +32,7 @@ from flags import EngineSettings, Sampling
 from fsdp_utils import World, begin_gather, fill_from_main
 from gate.agreement import program_files
 from helpers.programs import GPUS
-from helpers.runs import PROGRAMS, ROOT, torchrun
+from helpers.runs import GUARD_SECONDS, PROGRAMS, ROOT, torchrun
 from plan.dry_run import config_of
 from smoke_inputs import SETUPS, make_model
 from test_setups import launched
@@ -79,7 +79,7 @@ def resolved(tmp_path_factory) -> dict[str, dict]:
         options = {"cwd": ROOT, "env": environment | {"RANK": str(rank)}, "text": True}
         started[kind] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
     for kind, process in started.items():
-        said, _ = process.communicate(timeout=300)
+        said, _ = process.communicate(timeout=GUARD_SECONDS)
         assert process.returncode == 0, f"{kind}:\n{said[-6000:]}"
     return {kind: json.loads((folder / kind).read_text()) for kind in GPUS}
 

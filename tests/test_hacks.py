@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.runs import ENVIRONMENT, ROOT, metrics_of, training_flags
+from helpers.runs import ENVIRONMENT, GUARD_SECONDS, ROOT, metrics_of, training_flags
 
 QUARTER = '''def quarter(t: Tokens) -> Loss:
     """A quarter for every token."""
@@ -93,7 +93,7 @@ def test_a_hack_is_at_most_15_lines_in_at_most_2_files(name):
 def run(copy: Path, *arguments: str) -> str:
     """What Python says, in the copy."""
     options = {"cwd": copy, "env": ENVIRONMENT | {"PYTHONPATH": str(copy)}, "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, *arguments], **options, timeout=300, check=False)
+    done = subprocess.run([sys.executable, *arguments], **options, timeout=GUARD_SECONDS, check=False)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 

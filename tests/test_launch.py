@@ -11,7 +11,7 @@ from signal import SIGHUP, SIGINT, SIGTERM, SIGUSR1
 
 import pytest
 
-from helpers.runs import ROOT, wait_for
+from helpers.runs import GUARD_SECONDS, ROOT, wait_for
 from runtime.start import SignalRecord
 from soak import is_running
 
@@ -32,8 +32,8 @@ AFTER = f"if not rank:\n    {HEARD_OF.format(1)}"
 SLOWLY_KILLED = f"""if rank:
     {HEARD_OF.format(0)}    os.kill(os.getpid(), signal.SIGKILL)  # its sockets were closed before
 note_reason('closed by peer', 'error'); sys.exit(1)"""
-LOST = "note_reason('OSError: lost', 'error') if rank else 0; time.sleep(600)"
-EXITS = "sys.exit(3) if rank else time.sleep(600)"
+LOST = "note_reason('OSError: lost', 'error') if rank else 0; time.sleep(3600)"
+EXITS = "sys.exit(3) if rank else time.sleep(3600)"
 IN_UPDATE = "stall.BOARD.step, stall.BOARD.phase = 7, 'update'\n"
 STALLED = "os.utime(folder + '/ranks/rank_1.txt'); "
 SAVES = "while not requested(): time.sleep(0.05)\ntime.sleep(seconds); os.write(1, b'saved\\n')"
@@ -70,7 +70,7 @@ def test_ranks_know_their_place_and_end_with_the_launcher(tmp_path, monkeypatch)
     said = f"json.dumps([os.environ[name] for name in {names}] + sys.argv[1:] + [sys.flags.utf8_mode]) + chr(10)"
     body = f"sys.stdout.write({said})"  # in one write: two ranks share the pipe
     done = launch(tmp_path, 2, body, "--nodes 3 --node_rank 1 --master_addr 10.0.0.1 --master_port 5")
-    out, _ = done.communicate(timeout=60)
+    out, _ = done.communicate(timeout=GUARD_SECONDS)
     common = ["6", "2", "10.0.0.1", "5", "--out_dir", str(tmp_path), 1]
     assert sorted(map(json.loads, out.splitlines())) == [["2", "0", *common], ["3", "1", *common]]
     assert done.returncode == 0
@@ -85,12 +85,12 @@ def test_wrong_numbers_are_refused():
 
 def test_no_rank_outlives_its_launcher(tmp_path):
     """Also one that does not ask for it: what it is started with holds at once; and one that asks when it is late."""
-    launcher = launch(tmp_path, 2, "join_launcher() if rank else 0; ready(); time.sleep(600)")
+    launcher = launch(tmp_path, 2, "join_launcher() if rank else 0; ready(); time.sleep(3600)")
     ranks = pids(tmp_path)
     launcher.kill()
     wait_for(lambda: not any(map(is_running, ranks)))
     late = launch(tmp_path, 0, "os.environ['GRPO_LAUNCHER_PID'] = '1'; join_launcher(); print('lives')")
-    assert late.communicate(timeout=60)[0] == "" and late.returncode == 1
+    assert late.communicate(timeout=GUARD_SECONDS)[0] == "" and late.returncode == 1
 
 
 @pytest.mark.parametrize(("body", "last_line"), [
@@ -110,7 +110,7 @@ def test_the_last_line_is_the_reason_of_the_first_failed_rank(body, last_line, t
     (tmp_path / "ranks" / "rank_0.txt").touch()
     (tmp_path / "ranks" / "rank_1.txt").write_text("Timeout (0:10:00)!")
     os.utime(tmp_path / "ranks" / "rank_1.txt", (0, 0))
-    out, _ = (done := launch(tmp_path, 2, f"join_launcher(); ready()\n{body}")).communicate(timeout=60)
+    out, _ = (done := launch(tmp_path, 2, f"join_launcher(); ready()\n{body}")).communicate(timeout=GUARD_SECONDS)
     assert done.returncode == 1 and not any(map(is_running, pids(tmp_path)))
     last_line = last_line.replace("FOLDER", str(tmp_path))
     assert out.splitlines()[-1].startswith(f"error: {last_line}") and out.count(last_line) <= 1 + ("raise" in body)
@@ -125,7 +125,7 @@ def test_the_last_line_is_the_reason_of_the_first_failed_rank(body, last_line, t
 ])  # fmt: skip
 def test_the_launcher_says_in_the_runs_status_why_it_failed(writes, then, now, tmp_path):
     body = f"json.dump({{'now': 'update', 'pid': {writes}, 'step': 4}}, open(folder + '/status.json', 'w')); {then}"
-    launch(tmp_path, 1, body).communicate(timeout=60)
+    launch(tmp_path, 1, body).communicate(timeout=GUARD_SECONDS)
     status = json.loads((tmp_path / "status.json").read_text())
     assert status["now"].startswith(now) and status["step"] == 4
 
@@ -158,7 +158,7 @@ def test_a_signal_asks_every_rank_to_save_and_to_end(num_ranks, begin, seconds, 
             os.kill(ranks[int(each[-1])], SIGTERM)
         else:  # to the launcher's process group, as a terminal does
             time.sleep(5) if each == "wait" else os.killpg(launcher.pid, each)
-    out, _ = launcher.communicate(timeout=60)
+    out, _ = launcher.communicate(timeout=GUARD_SECONDS)
     assert [line.partition("command")[0] for line in out.splitlines()] == said
     assert launcher.returncode == status and not any(map(is_running, ranks))
 
@@ -168,11 +168,11 @@ def test_a_signal_asks_every_rank_to_save_and_to_end(num_ranks, begin, seconds, 
     ([[0, 1], [2], [3], [4]], "sys.exit(1)", 1, [f"{number} of 3, 1 steps" for number in (1, 2, 3)]),
     ([[0, 1], []], "os.kill(os.getpid(), signal.SIGKILL)", 1, ["1 of 3, 1 steps"]),  # it comes back at once
     ([[0]], "note_reason('--clip_low 3: must be at most 1.', 'mistake'); sys.exit(1)", 1, []),
-    ([[0, 1]], "listen(); arm(1); os.kill(os.getppid(), 15); time.sleep(60)", 1, []),  # it ends by a signal
+    ([[0, 1]], "listen(); arm(1); os.kill(os.getppid(), 15); time.sleep(3600)", 1, []),  # it ends by a signal
 ])  # fmt: skip
 def test_what_had_done_a_step_is_started_again(steps, then, status, restarts, tmp_path):
     body = f"steps = {steps}{LOGS}\n{then}"
-    out, _ = (done := launch(tmp_path, 1, body, "--max_restarts 3")).communicate(timeout=60)
+    out, _ = (done := launch(tmp_path, 1, body, "--max_restarts 3")).communicate(timeout=GUARD_SECONDS)
     assert done.returncode == status and re.findall(r"restart (\d of \d, \d steps)", out) == restarts
     assert (tmp_path / "starts").read_text() == "x" * (1 + len(restarts))
     assert status == 0 or out.splitlines()[-1].startswith("error: ")

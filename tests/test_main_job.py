@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +11,7 @@ from subprocess import CompletedProcess
 import pytest
 from safetensors.torch import load_file
 
-from helpers.runs import ROOT, lines, metrics_of, run_command, run_script, without_times
+from helpers.runs import ENVIRONMENT, ROOT, lines, metrics_of, run_command, run_script, without_times
 
 POLICY = ROOT / "scripts" / "tiny_policy"
 TEST_VARIABLES = ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")  # a user's environment does not have them
@@ -67,9 +66,8 @@ def test_the_stored_policy_is_that_of_its_program(tmp_path):
     """The policy in the repository is that of its program, and its held-out problems are never trained on. Two
     updates of 650, which take minutes: the weights are others, and all else is the same.
     """
-    done = run_command(
-        [sys.executable, "scripts/warm_start.py", "--out_dir", f"{tmp_path}/policy", "--num_updates", "2"]
-    )
+    command = f"python scripts/warm_start.py --out_dir {tmp_path}/policy --num_updates 2"
+    done = run_script(["bash", "-c", command], ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     for file in POLICY.iterdir():
         made = tmp_path / "policy" / file.name

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from helpers.runs import ENVIRONMENT, metrics_of, run_script
+from helpers.runs import metrics_of, run_ranks
 from minimal import main
 
 POLICY = "scripts/tiny_policy"
@@ -19,7 +19,7 @@ FLAGS = f"""--model {POLICY} --train_data {POLICY}/train.jsonl --max_prompt_toke
 
 
 def start(program, *flags):
-    return run_script([sys.executable, "scripts/launch.py", "--ranks", "2", program, *FLAGS, *flags], ENVIRONMENT)
+    return run_ranks(2, program, [*FLAGS, *flags])
 
 
 def test_same_numbers(tmp_path):

@@ -1,16 +1,13 @@
 """A pretrained model from end to end, SmolLM2-135M-Instruct in float32 on one rank: all its weights, and LoRA.
 
-Each run has two steps of 2 prompts x 4 completions of at most 16 tokens. It is killed (-9) when its second step is
-logged and not yet saved: the same command repeats that step. What it samples, computes and saves is what transformers
-and peft make of the same tokens.
+Each run has two steps of 2 prompts x 4 completions of at most 16 tokens. That of all weights is killed (-9) when its
+second step is logged and not yet saved: the same command repeats that step. What they sample, compute and save is what
+transformers and peft make of the same tokens.
 """
 
 import json
 import os
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from signal import SIGKILL
@@ -31,7 +28,7 @@ from data import PromptData
 from flags import PromptFormat
 from helpers.made_up import command_line, make_row, policy_of, unpacked_logprobs, write_lines
 from helpers.made_up import flags as parsed
-from helpers.runs import ENVIRONMENT, ROOT, Forked, begin, launched, lines, metrics_of, without_times
+from helpers.runs import GUARD_SECONDS, Started, begin, launched, lines, metrics_of, wait_for, without_times
 from watch.rollouts import file_of
 
 # Not a correct answer, but a number that differs from completion to completion.
@@ -52,12 +49,9 @@ def place(tmp_path_factory):
     shutil.rmtree(folder)
 
 
-Started = Forked | subprocess.Popen[bytes]
-
-
 class Runs(NamedTuple):
-    folder: Path  # with full/ and lora/, and later full_eval/ of `final` and lora_eval/ of the base
-    evaluations: list[Started]  # they may still go on
+    folder: Path  # with full/ and lora/, and later eval/ of the former's `final`
+    evaluation: Started  # it may still go on
 
 
 @pytest.fixture(scope="module")
@@ -76,45 +70,27 @@ def runs(smollm2, place) -> Iterator[Runs]:
     }  # fmt: skip
     started = []
 
-    def start(log: Path, program: str, flags: dict[str, object], is_forked: bool = True) -> Started:
-        command = launched(1, program, *command_line(flags))
-        if is_forked:
-            started.append(begin(command, log, log, has_own_workers=True))
-        else:
-            with log.open("a") as said:
-                options = {"cwd": ROOT, "env": ENVIRONMENT, "stdout": said, "stderr": said}
-                started.append(subprocess.Popen([sys.executable, *command], **options))
+    def start(name: str, program: str, flags: dict[str, object]) -> Started:
+        command, log = launched(1, program, *command_line(flags | {"out_dir": place / name})), place / f"{name}.log"
+        started.append(begin(command, log, log, has_own_workers=True))
         return started[-1]
 
-    def train(kind: str) -> Iterator[None]:
-        """Yields while it waits: one thread has to look after both."""
-        out_dir, log, metrics = place / kind, place / f"{kind}.log", place / kind / "metrics.jsonl"
-        flags = common | KINDS[kind] | {"out_dir": out_dir}
-        # One of them as a user starts it: a fork of the tests takes other memory.
-        run = start(log, "train_grpo.py", flags, is_forked=kind == "lora")
-        while not (metrics.exists() and 2 in metrics_of(out_dir)):
-            assert run.poll() is None, log.read_text()[-3000:]
-            yield
-        os.kill(soak.ranks_of(run)[0], SIGKILL)
-        while run.poll() is None:  # to wait here would keep the other run from its kill
-            yield
-        assert run.poll() == 1 and not (out_dir / "step_2").exists(), log.read_text()[-3000:]
-        again = start(log, "train_grpo.py", flags, is_forked=kind == "lora")
-        while again.poll() is None:
-            yield
-        said = log.read_text()
-        assert again.poll() == 0 and f"continues from {out_dir}/step_1" in said, said[-3000:]
-        model = smollm2 if kind == "lora" else out_dir / "final"
-        flags = {"model": model, "data": common["eval_data"], "like": out_dir, "out_dir": place / f"{kind}_eval"}
-        evaluations.append(start(place / f"{kind}_eval.log", "evaluate.py", flags))
+    def said(name: str) -> str:
+        return (place / f"{name}.log").read_text()
 
-    evaluations, trainings, deadline = [], [train(kind) for kind in KINDS], time.monotonic() + 900
     try:
-        while trainings:
-            trainings = [each for each in trainings if next(each, "over") != "over"]
-            assert time.monotonic() < deadline, [log.read_text()[-3000:] for log in place.glob("*.log")]
-            time.sleep(0.01)
-        yield Runs(place, evaluations)
+        full, lora = (start(kind, "train_grpo.py", common | flags) for kind, flags in KINDS.items())
+        metrics = place / "full" / "metrics.jsonl"
+        wait_for(lambda: full.poll() is not None or (metrics.exists() and 2 in metrics_of(place / "full")))
+        os.kill(soak.ranks_of(full)[0], SIGKILL)
+        assert full.wait(GUARD_SECONDS) == 1 and not (place / "full" / "step_2").exists(), said("full")[-3000:]
+        again = start("full", "train_grpo.py", common | KINDS["full"])
+        assert again.wait(GUARD_SECONDS) == 0, said("full")[-3000:]
+        assert f"continues from {place}/full/step_1" in said("full")
+        flags = {"model": place / "full" / "final", "data": common["eval_data"], "like": place / "full"}
+        evaluation = start("eval", "evaluate.py", flags)
+        assert lora.wait(GUARD_SECONDS) == 0, said("lora")[-3000:]
+        yield Runs(place, evaluation)
     finally:
         for each in started:
             each.kill()
@@ -184,13 +160,12 @@ def test_sampler_trainer_and_transformers_agree(runs, base):
             torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_was_killed_repeats_its_step_bit_for_bit(runs, kind):
-    """Also its evaluation after the update, where there is one."""
-    *before, killed, repeated = map(without_times, lines(runs.folder / kind / "metrics.jsonl"))
+def test_what_was_killed_repeats_its_step_bit_for_bit(runs):
+    """Also its evaluation after the update."""
+    *before, killed, repeated = map(without_times, lines(runs.folder / "full" / "metrics.jsonl"))
     assert killed == repeated and killed["step"] == 2 and before[-1]["step"] == 1
     assert killed["reward/std"] > 0 and killed["optim/grad_norm"] > 0 and killed["policy/entropy"] > 1
-    assert kind != "full" or "eval/heldout/avg@1" in killed
+    assert "eval/heldout/avg@1" in killed
 
 
 def test_final_gives_the_log_probs_of_the_run(runs, base, smollm2):
@@ -214,12 +189,9 @@ def test_the_adapter_and_the_merged_policy_give_them_too(runs, base, smollm2):
 
 
 def test_evaluate_finds_what_the_run_found(runs):
-    """Greedily, of the base before the first step and of `final` after the last one."""
-    assert [evaluation.wait(300) for evaluation in runs.evaluations] == [0, 0]
-    found = {}
-    for step, folder in ((0, "lora_eval"), (2, "full_eval")):
-        found[step] = lines(runs.folder / folder / "heldout.jsonl")
-        assert found[step] == lines(runs.folder / "full" / "eval" / f"step_{step}" / "heldout.jsonl")
-        figures = json.loads((runs.folder / folder / "results.json").read_text())["sets"]["heldout"]
-        assert figures["avg@1"]["mean"] == metrics_of(runs.folder / "full")[step]["eval/heldout/avg@1"]
-    assert found[0] != found[2]
+    """Greedily, of `final` after the last step."""
+    assert runs.evaluation.wait(GUARD_SECONDS) == 0
+    before, after = (runs.folder / "full" / "eval" / f"step_{step}" / "heldout.jsonl" for step in (0, 2))
+    assert lines(runs.folder / "eval" / "heldout.jsonl") == lines(after) != lines(before)
+    figures = json.loads((runs.folder / "eval" / "results.json").read_text())["sets"]["heldout"]
+    assert figures["avg@1"]["mean"] == metrics_of(runs.folder / "full")[2]["eval/heldout/avg@1"]

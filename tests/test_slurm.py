@@ -3,11 +3,10 @@
 import os
 import signal
 import subprocess
-import time
 
 import pytest
 
-from helpers.runs import ROOT, wait_for
+from helpers.runs import GUARD_SECONDS, ROOT, wait_for
 
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done
@@ -22,8 +21,8 @@ echo "$CUDA_VISIBLE_DEVICES ${#VLLM_API_KEY} $*" >> "$OUT.servers"
 """
 RUN_SH = "scripts/run.sh"
 RUN = """echo "$@" > "$OUT.flags"
-echo "$NNODES $NODE_RANK $MASTER_ADDR $MASTER_PORT" >> "$OUT"
 trap 'echo saved >> "$OUT"; exit ${STATUS_ON_SIGNAL:-0}' USR1
+echo "$NNODES $NODE_RANK $MASTER_ADDR $MASTER_PORT" >> "$OUT"
 for _ in $(seq "${SECONDS_OF_RUN:-600}"); do sleep 1 & wait $!; done
 exit "${STATUS:-0}"
 """
@@ -61,23 +60,22 @@ ARRAY = {"SLURM_ARRAY_JOB_ID": "123456", "SLURM_ARRAY_TASK_ID": "2"}
 def test_a_job_that_must_go_saves_and_queues_itself_again(number, before, environment, status, last, job, tmp_path):
     process = job(*before, **environment)
     wait_for((tmp_path / "out").exists)
-    time.sleep(0.3)  # its trap
     process.send_signal(number)
-    assert process.wait(30) == status
+    assert process.wait(GUARD_SECONDS) == status
     assert (tmp_path / "out").read_text().splitlines() == list(dict.fromkeys(["2 1 node7 23456", "saved", last]))
     assert (tmp_path / "out.flags").read_text() == f"--steps_ahead 2{' --seed 2' * bool(before)}\n"
 
 
 @pytest.mark.parametrize("status", [0, 3])
 def test_a_run_that_has_ended_ends_the_job_with_its_status(status, job, tmp_path):
-    assert job(SECONDS_OF_RUN="0", STATUS=str(status)).wait(30) == status
+    assert job(SECONDS_OF_RUN="0", STATUS=str(status)).wait(GUARD_SECONDS) == status
     assert "requeue" not in (tmp_path / "out").read_text()
 
 
 def test_the_last_nodes_of_a_job_serve_one_server_for_each_gpu(job, tmp_path):
     """The last nodes sample on a server for each GPU, with a secret of the job."""
     process = job(SECONDS_OF_RUN="2", SERVER_NODES="1", SLURM_GPUS_PER_NODE="2", SERVE="--model m --max_model_len 64")
-    assert process.wait(30) == 0
+    assert process.wait(GUARD_SECONDS) == 0
     assert (tmp_path / "out").read_text().splitlines() == ["1 1 node7 23456"]
     urls = "http://node8:23457 http://node8:23458"
     assert (tmp_path / "out.flags").read_text() == f"--steps_ahead 2 --engine server --server_urls {urls}\n"

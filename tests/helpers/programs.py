@@ -70,10 +70,13 @@ def late_start(first: str, second: str) -> None:
     from fsdp_utils import close_world, init_world
     from gate import agreement
 
-    rank = int(os.environ["RANK"])
+    rank, waits = int(os.environ["RANK"]), Path(first).parent / "waits"
     if rank == 0:
+        while not waits.exists():
+            time.sleep(0.05)
         time.sleep(8)  # it downloads weights, say
     start = time.monotonic()
+    waits.touch()
     init_world(tp_size=1, timeout_minutes=0.1)  # 6 seconds
     assert rank == 0 or time.monotonic() - start > 5
     agreement.SHOWN_SECONDS = 0.5

@@ -42,6 +42,7 @@ PROGRAMS = "tests/helpers/programs.py"
 WARMED_BY = "tests.helpers.warm"
 PICTURES = "GRPO_TEST_PICTURES"  # environment: draw them
 WARM = "GRPO_TEST_WARM"  # environment: the address of the warm process
+GUARD_SECONDS = 900.0  # what hangs ends then: ten times what the longest run takes beside a busy suite
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 ENVIRONMENT |= {"PYTHONPATH": os.pathsep.join(sys.path)}
 ASKS = """() {
@@ -166,6 +167,9 @@ class Forked(CONTEXT.Process):
         return self.exitcode
 
 
+Started = Forked | subprocess.Popen[bytes]
+
+
 def fork_server(command: list[str], env: dict[str, str], stdout: BinaryIO, **_: object) -> Forked:
     """In place of `subprocess.Popen` in extras/servers/start.py."""
     fork = Forked(target=run_server, args=(command[3:], env, stdout.name, os.getpid()))
@@ -179,7 +183,7 @@ SERVERS = SimpleNamespace(Popen=fork_server, DEVNULL=None, TimeoutExpired=subpro
 def begin(
     command: list[str], stdout: Path, stderr: Path, environment: dict[str, str] = ENVIRONMENT,
     has_own_workers: bool = False,
-) -> Forked | subprocess.Popen[bytes]:  # fmt: skip
+) -> Started:  # fmt: skip
     """`python command`. The outputs may be one file. A run that is killed has workers of its own, which end with it."""
     if torch.cuda.is_available():  # forks cannot share a GPU
         with stdout.open("a") as out, stderr.open("a") as error:
@@ -194,7 +198,11 @@ def launched(*arguments: object) -> list[str]:
 
 
 def run_ranks(
-    num_ranks: int, script: str, arguments: list[object], timeout: float, environment: dict[str, str] = ENVIRONMENT
+    num_ranks: int,
+    script: str,
+    arguments: list[object],
+    timeout: float = GUARD_SECONDS,
+    environment: dict[str, str] = ENVIRONMENT,
 ) -> subprocess.CompletedProcess[str]:
     """What scripts/launch.py and its ranks print, and its exit status. Raises TimeoutExpired, when all are ended."""
     with tempfile.TemporaryDirectory() as folder:
@@ -228,7 +236,7 @@ def run_script(command: list[str], environment: dict[str, str]) -> subprocess.Co
 
 
 def torchrun(
-    num_ranks: int, script: str, *arguments: object, timeout: float = 300, **environment: str
+    num_ranks: int, script: str, *arguments: object, timeout: float = GUARD_SECONDS, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """`torchrun --nproc_per_node num_ranks script arguments`, by our launcher; fails the test if it fails."""
     done = run_ranks(num_ranks, script, list(arguments), timeout, ENVIRONMENT | environment)
@@ -290,11 +298,11 @@ def without_times(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith(("time/", "perf/", "memory/"))}
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = GUARD_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds:g} s"
-        time.sleep(0.005)
+        time.sleep(0.01)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ Nothing here starts threads or draws random numbers.
 """
 
 import gc
+import signal
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +28,7 @@ for name in (
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from vllm.platforms.cpu import CpuPlatform
 
+signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # tvm_ffi would print the stack of a worker that is meant to crash
 get_checkpoint_conversion_mapping("qwen2")
 CpuPlatform.register_triton_kernel_overrides()  # it searches all modules, for half a second
 CpuPlatform.register_triton_kernel_overrides = lambda *_: None

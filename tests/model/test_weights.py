@@ -97,7 +97,7 @@ def test_files_that_do_not_fit_the_model_are_refused_by_name(policy, untied_poli
 def test_weights_that_do_not_fit_end_a_run_with_a_sentence(policy, tmp_path):
     """A run whose weight files do not fit the model ends on the first rank, with the sentence that says so."""
     path = with_weights(policy, tmp_path / "policy", lambda weights: weights.pop("model.norm.weight"))
-    done = run_ranks(2, str(ROOT / "train_grpo.py"), training_flags(Path(path), tmp_path / "run"), timeout=100)
+    done = run_ranks(2, str(ROOT / "train_grpo.py"), training_flags(Path(path), tmp_path / "run"))
     assert done.returncode != 0
     missing = "1 weights are missing (model.norm.weight)"
     assert f"error: the model {path!r}: its files do not fit its config.json: {missing}" in done.stderr

@@ -21,7 +21,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from helpers.made_up import GROUP_SIZE, HOSTILE, SMILE, make_rollouts, make_run, make_vocabulary
-from helpers.runs import said
+from helpers.runs import GUARD_SECONDS, said
 from reports.page import seed_groups, write_page
 from reports.samples import pack_samples
 from runtime.history import read_metrics
@@ -137,7 +137,7 @@ class Browser:
         self.wait("document.querySelectorAll('.completion').length === 8 || document.querySelector('#samples .note')")
 
     def wait(self, condition: str) -> None:
-        WebDriverWait(self.driver, 60, 0.05).until(lambda _: self.run(f"return {condition}"), condition)
+        WebDriverWait(self.driver, GUARD_SECONDS, 0.05).until(lambda _: self.run(f"return {condition}"), condition)
 
     def wait_for(self, status: str) -> None:
         self.wait(f"document.querySelector('[role=status]').textContent.includes({status!r})")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.runs import ROOT, wait_for
+from helpers.runs import GUARD_SECONDS, ROOT, wait_for
 
 SCRIPTS = (ROOT / "scripts").glob("*.sh")
 SETUPS = sorted(path.stem for path in SCRIPTS if '/launch.sh"' in path.read_text())
@@ -65,7 +65,7 @@ def test_a_signal_ends_the_run_and_the_seeds_after_it(tmp_path):
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     wait_for((tmp_path / "started").exists)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=GUARD_SECONDS)
     assert process.returncode == 0 and "the same command continues" in said
     assert started(tmp_path) == ["1 runs/my_run_seed1 --seed 1", "saved"]
 

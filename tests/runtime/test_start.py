@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from helpers.runs import ROOT
+from helpers.runs import GUARD_SECONDS, ROOT
 from runtime.start import FOLDER, reason_file
 
 BEGINS = """
@@ -23,7 +23,7 @@ FAILS = (
     + """
 import torch
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-atexit.register(time.sleep, 600)  # as NCCL's destroy waits for ranks that wait for this one
+atexit.register(time.sleep, 3600)  # as NCCL's destroy waits for ranks that wait for this one
 lock = multiprocessing.get_context("spawn").Lock()  # as the grading workers have; somebody else puts it away
 print("said before")
 """
@@ -49,7 +49,7 @@ def status_of(process: subprocess.Popen[bytes], within: float) -> int:
 def test_a_rank_that_fails_alone_leaves_without_the_others(end, is_launched, tmp_path):
     """A rank that fails alone does not wait for the others at its exit."""
     command, given = [sys.executable, "-c", FAILS + end], environment(tmp_path if is_launched else None)
-    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=GUARD_SECONDS, check=False)
     assert (done.returncode, done.stdout) == (1, "said before\n")
     assert "resource_tracker" not in done.stderr
     assert "no room" in (reason_file(tmp_path, 0).read_text() if is_launched else done.stderr)
@@ -76,10 +76,10 @@ def test_torchrun_learns_of_a_failed_rank_within_seconds(tmp_path):
         BEGINS
         + "import os, torch\ntorch.distributed.init_process_group('gloo')\n"
         + "if os.environ['RANK'] == '1':\n    torch.distributed.barrier()\n"
-        + "atexit.register(time.sleep, 600)\nexit_with_error(RunError('no room'))\n"
+        + "atexit.register(time.sleep, 3600)\nexit_with_error(RunError('no room'))\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=GUARD_SECONDS, check=False)
     assert done.returncode == 1 and "error: no room\n" in done.stderr
 
 
@@ -125,7 +125,7 @@ def test_an_error_of_a_rank_is_told_from_the_loss_of_the_others(said, words, tmp
         f"{BEGINS}class DistBackendError(RuntimeError): pass\nraise DistBackendError({said!r})",
     ]
     given = environment(tmp_path) | {"TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=GUARD_SECONDS, check=False)
     has_lost = "rank 0 has lost the others; its traceback is in" in done.stderr
     assert has_lost == (words is None) and ("Traceback" in done.stderr) != has_lost
     reason = reason_file(tmp_path, 0).read_text()
@@ -136,7 +136,7 @@ def test_an_error_of_a_rank_is_told_from_the_loss_of_the_others(said, words, tmp
 def test_a_signal_ends_a_rank_whose_output_nobody_reads_any_more(is_armed, status):
     """It is heard in a thread, which an exception would end alone."""
     program = f"{BEGINS}from runtime.start import arm, listen\nlisten()\n{'arm(0.2)' * is_armed}\nprint(flush=True)\n"
-    command = [sys.executable, "-c", program + "time.sleep(600)"]
+    command = [sys.executable, "-c", program + "time.sleep(3600)"]
     process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.readline()
     process.stderr.close()

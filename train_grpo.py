@@ -57,7 +57,7 @@ from runtime.start import NOT_FINISHED, RunError, Stopped, arm, leave, signal_na
 from sampling import Draws, Sampler
 from schedule import Plan, make_plan
 from sources import read_system_prompt
-from update import Bounds, UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy
+from update import UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy
 from watch.after_step import AfterStep
 from watch.console import Console
 from watch.memory import MemoryWatch
@@ -289,7 +289,7 @@ def main(args: Namespace) -> None:
     policy, reference, optimizer, engine = load_models(args, algorithm, inputs, run)
     sampler = build_sampler(args, inputs, train_data, engine, run)
     writer = Writer(out_dir, inputs.companions, Saving.from_flags(args), world, run.say)
-    guard = UpdateGuard(world, Bounds.from_flags(args))
+    guard = UpdateGuard(world)
     with run.observed("load"):
         if saved:
             state = load(saved, policy, optimizer)

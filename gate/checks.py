@@ -128,9 +128,6 @@ def check_groups(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         raise ValueError(
             "--policy_loss gspo needs one advantage a sequence, not reinforce++ with --kl_in reward; use gspo_token."
         )
-    is_on_policy = args.prompts_per_update == args.prompts_per_step and args.num_iterations == 1
-    if args.max_kl and is_on_policy and not args.lora_dropout:
-        raise ValueError(f"{flag.max_kl} has no effect with one update a step, whose KL is 0; leave it out.")
 
 
 def check_reward(args: argparse.Namespace, flag: SimpleNamespace) -> None:

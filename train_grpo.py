@@ -118,22 +118,17 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run) -> E
     from rollout import Engine  # vLLM takes seconds to import: mistakes are reported before
 
     images = image_options([*inputs.train_data, *inputs.eval_sets], inputs.vision)
-    demand = Demand(most_sequences(args, inputs, run.world), images)
+    prompts, num_engines = args.prompts_per_step, run.world.num_engines
+    if args.partial_rollouts:
+        from extras.samplers.partial import num_unfinished_prompts
+
+        prompts = num_unfinished_prompts(prompts, num_engines)
+    calls = [(prompts, args.group_size), *calls_of(inputs.eval_sets, inputs.eval_samplings)]
+    demand = Demand(largest_share(calls, num_engines), images)
     play = inputs.turns.play if inputs.turns else None  # who says what comes after a completion; None: nobody
     engine = Engine(args.model, inputs.tokenizer, run.world, engine_settings(args), demand, play)
     engine.sleep()  # until the first sync: what that gathers and the engine's cache are never held together
     return engine
-
-
-def most_sequences(args: Namespace, inputs: Inputs, world: World) -> int:
-    """The most completions that one engine makes at a time."""
-    prompts = args.prompts_per_step
-    if args.partial_rollouts:
-        from extras.samplers.partial import num_unfinished_prompts
-
-        prompts = num_unfinished_prompts(prompts, world.num_engines)
-    calls = [(prompts, args.group_size), *calls_of(inputs.eval_sets, inputs.eval_samplings)]
-    return largest_share(calls, world.num_engines)
 
 
 def build_sampler(

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -260,8 +261,8 @@ def lag_metrics(trained: Rollout) -> Metrics:
 def merge_updates(updates: list[Metrics]) -> Metrics:
     """The metrics of a step's updates as one: the maximum of `..._max`, the minimum of `..._min`, else the mean."""
     merged = {}
-    for name in updates[0] if updates else ():
-        values = [metrics[name] for metrics in updates]
+    for name in dict.fromkeys(chain.from_iterable(updates)):
+        values = [metrics[name] for metrics in updates if name in metrics]
         if "_gap_lag_" in name:  # only the updates that have tokens of this lag count
             values = [value for value in values if not math.isnan(value)] or [math.nan]
         if name.endswith("_max"):

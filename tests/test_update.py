@@ -310,7 +310,7 @@ def test_metrics_that_a_loss_returns_only_sometimes_are_told(policy, tmp_path):
     """On another rank they would be added to other ones, or waited for."""
     (tmp_path / "own_of_update.py").write_text(OWN)
     with pytest.raises(RunError, match="--policy_loss returned the metrics .*, and elsewhere .*; return all each time"):
-        args = flags(policy_loss=f"{tmp_path}/own_of_update.py:sometimes", **TWO_UPDATES)
+        args = flags(policy_loss=f"{tmp_path}/own_of_update.py:sometimes", micro_batch_tokens=16, **TWO_UPDATES)
         list(train_step(load_policy(policy), args, graded_rollout()))
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flags import FLAGS, most_lag
+from runtime.parts import check_part
 
 if TYPE_CHECKING:
     from grpo import Algorithm
@@ -54,7 +55,12 @@ NAMES: dict[str, dict[str, str]] = {  # flag -> name -> module:function
     "--kl_direction": {},
     "--rollout_correction": {"none": "grpo:no_correction"},
 }
-EXTRAS = ("extras.losses", "extras.teacher")  # rooms with more `NAMES` of this form
+EXTRAS = {  # flag -> the room with more `NAMES` of this form
+    "--advantage": "extras.losses",
+    "--policy_loss": "extras.losses",
+    "--kl_direction": "extras.teacher",
+    "--rollout_correction": "extras.losses",
+}
 OWN = ("--advantage", "--policy_loss", "--kl_estimator")  # may also name a function of the user's, FILE.py:FUNCTION
 ALSO_DESCRIBED = (
     "--old_logprobs", "--kl_coef", "--kl_in", "--entropy_coef", "--dynamic_sampling", "--truncated",
@@ -91,16 +97,16 @@ def algorithm_of(args: argparse.Namespace) -> Algorithm:
 @cache
 def places_of(flag: str) -> dict[str, str]:
     """Name -> module:function, of all that this flag can mean without a file of the user's."""
-    places = dict(NAMES[flag])
-    for room in EXTRAS:
-        with suppress(ModuleNotFoundError):  # extras/ may be deleted
-            places |= import_module(room).NAMES.get(flag, {})
-    return places
+    with suppress(KeyError, ModuleNotFoundError):  # extras/ may be deleted
+        return NAMES[flag] | import_module(EXTRAS[flag]).NAMES[flag]
+    return NAMES[flag]
 
 
 def choose(flag: str, name: str) -> Callable:
     """The function of this name, or the user's own, FILE.py:FUNCTION. Raises ValueError if there is none."""
     places = places_of(flag)
+    if name not in places and flag in EXTRAS and ".py:" not in name:
+        check_part(f"{EXTRAS[flag]}.__init__", f"{flag} {name}")
     if name not in places and flag in OWN:
         return own_function(flag, name, places)
     if name not in places:
@@ -113,7 +119,7 @@ def own_function(flag: str, reference: str, names: Iterable[str] = ()) -> Callab
     """The user's function, FILE.py:FUNCTION. Raises ValueError if it cannot be loaded. `names`: what else is known."""
     if not reference.rpartition(":")[0].endswith(".py"):
         raise ValueError(f"{flag} {reference}: use {', '.join([*names, 'FILE.py:FUNCTION'])}.")
-    from grading.own import load_reference
+    from grading.user_code import load_reference
 
     try:
         return load_reference(reference)

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -320,21 +320,11 @@ class Update:
 
     batches: list[Batch]  # the micro-batches of this rank, as many on every rank
     num_tokens: int  # trained tokens over all ranks, at least 1
-    num_prompts: int  # in the whole step: the batches name sequences by their place in it
     run_teacher: Callable[[Batch], Teacher] | None = None  # runs the reference, for a KL over the vocabulary
 
     def map(self, change: Callable[[Batch], Batch]) -> Update:
         """The update with each of its batches changed."""
         return replace(self, batches=[change(batch) for batch in self.batches])
-
-
-class Pass(NamedTuple):
-    """The results of the forward and backward pass over a micro-batch."""
-
-    batch: Batch
-    sums: dict[str, Tensor]  # name of a metric -> scalar: its part of this micro-batch; the parts add up to the metric
-    maxima: dict[str, Tensor]  # name of a metric -> scalar
-    sums_of_sequences: dict[str, Tensor]  # name -> shape S: for the standard errors of the metrics
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,8 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         args.prompts_per_update = args.prompts_per_step
     if args.learning_rate is None:
         args.learning_rate = 1e-5 if args.lora_rank else 1e-6  # "LoRA Without Regret"
+    if args.gpu_memory_utilization is None:
+        args.gpu_memory_utilization = 0.9 if args.engine == "server" else 0.6
     if args.rollout_correction is None:
         has_gap = most_lag(args) and args.old_logprobs == "trainer"
         args.rollout_correction = "token_truncate" if has_gap else "none"

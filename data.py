@@ -372,7 +372,7 @@ def tool_schemas(tools: str | None) -> list[dict[str, object]] | None:
     """The schemas of the functions for the chat template, from their type hints and docstrings. Raises ValueError."""
     if not tools:
         return None
-    from grading.own import load_reference
+    from grading.user_code import load_reference
 
     try:
         return [get_json_schema(load_reference(tool)) for tool in tools.split(",")]

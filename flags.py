@@ -156,8 +156,8 @@ GROUPS["sampling"] = [
          "example <|im_end|> for a base model with a chat template; exported with the policy"),
     flag("--tensor_parallel_size", 1, "ranks per vLLM engine, which divide the number of ranks; or GPUs per server",
          (1, INF), free_on_resume=True),
-    flag("--gpu_memory_utilization", 0.6, "CUDA: share of GPU memory that vLLM may take while it is awake",
-         (0.01, 1), free_on_resume=True),
+    flag("--gpu_memory_utilization", None, "CUDA: share of GPU memory that vLLM may take while it is awake; default: "
+         "0.6, and 0.9 with --engine server, whose GPUs are its own", (0.01, 1), free_on_resume=True, type=float),
     flag("--enforce_eager", False, "CUDA: no CUDA graphs in vLLM (starts faster, samples slower); always so on CPU",
          free_on_resume=True),
     flag("--seed", 1, "random seed for data order and sampling", (0, 2**63 - 1)),
@@ -327,8 +327,9 @@ GROUPS[DRY_RUN] = [  # all of them may change when a run continues
     flag("--plan_host_memory_gib", 1000.0, "RAM of a node", (TINY, INF)),
     flag("--plan_rows", None, "usable training rows; default: #ROWS of --train_data, lines of a .jsonl file, or a "
          "table", (1, INF), type=int),
-    flag("--plan_flops_share", 0.5, "share of peak FLOPs in matrix products, what lies between them apart; fitted to "
-         "published runs, see benchmarks/README.md", (TINY, 1)),
+    flag("--plan_flops_share", None, "share of peak FLOPs in matrix products, what lies between them apart; default: "
+         "0.65 on one GPU, as measured, and 0.42 on several, fitted to published runs; see benchmarks/README.md",
+         (TINY, 1), type=float),
     flag("--plan_prompt_tokens", None, "mean length of a prompt, hint included; default: half of "
          "--max_prompt_tokens", (1, INF), type=float),
     flag("--plan_completion_tokens", None, "mean length of a completion; default: half of --max_completion_tokens",
@@ -431,7 +432,7 @@ class EngineSettings(Settings):  # the engine; `max_model_len` is in tokens, pro
     max_model_len: int
     dtype: str = "bfloat16"  # as on a GPU
     head_dtype: str | None
-    gpu_memory_utilization: float
+    gpu_memory_utilization: float = 0.6  # beside a trainer
     enforce_eager: bool
     router_replay: bool  # the experts of each token are returned
     seed: int

@@ -303,30 +303,6 @@ def begin_gather(parameter: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
     return finish
 
 
-def own_rows(parameter: Tensor, at_most: int) -> Iterator[tuple[Tensor, int]]:
-    """(some rows of the parameter on the device that computes, index of the first): the rows that belong to this rank.
-
-    Every row belongs to one rank; of copies (HSDP) to the first. Matrices of experts lie one below the other.
-    """
-    local, first = local_shard(parameter).detach(), 0
-    if not isinstance(parameter, DTensor):  # every rank holds all of it: the main rank's counts
-        if dist.is_initialized() and dist.get_rank() > 0:
-            return
-        device = parameter.device
-    else:
-        mesh = parameter.device_mesh
-        device = mesh.device_type
-        for index, size, place in zip(mesh.get_coordinate(), mesh.shape, parameter.placements, strict=True):
-            if not place.is_replicate():  # the ranks along this dimension share the rows among them
-                first = index * -(-len(parameter) // size)  # as FSDP2 divides the rows
-            elif index > 0:
-                return
-    if parameter.ndim == 3:  # [expert, out, in]
-        local, first = local.flatten(0, 1), first * parameter.shape[1]
-    for start in range(0, len(local), at_most):
-        yield local[start : start + at_most].to(device), first + start
-
-
 def local_shard(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor, sharing its memory; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -266,17 +266,6 @@ def mismatch(t: Tokens, is_sequence: bool = False) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def temperature_terms(logprobs: Tensor, rollout_logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x * d, x^2 and d^2 of each token, with d = trainer's - sampler's log-prob: the sums give the slope of d over x.
-
-    x = log-prob + entropy is the derivative of the token's log-prob by the inverse temperature: at temperature T_s the
-    sampler's log-probs are the trainer's + x (T / T_s - 1), to first order. Clamps: a few rare tokens do not decide.
-    """
-    x = (logprobs + entropies).clamp(-3.0, 3.0)
-    difference = (logprobs - rollout_logprobs).clamp(-0.5, 0.5)
-    return x * difference, x.square(), difference.square()
-
-
 # Aggregation ----------------------------------------------------------------------------------------------------------
 # Weights of the tokens of each completion, shape B. The loss of an update is the sum of weight x token loss.
 # `lengths_B` counts the trained tokens of all completions of the update, over all ranks and micro-batches, so loss and
@@ -347,6 +336,15 @@ class Algorithm:
         return self.kl_coef > 0 and self.kl_in == "reward"
 
 
+class TotalLoss(NamedTuple):
+    """The loss of a micro-batch, and the terms of it that are measured."""
+
+    per_token: Tensor
+    tokens: Tokens
+    policy_loss: Loss  # before the correction, with all of its fields
+    correction: Correction
+
+
 def total_loss(
     batch: Batch,
     logprobs_N: Tensor,
@@ -355,11 +353,8 @@ def total_loss(
     algorithm: Algorithm,
     step: int = 1,
     total_steps: int = 1,
-) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """(loss_N, the values that the metrics average over tokens, those of which they take the maximum).
-
-    The loss is the policy loss, weighted for the sampler's mismatch, + coefficient x KL - coefficient x entropy.
-    """
+) -> TotalLoss:
+    """The policy loss, weighted for the sampler's mismatch, + coefficient x KL - coefficient x entropy."""
     t = Tokens(
         logprobs=logprobs_N,
         old_logprobs=old_logprobs_N,
@@ -372,69 +367,19 @@ def total_loss(
         step=step,
         total_steps=total_steps,
     )
-    loss = as_loss(algorithm.policy_loss(t), t)
-    loss_N = loss.per_token
-    weights_N, is_outside_N = algorithm.rollout_correction(t)
-    means, maxima = measured(batch, t, loss, weights_N, algorithm)
+    policy_loss = as_loss(algorithm.policy_loss(t), t)
+    loss_N, correction = policy_loss.per_token, algorithm.rollout_correction(t)
     if algorithm.is_corrected:
-        loss_N = loss_N * weights_N
-        means["policy/rollout_clip_frac"] = is_outside_N
-    if batch.ref_logprobs_N is not None:
-        x_N = batch.ref_logprobs_N - logprobs_N
-        means |= measured_kl(batch, x_N, algorithm)
-        if algorithm.kl_in == "loss":
-            # Over the vocabulary the head has computed the KL itself, with its gradient; else it is
-            # estimated here.
-            kl_N = algorithm.kl_estimator(x_N) if batch.distilled is None else batch.distilled.kl_N
-            loss_N = loss_N + algorithm.kl_coef * (kl_N * batch.kl_weights_N)
+        loss_N = loss_N * correction.weights
+    if batch.ref_logprobs_N is not None and algorithm.kl_in == "loss":
+        if batch.distilled is None:
+            kl_N = algorithm.kl_estimator(batch.ref_logprobs_N - logprobs_N)
+        else:
+            kl_N = batch.distilled.kl_N  # over the vocabulary: the head has computed it, with its gradient
+        loss_N = loss_N + algorithm.kl_coef * (kl_N * batch.kl_weights_N)
     if algorithm.entropy_coef:
         loss_N = loss_N - algorithm.entropy_coef * entropies_N
-    return loss_N, means, maxima
-
-
-def measured(
-    batch: Batch, t: Tokens, loss: Loss, weights_N: Tensor, algorithm: Algorithm
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(the values that the metrics average over tokens, those of which they take the maximum), but for the KL's."""
-    # What compares the two engines needs the trainer's log-probs.
-    old_N = t.logprobs.detach() if algorithm.old_logprobs == "rollout" else t.old_logprobs
-    gap_N = (old_N.exp() - t.rollout_logprobs.exp()).abs()
-    slope_N, spread_N, squares_N = temperature_terms(old_N, t.rollout_logprobs, t.entropies.detach())
-    means = {
-        "policy/entropy": t.entropies.detach(),
-        "policy/clip_frac": loss.is_low | loss.is_high,
-        "policy/clip_frac_low": loss.is_low,
-        "policy/clip_frac_high": loss.is_high,
-        "policy/approx_kl": k1(t.logprobs - t.old_logprobs),
-        "policy/rollout_gap_mean": gap_N,
-        "policy/rollout_kl": k1(old_N - t.rollout_logprobs),
-        "slope": slope_N,
-        "spread": spread_N,
-        "squares": squares_N,
-        "weight": weights_N,
-        "weight_squared": weights_N.square(),
-    }
-    means |= {f"loss/{name}": values for name, values in loss.metrics.items()}
-    if algorithm.most_lag:
-        for lag in range(algorithm.most_lag + 1):
-            is_lag_N = (batch.lags_N == lag).float()
-            means[f"tokens_of_lag_{lag}"] = is_lag_N
-            means[f"policy/rollout_gap_lag_{lag}"] = gap_N * is_lag_N
-    maxima = {"policy/ratio_max": loss.ratio, "policy/ratio_min": -loss.ratio, "policy/rollout_gap_max": gap_N}
-    return means, maxima
-
-
-def measured_kl(batch: Batch, x_N: Tensor, algorithm: Algorithm) -> dict[str, Tensor]:
-    """The values that the metrics of the KL average over tokens; `x_N`: reference log-prob - log-prob."""
-    means = {"policy/kl_ref": k1(x_N)}  # whatever the loss uses: a clamp would cut rare tokens with a large k3
-    if algorithm.kl_clamp:
-        means["policy/kl_clamp_frac"] = k3(x_N, kl_clamp=0.0) != k3(x_N, kl_clamp=algorithm.kl_clamp)
-    if algorithm.has_teacher:
-        kl_N = k1(x_N) if batch.distilled is None else batch.distilled.kl_N
-        means["distill/kl"] = kl_N * batch.kl_weights_N  # so its mean is that of the completions with a hint
-    if batch.distilled is not None:
-        means["distill/agreement"] = batch.distilled.agrees_N * batch.kl_weights_N
-    return means
+    return TotalLoss(loss_N, t, policy_loss, correction)
 
 
 def as_loss(returned: Loss | Tensor, t: Tokens) -> Loss:

@@ -115,7 +115,7 @@ def digests_of_files(named: Iterable[str]) -> dict[str, str]:
 
     Ours are left out: run.py compares the code of the program by itself.
     """
-    from grading.own import files_of
+    from grading.user_code import files_of
 
     files = [file for each in named if ".py:" in each for file in files_of(Path(each.rpartition(":")[0]))]
     ours = {file.resolve() for file in files_of(ROOT / "train_grpo.py")} if files else ()

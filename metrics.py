@@ -1,7 +1,7 @@
 """The metrics of a step: functions of what was sampled, graded and trained, and of the seconds that it took.
 
 `docs/runs.md` explains each name. A new metric is one line in the function that knows what it
-needs; a metric of the loss is one line in `grpo.total_loss`.
+needs; a metric of the loss is one line in `token_metrics`.
 """
 
 from __future__ import annotations
@@ -9,13 +9,17 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from batch import Batch, Metrics, Pass, Rollout
+from batch import Batch, Metrics, Rollout, Update
 from fsdp_utils import World, max_over_trainers, sum_over_trainers
+from grpo import Algorithm, TotalLoss, k1, k3, masked_sum
 from runtime.cards import GPUS
 
 LEAST_SPREAD = 0.02  # a token's log-prob, squared: entropies above about 0.05 have more
@@ -97,15 +101,11 @@ def part_metrics(rollout: Rollout) -> Metrics:
 
 
 def stderr_of_mean(values_B: np.ndarray, group_B: np.ndarray) -> float:
-    """Standard error of the mean of values whose groups are independent; nan for a single group."""
-    return stderr_of_ratio(np.bincount(group_B, values_B), np.bincount(group_B))
-
-
-def stderr_of_ratio(sums_P: np.ndarray, counts_P: np.ndarray) -> float:
-    """Standard error of sum / count, where the groups are independent; nan if only one has a count.
+    """Standard error of the mean of values whose groups are independent; nan for a single group.
 
     The values of one prompt are alike, so its deviations from the mean are summed before they are squared.
     """
+    sums_P, counts_P = np.bincount(group_B, values_B), np.bincount(group_B)
     num_groups, count = np.count_nonzero(counts_P), counts_P.sum()
     if num_groups < 2:
         return math.nan
@@ -113,27 +113,115 @@ def stderr_of_ratio(sums_P: np.ndarray, counts_P: np.ndarray) -> float:
     return math.sqrt(np.square(deviations_P).sum() * num_groups / (num_groups - 1)) / float(count)
 
 
-def standard_errors(passes: list[Pass], num_prompts: int, group_size: int, world: World) -> dict[str, float]:
-    """The standard errors of the metrics that are means over tokens: prompts are drawn, so their sums vary."""
-    names = list(passes[0].sums_of_sequences)
-    sums_PK = torch.zeros(num_prompts, len(names), dtype=torch.float64)
-    for done in passes:
-        sums_SK = torch.stack(list(done.sums_of_sequences.values()), dim=1).double().cpu()
-        prompts_S = [(segment.index or 0) // group_size for segment in done.batch.segments_S]  # an empty one adds zeros
-        sums_PK.index_add_(0, torch.tensor(prompts_S), sums_SK)
-    sums_KP = sum_over_trainers(sums_PK.to(world.device)).T.cpu().numpy()
-    sums = dict(zip(names, sums_KP, strict=True))
-    lengths_P = sums.pop("tokens")
-    return {f"{name}_stderr": stderr_of_ratio(sums_P, lengths_P) for name, sums_P in sums.items()}
+# Of the loss ----------------------------------------------------------------------------------------------------------
+
+
+class PassMetrics(NamedTuple):
+    """The metrics of a micro-batch: name -> scalar."""
+
+    sums: dict[str, Tensor]  # its part of a metric: the parts add up
+    maxima: dict[str, Tensor]
+
+
+@torch.no_grad()
+def pass_metrics(batch: Batch, total: TotalLoss, loss: Tensor, num_tokens: int, algorithm: Algorithm) -> PassMetrics:
+    """The metrics of a micro-batch, on the device. `loss`: its sum over the tokens, of which the update has so many."""
+    means, maxima = token_metrics(batch, total, algorithm)
+    mask_N = batch.loss_mask_N
+    sums = {name: masked_sum(values, mask_N) / num_tokens for name, values in means.items()}
+    maxima = {name: torch.where(mask_N, values, -torch.inf).max() for name, values in maxima.items()}
+    return PassMetrics({"policy/loss": loss} | sums, maxima)
+
+
+def token_metrics(batch: Batch, total: TotalLoss, algorithm: Algorithm) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(the values that metrics average over tokens, those of which they take the maximum)."""
+    t, loss = total.tokens, total.policy_loss
+    weights_N, is_outside_N = total.correction
+    # What compares the two engines needs the trainer's log-probs.
+    old_N = t.logprobs if algorithm.old_logprobs == "rollout" else t.old_logprobs
+    gap_N = (old_N.exp() - t.rollout_logprobs.exp()).abs()
+    means = {
+        "policy/entropy": t.entropies,
+        "policy/clip_frac": loss.is_low | loss.is_high,
+        "policy/clip_frac_low": loss.is_low,
+        "policy/clip_frac_high": loss.is_high,
+        "policy/approx_kl": k1(t.logprobs - t.old_logprobs),
+        "policy/rollout_gap_mean": gap_N,
+        "policy/rollout_kl": k1(old_N - t.rollout_logprobs),
+        "weight": weights_N,
+        "weight_squared": weights_N.square(),
+    }
+    means |= temperature_terms(old_N, t.rollout_logprobs, t.entropies)
+    means |= {f"loss/{name}": loss.metrics[name] for name in sorted(loss.metrics)}  # in one order on all ranks
+    if algorithm.is_corrected:
+        means["policy/rollout_clip_frac"] = is_outside_N
+    if batch.ref_logprobs_N is not None:
+        means |= kl_metrics(batch, batch.ref_logprobs_N - t.logprobs, algorithm)
+    for lag in range(algorithm.most_lag + 1) if algorithm.most_lag else ():
+        is_lag_N = (batch.lags_N == lag).float()
+        means[f"tokens_of_lag_{lag}"] = is_lag_N
+        means[f"policy/rollout_gap_lag_{lag}"] = gap_N * is_lag_N
+    return means, {
+        "policy/ratio_max": loss.ratio,
+        "policy/ratio_min": -loss.ratio,  # whose maximum is minus the minimum
+        "policy/rollout_gap_max": gap_N,
+    }
+
+
+def kl_metrics(batch: Batch, x_N: Tensor, algorithm: Algorithm) -> dict[str, Tensor]:
+    """The values that the metrics of the KL average over tokens; `x_N`: reference log-prob - log-prob."""
+    means = {"policy/kl_ref": k1(x_N)}  # whatever the loss uses: a clamp would cut rare tokens with a large k3
+    if algorithm.kl_clamp:
+        means["policy/kl_clamp_frac"] = k3(x_N, kl_clamp=0.0) != k3(x_N, kl_clamp=algorithm.kl_clamp)
+    if algorithm.has_teacher:
+        kl_N = k1(x_N) if batch.distilled is None else batch.distilled.kl_N
+        means["distill/kl"] = kl_N * batch.kl_weights_N  # so its mean is that of the completions with a hint
+    if batch.distilled is not None:
+        means["distill/agreement"] = batch.distilled.agrees_N * batch.kl_weights_N
+    return means
+
+
+def temperature_terms(logprobs: Tensor, rollout_logprobs: Tensor, entropies: Tensor) -> dict[str, Tensor]:
+    """x * d, x^2 and d^2 of each token, with d = trainer's - sampler's log-prob: the sums give the slope of d over x.
+
+    x = log-prob + entropy is the derivative of the token's log-prob by the inverse temperature: at temperature T_s the
+    sampler's log-probs are the trainer's + x (T / T_s - 1), to first order. Clamps: a few rare tokens do not decide.
+    """
+    x = (logprobs + entropies).clamp(-3.0, 3.0)
+    difference = (logprobs - rollout_logprobs).clamp(-0.5, 0.5)
+    return {"slope": x * difference, "spread": x.square(), "squares": difference.square()}
 
 
 def temperature_of(slope: float, spread: float, squares: float) -> tuple[float, float]:
     """(the sampler's temperature / the trainer's, share of the difference that it explains), from the means over tokens
-    of `grpo.temperature_terms`. Near 1 where the policy is almost certain of every token: a few rare ones would decide.
+    of `temperature_terms`. Near 1 where the policy is almost certain of every token: a few rare ones would decide.
     """
     if not spread * squares > 0:  # nothing varies, or nothing differs
         return 1.0, 0.0
     return 1.0 / max(1.0 - slope / (spread + LEAST_SPREAD), 0.1), slope**2 / (spread * squares)
+
+
+def loss_metrics(passes: list[PassMetrics]) -> Metrics:
+    """The metrics of an update's loss, over all micro-batches and ranks."""
+    sums = torch.stack([torch.stack(list(each.sums.values())) for each in passes])
+    maxima = torch.stack([torch.stack(list(each.maxima.values())) for each in passes])
+    totals = sum_over_trainers(sums.sum(dim=0))
+    largest = max_over_trainers(maxima.amax(dim=0))
+    metrics = dict(zip(passes[0].sums, totals.tolist(), strict=True))
+    metrics |= zip(passes[0].maxima, largest.tolist(), strict=True)
+    terms = {name: metrics.pop(name) for name in ("slope", "spread", "squares")}
+    metrics["policy/rollout_temperature"], metrics["policy/rollout_temperature_r2"] = temperature_of(**terms)
+    metrics["policy/ratio_min"] *= -1
+    for name in [name for name in metrics if name.startswith("tokens_of_lag_")]:
+        share = metrics.pop(name)
+        gap = f"policy/rollout_gap_{name.removeprefix('tokens_of_')}"
+        metrics[gap] = metrics[gap] / share if share else math.nan  # no token is of this lag
+    weight, weight_squared = metrics.pop("weight"), metrics.pop("weight_squared")
+    metrics["policy/rollout_ess"] = weight**2 / weight_squared if weight_squared else 0.0  # (sum w)^2 / (n sum w^2)
+    return metrics
+
+
+# Of the step ----------------------------------------------------------------------------------------------------------
 
 
 def idle_share(batches: list[Batch], parity_length: float, world: World) -> float:
@@ -161,10 +249,7 @@ def lag_metrics(trained: Rollout) -> Metrics:
 
 
 def merge_updates(updates: list[Metrics]) -> Metrics:
-    """The metrics of a step's updates as one: the maximum of `..._max`, the minimum of `..._min`, else the mean.
-
-    The mean of standard errors is right for updates that vary alike, and too large for independent ones.
-    """
+    """The metrics of a step's updates as one: the maximum of `..._max`, the minimum of `..._min`, else the mean."""
     merged = {}
     for name in updates[0] if updates else ():
         values = [metrics[name] for metrics in updates]
@@ -181,6 +266,26 @@ def merge_updates(updates: list[Metrics]) -> Metrics:
         else:
             merged[name] = sum(values) / len(values)
     return merged
+
+
+def work_of_step(
+    sampled: Rollout,
+    trained: Rollout,
+    updates: list[Update],
+    num_iterations: int,
+    flops_of: Callable[[list[Batch]], float],
+) -> Work:
+    """The work of a step, the same on every rank; all ranks call it. `updates`: those of one pass over `trained`.
+
+    `flops_of`: `Policy.update_flops`.
+    """
+    flops = torch.tensor(sum(flops_of(update.batches) for update in updates), dtype=torch.float64)
+    return Work(
+        sampled_tokens=int(sampled.completion_lengths_B.sum()),
+        completion_tokens=int(trained.completion_lengths_B.sum()),
+        update_tokens=int(trained.sequence_lengths_B.sum()) * num_iterations,
+        update_flops=sum_over_trainers(flops).item() * num_iterations,
+    )
 
 
 def throughput(work: Work, seconds_RE: list[np.ndarray], metrics: Metrics, world: World) -> Metrics:

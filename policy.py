@@ -26,11 +26,11 @@ from transformers import PreTrainedModel
 
 from batch import Batch
 from flags import AdamW, Lora, Memory
-from fsdp_utils import World, full_tensors, local_shard, own_rows, shard
+from fsdp_utils import World, full_tensors, local_shard, shard
 from model.attention import make_packing
 from model.head import Distilled, Teacher, TokenScores, chunked_logprobs
 from model.optimizer import make_optimizer
-from model.sizes import MERGED_ROWS, active_share, attention_layers, head_dim
+from model.sizes import active_share, attention_layers, head_dim
 from model.weights import fill, in_files, load_config, model_from_config, tower_of, without_storage
 from runtime.parts import part
 from runtime.progress import OFF
@@ -196,19 +196,15 @@ class Policy(nn.Module):
             "shapes": [list(parameter.shape) for _, parameter, _ in named],
         }
 
-    def own_rows(self) -> Iterator[tuple[str, bool, Iterator[tuple[Tensor, int]]]]:
-        """(Hugging Face name, whether LoRA is merged into it, pieces) of each parameter, as the engine is to hold it.
+    def update_flops(self, batches: list[Batch]) -> float:
+        """FLOPs of a forward and a backward pass over these batches.
 
-        A piece is some rows in the engine's dtype and the index of the first. All ranks run through
-        the same pieces together. They are made from this rank's shards alone, not by `full_weights`:
-        the comparison with the engine is to find a fault in that way, too.
+        3 x (2 x numbers in the matrices x tokens + 2 x layers x width of the queries x sum of length^2): the forward
+        pass, and twice that for the backward pass, of which half makes the weights' gradients and falls away with LoRA.
+        The head counts at every token. Recomputation, biases, norms, embedding and vision tower do not count.
         """
-        for name, parameter, layer in self.named_weights():
-            if layer is not None:
-                yield name, True, self.adapter.own_merged_rows(layer, parameter, self.dtype)
-            else:
-                pieces = own_rows(parameter, MERGED_ROWS)
-                yield name, False, ((rows.to(self.dtype), first) for rows, first in pieces)
+        cost = sum(batch.cost(self.parity_length) for batch in batches)
+        return (2 if self.adapter else 3) * self.flops_per_token * cost
 
     def describe(self) -> str:
         """The numbers of parameters and of trained ones, for the first lines of the log."""

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from flags import Grading, Sampling
 from grading import NOT_GRADED, Case, Grade
 from grading.pool import Outcome, Pool
-from grading.score import Needs, add_up, parse_reward
+from grading.score import RewardInputs, add_up, parse_reward
+from grading.verifiers import modules_of
 from runtime.progress import progress
 from runtime.stall import beat
 from runtime.start import RunError, Stopped, requested
@@ -48,21 +49,27 @@ class Grader:
         self.groups: dict[int, dict[int, Case]] = {}  # for functions that compare: b // group size -> b -> its case
         self.is_proven = False  # something has been graded
         self.pool: Pool | None = None
-        self.needs = Needs(cases=False, groups=False, token_ids=False)
+        self.inputs = RewardInputs(cases=False, groups=False, token_ids=False)
         if num_workers and self.weights:
             arguments = (grading.reward, grading.overlong_cache_tokens)
-            timeout, in_flight = grading.reward_timeout, grading.reward_in_flight
             # Each worker makes a `RewardWorker` of grading/score.py and calls it with what is submitted here.
-            self.pool = Pool("grading.score:RewardWorker", arguments, num_workers, timeout, in_flight)
-            self.pool.submit(0, ("needs", None))
+            self.pool = Pool(
+                "grading.score:RewardWorker",
+                arguments,
+                num_workers,
+                grading.reward_timeout,
+                grading.reward_in_flight,
+                shared_modules=modules_of(self.weights),
+            )
+            self.pool.submit(0, ("inputs", None))
             try:
-                self.needs = self.pool.collect()[0].value
+                self.inputs = self.pool.collect()[0].value
             except ValueError as error:
                 raise ValueError(f"--reward {grading.reward!r}: {error}") from None
 
     def check_groups(self, flag: str, *sizes: int) -> None:
         """Raises ValueError if a reward that compares completions of a prompt would compare one with itself."""
-        if self.needs.groups and 1 in sizes:
+        if self.inputs.groups and 1 in sizes:
             raise ValueError(
                 f"{flag} 1: --reward {self.grading.reward!r} takes all completions of a prompt to compare them, "
                 f"and one alone compares with itself; use {flag} 2 or more."
@@ -78,9 +85,9 @@ class Grader:
             self.not_graded[b] = self.nothing("truncated")
         elif grade or not self.weights:
             self.not_graded[b] = grade or self.nothing(NOT_GRADED)
-        elif self.needs.cases:
+        elif self.inputs.cases:
             self.pool.submit(b, ("grade", case))
-        if self.needs.groups:
+        if self.inputs.groups:
             number = b // group_size
             group = self.groups.setdefault(number, {})
             group[b] = case
@@ -110,7 +117,7 @@ class Grader:
                 row.answer,
                 row.columns,
                 prompt=row.text,
-                token_ids=tuple(token_ids) if self.needs.token_ids else (),
+                token_ids=tuple(token_ids) if self.inputs.token_ids else (),
                 num_tokens=len(token_ids),
                 max_tokens=sampling.max_completion_tokens,
                 is_truncated=is_truncated,
@@ -201,7 +208,7 @@ class Grader:
     def _trial(self, case: Case) -> str:
         """What is wrong with functions of one's own: they return no reward for some text, or fail for each; else ""."""
         texts = [text.replace("KEY", case.answer) for text in TRIAL]
-        for kind in ["grade"] * self.needs.cases + ["compare"] * self.needs.groups:
+        for kind in ["grade"] * self.inputs.cases + ["compare"] * self.inputs.groups:
             for b, text in enumerate(texts):
                 size = len(text.split()) + 1
                 ids = tuple(range(size))

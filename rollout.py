@@ -33,7 +33,6 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel, get_tp_group
 
 from batch import Completion, OnFinished, Rollout, Row, rollout_of
-from engine.drift import ApplyModel, DriftGuard
 from engine.options import ANY_TEXT, Demand, check_head, engine_options, head_dtypes, memory_errors, stop_ids
 from engine.packing import repack
 from flags import EngineSettings, Sampling
@@ -63,9 +62,8 @@ class Engine:
         settings: EngineSettings,
         demand: Demand = ANY_TEXT,
         play: Play | None = None,
-        make_guard: Callable[[ApplyModel], DriftGuard] | None = None,
     ) -> None:
-        """`play`: `turns.Turns.play` for several turns; None: one. `make_guard`: from `llm.apply_model`; None: none."""
+        """`play`: `turns.Turns.play` for several turns; None: one."""
         self.world = world
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids(tokenizer, settings.stop_tokens)
@@ -97,7 +95,6 @@ class Engine:
         self.keeps_routes = False
         check_head(*self.llm.apply_model(head_dtypes), settings)
         set_allocator(is_expandable=True)  # only now: vLLM has captured its CUDA graphs
-        self.guard = make_guard(self.llm.apply_model) if make_guard else None
 
     # Sampling ---------------------------------------------------------------------------------------------------------
 
@@ -145,7 +142,7 @@ class Engine:
         return replace(Rollout.concatenate(list(rollouts)), rows=rows_B).with_parts(versions=None, routes=routes)
 
     def prepare(self, seed: tuple[int, ...]) -> None:
-        """Empties the caches, lets the guard check the engine, and sets the seed: before requests are made."""
+        """Empties the caches and sets the seed: before requests are made."""
         assert self.state == "awake", f"the engine is {self.state}: sync() wakes it, but not after a failure"
         self.empty_queue()
         # The caches hold keys, values and embeddings of images under old weights, or of earlier
@@ -153,10 +150,6 @@ class Engine:
         is_reset = self.llm.reset_prefix_cache()
         assert is_reset, "no request is unfinished between two calls"
         self.llm.llm_engine.engine_core.reset_encoder_cache()
-        if self.guard is not None:
-            # The guard also looks whether the reset has left blocks that a prompt would find.
-            scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
-            self.guard.before_sample(len(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block))
         seed_everything(seed, self.world.engine_index)
 
     def params(self, sampling: Sampling, max_tokens: int) -> SamplingParams:

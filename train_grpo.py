@@ -26,7 +26,6 @@ from algorithm import algorithm_of
 from checkpoint import Writer, latest, load, set_link
 from command_line import exit_with_error
 from data import PromptData, describe_template, image_options, load_reader
-from engine.drift import DriftGuard
 from engine.options import Demand, largest_share, stop_ids
 from evaluate import SET_FLAGS, Evaluator, calls_of, samplings_of
 from flags import (
@@ -46,10 +45,10 @@ from flags import (
 from fsdp_utils import World, close_world, init_world, is_main_process, set_allocator
 from gate.agreement import check_same_step, check_world
 from gate.inputs import check_loaded, check_training
-from grading.own import load_reference
+from grading.user_code import load_reference
 from grpo import Algorithm
 from inputs import Inputs, digest, digest_of_config, digest_of_data, digest_of_weights, digests_of_files, start_grader
-from metrics import merge_updates, throughput
+from metrics import merge_updates, throughput, work_of_step
 from model.weights import load_config, load_generation_config
 from policy import Policy, build_policy
 from run import Observer, Run, open_run_folder
@@ -58,10 +57,10 @@ from runtime.start import NOT_FINISHED, RunError, Stopped, arm, leave, signal_na
 from sampling import Draws, Sampler
 from schedule import Plan, make_plan
 from sources import read_system_prompt
-from update import Bounds, UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy, work_of_step
+from update import Bounds, UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy
 from watch.after_step import AfterStep
 from watch.console import Console
-from watch.memory import MemoryWatch, watch_memory
+from watch.memory import MemoryWatch
 from watch.results import Results
 from watch.rollouts import Keeper, bytes_of_tokens
 from watch.samples import Samples, describe_data
@@ -92,6 +91,8 @@ def load_models(
     except ValueError as error:  # weights that do not fit config.json
         exit_with_error(error)
     run.say(policy.describe())
+    if inputs.turns:
+        run.say(inputs.turns.describe())
     return policy, reference, optimizer, engine
 
 
@@ -114,17 +115,12 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run) -> E
 
         set_allocator(is_expandable=True)  # as beside an engine
         return NoEngine()
-    if inputs.turns:
-        run.say(inputs.turns.describe())
     from rollout import Engine  # vLLM takes seconds to import: mistakes are reported before
 
     images = image_options([*inputs.train_data, *inputs.eval_sets], inputs.vision)
     demand = Demand(most_sequences(args, inputs, run.world), images)
     play = inputs.turns.play if inputs.turns else None  # who says what comes after a completion; None: nobody
-    make_guard = partial(DriftGuard, policy, run.world, run.phase)
-    engine = Engine(args.model, inputs.tokenizer, run.world, engine_settings(args), demand, play, make_guard)
-    if names := engine.guard.not_compared:
-        run.say(f"the engine's {', '.join(names[:3])} and {len(names)} tensors in all cannot be compared bit by bit")
+    engine = Engine(args.model, inputs.tokenizer, run.world, engine_settings(args), demand, play)
     engine.sleep()  # until the first sync: what that gathers and the engine's cache are never held together
     return engine
 
@@ -249,21 +245,18 @@ def open_run(args: Namespace, algorithm: Algorithm) -> tuple[Inputs, PromptData,
         train_data = PromptData.mix([inputs.grader.check_keys(data, world) for data in inputs.train_data])
         eval_sets = [inputs.grader.check_keys(data, world) for data in inputs.eval_sets]
         plan = make_plan(args, len(train_data.rows))
-        memory = watch_memory(args, len(train_data.rows), world, most_sequences(args, inputs, world))
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
-    run = Run(out_dir, lock, world, plan.total_steps, observers_of(args, inputs, world, plan.total_steps, memory))
+    run = Run(out_dir, lock, world, plan.total_steps, observers_of(args, inputs, world, plan.total_steps))
     run.say(f"{world.describe()}; {plan.describe()}\n{algorithm.description}")
     if world.is_main:
         describe_data([train_data, *eval_sets], inputs.tokenizer, out_dir)
     return inputs, train_data, eval_sets, plan, run
 
 
-def observers_of(
-    args: Namespace, inputs: Inputs, world: World, total_steps: int, memory: MemoryWatch
-) -> list[Observer]:
+def observers_of(args: Namespace, inputs: Inputs, world: World, total_steps: int) -> list[Observer]:
     """What watches this rank's run. What adds to the line of a step comes before what shows it."""
-    out_dir, observers = Path(args.out_dir), [memory]
+    out_dir, observers = Path(args.out_dir), [MemoryWatch(world)]
     if args.after_step:
         observers.append(AfterStep(load_reference(args.after_step)))
     if args.keep_rollouts:
@@ -298,7 +291,9 @@ def main(args: Namespace) -> None:
     guard = UpdateGuard(world, Bounds.from_flags(args))
     with run.observed("load"):
         if saved:
-            sampler.restore(guard.restore(load(saved, policy, optimizer)))
+            state = load(saved, policy, optimizer)
+            sampler.restore(state)
+            guard.restore(state)
             run.say(f"continues from {saved}")
         run.describe_start(saved_step, inputs.digests)
         engine.sync(policy.full_weights())  # also a resumed run samples from the policy that it trains
@@ -350,7 +345,7 @@ def main(args: Namespace) -> None:
                     metrics |= evaluator.run(engine, step)
 
             # 7. Log, before the checkpoint: a kill in between repeats a step and loses no line.
-            work = work_of_step(sampler.sampled, rollout, updates, policy, plan.num_iterations)
+            work = work_of_step(sampler.sampled, rollout, updates, plan.num_iterations, policy.update_flops)
             metrics |= merge_updates(trained) | throughput(work, sampler.seconds_RE, run.times(), world)
             run.log(step, metrics)
 

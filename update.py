@@ -20,7 +20,6 @@ import grpo
 from batch import (
     Batch,
     Metrics,
-    Pass,
     Rollout,
     State,
     Update,
@@ -30,19 +29,16 @@ from batch import (
     shared_positions,
     to_positions,
 )
-from engine.drift import check_gap
 from flags import Memory, Settings
 from fsdp_utils import (
     World,
     begin_micro_batch,
     clip_grad_norm,
     gather_from_ranks,
-    max_over_trainers,
     release_gathered,
-    sum_over_trainers,
 )
 from grpo import Algorithm, Graded
-from metrics import Work, idle_share, standard_errors, temperature_of
+from metrics import PassMetrics, idle_share, loss_metrics, pass_metrics
 from model.optimizer import forget
 from policy import Policy, place
 from runtime.parts import part
@@ -103,7 +99,7 @@ def pack_updates(
                 batch = replace(batch, hinted=place(pack(hinted, chosen, group_size_of_hinted), world.device))
             batches.append(batch)
         num_tokens = max(int(trained_lengths_B[indices].sum()), 1)
-        updates.append(Update(batches, num_tokens, plan.prompts_per_step))
+        updates.append(Update(batches, num_tokens))
     return updates
 
 
@@ -287,7 +283,7 @@ def update_policy(
     """
     passes = add_gradients(policy, update, algorithm, step, memory, guard.world)
     grad_norm = clip_grad_norm(policy, step.max_grad_norm)
-    metrics = reduce_metrics(passes) | (policy.expert_loads.largest() if policy.expert_loads else {})
+    metrics = loss_metrics(passes) | (policy.expert_loads.largest() if policy.expert_loads else {})
     metrics |= {"optim/grad_norm": grad_norm.item(), "optim/lr": step.rate}
     metrics |= guard.judge(metrics, step)  # before any weight moves: what is judged bad leaves no trace
     if not metrics["optim/skipped_updates"]:
@@ -300,29 +296,27 @@ def update_policy(
         policy.move_references(step.reference_mixup)
     if step.resets_optimizer:
         forget(optimizer)
-    metrics |= standard_errors(passes, update.num_prompts, algorithm.group_size, guard.world)
     return metrics | {"perf/update_idle_frac": idle_share(update.batches, policy.parity_length, guard.world)}
 
 
 def add_gradients(
     policy: Policy, update: Update, algorithm: Algorithm, step: UpdateStep, memory: Memory, world: World
-) -> list[Pass]:
-    """The passes over this rank's micro-batches, whose gradients add up in the policy.
+) -> list[PassMetrics]:
+    """The metrics of the passes over this rank's micro-batches, whose gradients add up in the policy.
 
     In the first update of a step no weight has changed since sampling, so the old log-probs are the current ones and
     every ratio is exactly 1. With dropout they are those of a pass without it.
     """
     is_unchanged = step.is_first and not policy.has_dropout and algorithm.old_logprobs == "trainer"
+    # A gradient of the entropies costs a second pass over the logits.
+    trains_entropy = algorithm.entropy_coef != 0
     passes = []
     with policy.dropout_on((step.seed, step.index), world):
         for i, batch in enumerate(update.batches):
             is_last = i == len(update.batches) - 1
             begin_micro_batch(policy, memory.communicate_once, is_last)
-            # Entropies carry a gradient only where the loss has a term of them: it costs a second
-            # pass over the logits.
-            needs_slope = algorithm.entropy_coef != 0
             teacher = update.run_teacher and update.run_teacher(batch)
-            scores = policy(batch, algorithm.temperature, needs_slope, teacher)
+            scores = policy(batch, algorithm.temperature, trains_entropy, teacher)
             logprobs_N = scores.logprobs_N
             # Detached they are the same numbers, to the bit: a ratio of exactly 1, and a gradient all the same.
             old_logprobs_N = logprobs_N.detach() if is_unchanged else batch.old_logprobs_N
@@ -331,80 +325,18 @@ def add_gradients(
             scored = batch
             if scores.distilled:
                 scored = replace(batch, ref_logprobs_N=scores.distilled.ref_logprobs_N, distilled=scores.distilled)
-            loss_N, means, maxima = grpo.total_loss(
+            total = grpo.total_loss(
                 scored, logprobs_N, old_logprobs_N, scores.entropies_N, algorithm, step.step, step.total_steps
             )
-            mask_N = batch.loss_mask_N
             # A sum, not a mean: the weights have the counts of the whole update in them.
-            loss = grpo.masked_sum(loss_N * batch.loss_weights_N, mask_N)
+            loss = grpo.masked_sum(total.per_token * batch.loss_weights_N, batch.loss_mask_N)
             beat()
             (loss * world.num_trainers).backward()  # FSDP averages gradients; the weights are global already
-            with torch.no_grad():  # one transfer to the host for all metrics, after the last pass
-                sums = {name: grpo.masked_sum(x, mask_N) / update.num_tokens for name, x in means.items()}
-                maxima = {name: torch.where(mask_N, x, -torch.inf).max() for name, x in maxima.items()}
-                sequence_sums = sums_of_sequences(batch, means)
-            sums = {"policy/loss": loss.detach()} | sums
-            passes.append(Pass(batch, sums, maxima, sequence_sums))
+            # They stay on the device: one transfer to the host for all, after the last pass.
+            passes.append(pass_metrics(scored, total, loss.detach(), update.num_tokens, algorithm))
     if memory.communicate_once:
         release_gathered(policy)  # they are from before the optimizer step
     return passes
-
-
-def sums_of_sequences(batch: Batch, means: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Name of a metric -> its sum over the trained tokens of each sequence; `tokens`: their number."""
-    chosen = {}
-    for name, values in means.items():
-        if name.startswith(("policy/", "loss/")) and "_gap_lag_" not in name:
-            chosen[name] = values
-    values_NK = torch.stack([*chosen.values(), batch.loss_mask_N], dim=1)
-    values_NK = values_NK.masked_fill(~batch.loss_mask_N[:, None], 0.0)
-    # Not by `index_add`, which on CUDA adds in another order each time.
-    sums_KS = torch.stack([values.sum(dim=0) for values in values_NK.split(batch.lengths_S)], dim=1)
-    return dict(zip([*chosen, "tokens"], sums_KS, strict=True))
-
-
-def reduce_metrics(passes: list[Pass]) -> dict[str, float]:
-    """The metrics of the loss, over all micro-batches and ranks."""
-    sums = torch.stack([torch.stack(list(result.sums.values())) for result in passes])
-    maxima = torch.stack([torch.stack(list(result.maxima.values())) for result in passes])
-    totals = sum_over_trainers(sums.sum(dim=0))
-    largest = max_over_trainers(maxima.amax(dim=0))
-    metrics = dict(zip(passes[0].sums, totals.tolist(), strict=True))
-    metrics |= zip(passes[0].maxima, largest.tolist(), strict=True)
-    terms = {name: metrics.pop(name) for name in ("slope", "spread", "squares")}
-    metrics["policy/rollout_temperature"], metrics["policy/rollout_temperature_r2"] = temperature_of(**terms)
-    metrics["policy/ratio_min"] *= -1  # it was the maximum of the negative
-    for name in [name for name in metrics if name.startswith("tokens_of_lag_")]:
-        share = metrics.pop(name)
-        gap = f"policy/rollout_gap_{name.removeprefix('tokens_of_')}"
-        metrics[gap] = metrics[gap] / share if share else math.nan  # no token is of this lag
-    weight, weight_squared = metrics.pop("weight"), metrics.pop("weight_squared")
-    metrics["policy/rollout_ess"] = weight**2 / weight_squared if weight_squared else 0.0  # (sum w)^2 / (n sum w^2)
-    return metrics
-
-
-def work_of_step(
-    sampled: Rollout, trained: Rollout, updates: list[Update], policy: Policy, num_iterations: int
-) -> Work:
-    """The work of a step, the same on every rank; all ranks call it. `updates`: those of one pass over `trained`."""
-    cost = sum(batch.cost(policy.parity_length) for update in updates for batch in update.batches)
-    cost = sum_over_trainers(torch.tensor(cost, dtype=torch.float64)).item()
-    return Work(
-        sampled_tokens=int(sampled.completion_lengths_B.sum()),
-        completion_tokens=int(trained.completion_lengths_B.sum()),
-        update_tokens=int(trained.sequence_lengths_B.sum()) * num_iterations,
-        update_flops=update_flops(policy, cost) * num_iterations,
-    )
-
-
-def update_flops(policy: Policy, cost: float) -> float:
-    """FLOPs of one pass of updates; `cost`: the sum of the `batch.training_costs` of the tokens that it computes.
-
-    3 x (2 x numbers in the matrices x tokens + 2 x layers x width of the queries x sum of length^2): the forward pass,
-    and twice that for the backward pass, of which half makes the weights' gradients and falls away with LoRA. The head
-    counts at every token. Recomputation, biases, norms, embedding and vision tower do not count.
-    """
-    return (2 if policy.adapter else 3) * policy.flops_per_token * cost
 
 
 # Which updates are left out ------------------------------------------------------------------------------------------
@@ -448,10 +380,8 @@ class UpdateGuard:
         """What a resumed run needs: goes into the checkpoint."""
         return {"skipped_in_a_row": self.num_skipped, "is_broken": self.is_broken}
 
-    def restore(self, state: State) -> State:
-        """Takes its part of the state; returns all of it."""
+    def restore(self, state: State) -> None:
         self.num_skipped = state.get("skipped_in_a_row", 0)
-        return state
 
     def judge(self, metrics: Metrics, step: UpdateStep) -> Metrics:
         """How often the update was left out, 0 or 1, and why, as metrics.
@@ -470,3 +400,23 @@ class UpdateGuard:
             raise RunError(f"step {step.step}, update {step.number} is left out: {fault[1]}. {way_out}.")
         counted = {name: float(fault is not None and fault[0] == name) for name in (NOT_FINITE, BEYOND_KL)}
         return {"optim/skipped_updates": float(fault is not None)} | counted
+
+
+def check_gap(metrics: Metrics, step: UpdateStep) -> None:
+    """Raises RunError if what an update is to train on was sampled by something else than the policy.
+
+    The mean gap or the temperature is farther off than the bound, or not a number. The temperature
+    counts by the share of the gap that it explains: over two hundred tokens of an uncertain policy
+    rounding alone has looked like 0.94, which explained half. Faults explain three quarters and
+    more. Where the loss is not finite, log-probs say nothing.
+    """
+    bound = step.max_rollout_gap
+    gap, temperature = metrics["policy/rollout_gap_mean"], metrics["policy/rollout_temperature"]
+    share = metrics["policy/rollout_temperature_r2"]
+    is_within = gap <= bound and abs(temperature - 1.0) * share <= bound
+    if bound > 0 and math.isfinite(metrics["policy/loss"]) and not is_within:
+        raise RunError(
+            f"step {step.step}, update {step.number} is not made: sampler and trainer give other log-probs to the same "
+            f"tokens: policy/rollout_gap_mean {gap:.4f}, policy/rollout_temperature {temperature:.3f} "
+            f"(it explains {share:.0%}); --max_rollout_gap {bound:g}."
+        )

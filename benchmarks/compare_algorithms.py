@@ -265,8 +265,8 @@ def our_loss(case: Case, flags: str) -> Tensor:
     if algorithm.kl_coef:
         batch = replace(batch, ref_logprobs_N=packed(case.ref_logprobs_BT))
     logprobs_N, old_logprobs_N = packed(case.logprobs_BT), packed(case.old_logprobs_BT)
-    loss_N, *_ = grpo.total_loss(batch, logprobs_N, old_logprobs_N, packed(case.entropies_BT), algorithm)
-    return grpo.masked_sum(loss_N * batch.loss_weights_N, batch.loss_mask_N)
+    total = grpo.total_loss(batch, logprobs_N, old_logprobs_N, packed(case.entropies_BT), algorithm)
+    return grpo.masked_sum(total.per_token * batch.loss_weights_N, batch.loss_mask_N)
 
 
 # TRL ------------------------------------------------------------------------------------------------------------------

@@ -27,9 +27,10 @@ def check_choices(args: argparse.Namespace) -> None:
 def check_effects(args: argparse.Namespace) -> None:
     """Raises ValueError for a flag that was changed, but that none of the chosen functions has as a parameter."""
     used = {"group_size", "max_completion_tokens"}  # which have an effect whether or not a function asks for them
-    for name in NAMES:
+    flags = [name for name in NAMES if places_of(name)]
+    for name in flags:
         used |= parameters_of(choose(name, split(FLAGS[name].of(args))[0])).keys()
-    for name in NAMES:
+    for name in flags:
         users = defaultdict(list)  # parameter -> the choices that have it
         for choice in places_of(name):
             for key in parameters_of(choose(name, choice)):

@@ -10,6 +10,7 @@ from argparse import Namespace
 
 from command_line import exit_with_error, parse_flags
 from gate.checks import check_flags
+from runtime.parts import part
 from runtime.start import join_launcher, listen
 
 
@@ -20,9 +21,7 @@ def start() -> Namespace:
     args = parse_flags()
     try:
         if args.dry_run:
-            from plan.dry_run import dry_run
-
-            sys.exit(dry_run(args))
+            sys.exit(part("plan.dry_run", "--dry_run").dry_run(args))
         check_flags(args)
         from gate.choices import check_choices
 

@@ -13,6 +13,7 @@ import re
 from dataclasses import KW_ONLY, dataclass, field
 
 NOT_GRADED = "not graded"  # the status of a grade
+Verdict = tuple[float, str | None]  # a verifier's score and, if it reads one, the final answer
 
 
 @dataclass(frozen=True)

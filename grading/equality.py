@@ -26,7 +26,8 @@ from sympy import Basic, Derivative, Eq, Expr, Float, I, Integral, Limit, Pow, P
 from sympy.core.function import AppliedUndef
 
 from grading.answer import read_answer
-from grading.values import MAX_FORMULA, Value, clean, fold, parse_value, quantity
+from grading.spelling import MAX_FORMULA, clean, fold
+from grading.values import DATED, Value, parse_value, quantity
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
 
@@ -63,9 +64,8 @@ def equal(key: str, answer: str) -> bool:
         return key.strip() != ""
     key, answer = clean(key), clean(answer)
     key_value, value = parse_value(key), parse_value(answer)
-    if "matrix}" in key + answer and "formula" in (key_value[0], value[0]):
-        return same_formula(key, answer)
-    return _same(key_value, value)
+    has_matrix = "matrix}" in key + answer and "formula" in (key_value[0], value[0])
+    return _same(key_value, value) or (has_matrix and same_formula(key, answer))
 
 
 def _same(key: Value, answer: Value) -> bool:
@@ -87,20 +87,38 @@ def _same(key: Value, answer: Value) -> bool:
         case _, ("named", _, value, _):
             return _same(key, value)
         case (("words", text), ("formula", text_2, _)) | (("formula", text, _), ("words", text_2)):
-            return _letters(text) == _letters(text_2) != ""
+            is_product = text.isalpha() and re.search(r"\\cdot|\*", text_2)  # IR is R \cdot I
+            return _letters(text) == _letters(text_2) != "" or bool(is_product and same_formula(text, text_2))
+        case ("number", value, _), ("words", text) if DATED.fullmatch(text):  # 10 - 3 is 7, but 4-1 no 5-2
+            return same_formula(value, text)
+        case (("words", text), ("list", items)) | (("list", items), ("words", text)):
+            return _are_letters(items, text)
         case (("choice", *_), _) | (_, ("choice", *_)):
             return _same_choice(key, answer)
         case ("number" | "formula", *_), ("number" | "formula", *_):
             return _same_quantity(key, answer)
+        case ("list", items), ("list", items_2) if len({*items}) < len(items) and items[0][0] != "number":
+            return _same_ordered(items, items_2)  # true, false, true
         case (("list" | "set", items), ("list" | "set", items_2)) | (("union", items), ("union", items_2)):
+            return _same_unordered(items, items_2)
+        case ("sequence", "", items, _), ("sequence", "", items_2, _):
             return _same_unordered(items, items_2)
         case ("sequence", brackets, items, names), ("sequence", brackets_2, items_2, names_2):
             are_named_alike = not names or not names_2 or names == names_2
             return brackets == brackets_2 and are_named_alike and _same_ordered(items, items_2)
-        case (("sequence", "()", point, names), ("list", parts)) | (("list", parts), ("sequence", "()", point, names)):
+        case (("sequence", "()" | "", point, names), ("list", parts)) | (
+            ("list", parts),
+            ("sequence", "()" | "", point, names),
+        ):
             is_point = len(names) != 1 and all(part[0] != "named" for part in parts)  # x < 1 has one name
             return is_point and _same_ordered(point, parts)
     return False
+
+
+def _are_letters(items: tuple[Value, ...], text: str) -> bool:
+    """Whether the items spell the text: A, C, D is ACD; also ①, ③."""
+    letters = [str(item[1]) for item in items]
+    return max(map(len, letters)) == 1 and "".join(letters).casefold() == text.casefold()
 
 
 def _same_choice(key: Value, answer: Value) -> bool:
@@ -120,7 +138,7 @@ def _same_choice(key: Value, answer: Value) -> bool:
 
 
 def _letters(text: str) -> str:
-    return re.sub(r"\\text|[\s(){}]", "", fold(text))
+    return re.sub(r"\\text|\\cdot|[\s(){}_]", "", fold(text))
 
 
 def _same_ordered(keys: tuple[Value, ...], answers: tuple[Value, ...]) -> bool:
@@ -230,13 +248,14 @@ def same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
 
 
 def _points(symbols: list[Symbol]) -> list[dict[Symbol, Float]]:
-    """Odd points near and far, of all signs: sqrt((x - 50)^2) is 50 - x up to 50."""
-    sizes = [Float(f"{0.61803398874989 + i * 0.41421356237309}", 60) for i in range(len(symbols))]
+    """Odd points near and far, of all signs and in both orders: sqrt((x - 50)^2) is 50 - x up to 50."""
+    shares = [(0.61803398874989 * (i + 1)) % 1 for i in range(len(symbols))]
+    orders = (shares, [1 - share for share in shares])
     points = []
-    for sign, next_sign, scale in itertools.product((1, -1), (1, -1)[: len(symbols)], (1, 30, 400, 2000)):
-        values = [(size * scale + i) * sign * next_sign**i for i, size in enumerate(sizes)]
+    for sign, next_sign, scale, order in itertools.product((1, -1), (1, -1)[: len(symbols)], (1, 40, 2000), orders):
+        values = [Float(f"{share * scale}", 60) * sign * next_sign**i for i, share in enumerate(order)]
         points.append(dict(zip(symbols, values, strict=True)))
-    return points or [{}]
+    return points if symbols else [{}]
 
 
 def _value(formula: Basic, point: dict[Symbol, Float]) -> Expr | None:
@@ -259,9 +278,18 @@ def _value(formula: Basic, point: dict[Symbol, Float]) -> Expr | None:
 # Answer keys ----------------------------------------------------------------------------------------------------------
 
 
+SENTENCE = re.compile(  # There are 15 ways. The value of $x$ is $5$.
+    r"[A-Z](?:[^$\d]|\$[^$\d]+\$)*\s(?:is|are|has|have|equals|gets?|obtain)\s+"
+    r"(?P<value>(?:\$[^$]+\$|[^\s$]*\d[^\s$]*)(?:\s[a-z]+){0,3})\s*\.?"
+)
+
+
 def key_content(key: str) -> str:
-    """The answer in an answer key: the inside of its last box or <answer>, if it has one, else all of it."""
-    return (read_answer(key) or "") if re.search(r"\\(?:boxed|fbox)\b|<answer>", key) else key
+    """The answer in an answer key: in its last box or <answer>, or at the end of a sentence; else all of it."""
+    if re.search(r"\\(?:boxed|fbox)\b|<answer>", key):
+        return read_answer(key) or ""
+    sentence = SENTENCE.fullmatch(key.strip())
+    return sentence["value"] if sentence else key
 
 
 def check_key(key: str) -> None:

@@ -28,6 +28,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from grading import Case, Verdict
+from grading.answer import visible_text
+
 Instruction = tuple[str, dict[str, object]]  # (the benchmark's instruction id, its arguments without nulls)
 
 CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
@@ -43,6 +46,12 @@ REPEAT_SENTENCE = (
     "First, repeat the request without change, then give your answer (do not say anything before repeating the "
     "request; the request you need to repeat does not include this sentence)"
 )
+
+
+def verify_ifeval(case: Case) -> Verdict:
+    """1.0 if the completion, without its thinking, follows all instructions of its row; else 0.0."""
+    instructions, text = read_instructions(case.answer, case.columns), visible_text(case.completion, case.prompt)
+    return float(text is not None and all(follows_instructions(text, instructions))), None
 
 
 def follows_instructions(completion: str, instructions: list[Instruction]) -> list[bool]:

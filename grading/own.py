@@ -1,4 +1,4 @@
-"""Functions and classes in a file of the user's, and how a reward among them is called: by its parameters' names.
+"""A reward in a file of the user's, and how it is called: by its parameters' names.
 
     score(completion, answer, columns, ...)                              one completion: ours
     f(completions, **columns)                                            all completions of a prompt: TRL's
@@ -11,123 +11,76 @@ prompts are texts.
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import copy
 import functools
-import importlib.util
 import inspect
 import math
-import sys
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import replace
 from inspect import Parameter
 from operator import attrgetter
-from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 from grading import Case
+from grading.user_code import load_own
 
 
-@functools.cache
-def load_module(file: Path) -> ModuleType:
-    """The file as a module, one for all flags and files that name or import it. Raises what the file raises."""
-    spec = importlib.util.find_spec(file.stem) if file.stem.isidentifier() else None
-    if spec and spec.origin and Path(spec.origin).resolve() == file:
-        return importlib.import_module(file.stem)
-    spec = importlib.util.spec_from_file_location(f"own_{file.stem}", file)  # it may be called math.py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # as an import would: dataclasses and pickle look there
-    spec.loader.exec_module(module)
-    return module
+class Form(NamedTuple):
+    """How functions with certain parameters are called: what each parameter gets of a case."""
+
+    values: dict[str, Callable[[Case], object]]
+    takes_group: bool  # all completions of a prompt, each parameter as a list
 
 
-def load_reference(reference: str) -> Callable:
-    """The function or class of FILE.py:NAME. Raises ValueError if there is none, and what the file itself raises."""
-    path, _, name = reference.rpartition(":")
-    folder = str(Path(path).absolute().parent)
-    FOLDERS.add(folder)
-    if folder not in sys.path:
-        sys.path.append(folder)  # it can import its neighbours; at the end, because ours keep their names
-    module = load_module(Path(path).resolve())
-    check_neighbours(Path(path).absolute())
-    function = getattr(module, name, None)
-    if not callable(function):
-        own = [value for value in vars(module).values() if inspect.isfunction(value) or inspect.isclass(value)]
-        names = [value.__name__ for value in own if value.__module__ == module.__name__]
-        public = ", ".join(name for name in names if not name.startswith("_"))
-        raise ValueError(f"{path} has no function or class {name!r}; it has {public or 'none'}.")
-    return function
-
-
-FOLDERS = {str(Path(__file__).parent.parent)}  # where own files have been loaded from; and ours
-
-
-def check_neighbours(path: Path) -> None:
-    """Raises ValueError if what the file imports is not its neighbour, but a file of that name in another folder."""
-    for neighbour in files_of(path)[1:]:
-        name = neighbour.relative_to(path.parent).parts[0].removesuffix(".py")
-        origin = Path(getattr(importlib.util.find_spec(name), "origin", None) or neighbour)
-        if str(origin.parents[origin.name == "__init__.py"]) in FOLDERS - {str(path.parent)}:
-            raise ValueError(f"{path} imports its neighbour {name}, but gets {origin}; give one of them another name")
-
-
-def files_of(path: Path) -> list[Path]:
-    """The file, and those in its folder that it imports, directly or not."""
-    files = [path]
-    for file in files:  # it grows
-        nodes: list[ast.AST] = []
-        with suppress(SyntaxError, ValueError):  # whoever imports it may do without it
-            nodes += ast.walk(ast.parse(file.read_bytes()))
-        for node in nodes:
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-            if isinstance(node, ast.ImportFrom) and node.module:  # what is taken out of it may be a module, too
-                names = [node.module, *(f"{node.module}.{name}" for name in names)]
-            for name in names:
-                place = path.parent / name.replace(".", "/")
-                for imported in (place.with_suffix(".py"), place / "__init__.py"):
-                    if imported.is_file() and imported not in files:
-                        files.append(imported)
-    return files
-
-
-def load_own(reference: str) -> tuple[Callable, str]:
-    """The function or class of `file.py:name`, and this name, in a worker. Raises as `load_reference`."""
-    path, _, name = reference.rpartition(":")
-    # Its neighbours come after installed packages and before our own modules (one may be called
-    # data.py).
-    last = [str(Path(path).absolute().parent), str(Path(__file__).parent.parent)]
-    sys.path[:] = [folder for folder in sys.path if folder not in last] + last
-    return load_reference(reference), name
-
-
-def _verl_key(case: Case) -> object:
+def verl_key(case: Case) -> object:
     """In verl's data the key is `reward_model.ground_truth`, of any type."""
     nested = case.columns.get("reward_model")
     return nested.get("ground_truth", case.answer) if isinstance(nested, dict) else case.answer
 
 
-Values = dict[str, Callable[[Case], object]]
+def verl_source(case: Case) -> object:
+    return case.columns.get("data_source", "")
+
+
+def verl_extra_info(case: Case) -> object:
+    return case.columns.get("extra_info") or {}
+
+
 # What a case may know beside text, answer and columns
 EXTRAS = {"prompt": str, "num_tokens": int, "max_tokens": int, "is_truncated": bool}
-OURS: Values = {name: attrgetter(name) for name in ("completion", "answer", "columns", "token_ids", *EXTRAS)}
-GROUP: Values = {name: OURS[name] for name in ("columns", *EXTRAS) if name != "prompt"}
-GROUP |= {"completions": OURS["completion"], "answers": OURS["answer"], "prompts": OURS["prompt"]}
-GROUP |= {"completion_ids": OURS["token_ids"]}
-VERL: Values = {
-    "solution_str": attrgetter("completion"),
-    "ground_truth": _verl_key,
-    "data_source": lambda case: case.columns.get("data_source", ""),
-    "extra_info": lambda case: case.columns.get("extra_info") or {},
-}
-FORMS: dict[str, tuple[Values, bool]] = {  # by the parameter that tells the form: its parameters, whether for a group
-    "completion": (OURS, False),
-    "completions": (GROUP, True),
-    "solution_str": (VERL, False),
-    "solution_strs": ({f"{name}s": value for name, value in VERL.items()}, True),
+COMPLETION = Form(
+    {name: attrgetter(name) for name in ("completion", "answer", "columns", "token_ids", *EXTRAS)}, takes_group=False
+)
+GROUP = Form(
+    {
+        "completions": attrgetter("completion"),
+        "answers": attrgetter("answer"),
+        "prompts": attrgetter("prompt"),
+        "completion_ids": attrgetter("token_ids"),
+        "columns": attrgetter("columns"),
+        "num_tokens": attrgetter("num_tokens"),
+        "max_tokens": attrgetter("max_tokens"),
+        "is_truncated": attrgetter("is_truncated"),
+    },
+    takes_group=True,
+)
+VERL = Form(
+    {
+        "solution_str": attrgetter("completion"),
+        "ground_truth": verl_key,
+        "data_source": verl_source,
+        "extra_info": verl_extra_info,
+    },
+    takes_group=False,
+)
+VERL_GROUP = Form({f"{name}s": value for name, value in VERL.values.items()}, takes_group=True)
+FORMS = {  # by the parameter that tells the form
+    "completion": COMPLETION,
+    "completions": GROUP,
+    "solution_str": VERL,
+    "solution_strs": VERL_GROUP,
 }
 
 
@@ -159,14 +112,15 @@ class OwnReward:
                 "see docs/rewards.md."
             )
         self.values, self.takes_group = form
+        takes_columns = form in (COMPLETION, GROUP)
         kinds = {name: parameter.kind for name, parameter in parameters.items()}
-        self.takes_all_columns = self.values in (OURS, GROUP) and Parameter.VAR_KEYWORD in kinds.values()
+        self.takes_all_columns = takes_columns and Parameter.VAR_KEYWORD in kinds.values()
         named = [name for name in kinds if kinds[name] not in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)]
-        rest = OURS.keys() - {"token_ids"} if self.takes_all_columns and not self.takes_group else ()
+        rest = COMPLETION.values.keys() - {"token_ids"} if self.takes_all_columns and not self.takes_group else ()
         self.named = [name for name in self.values if name in (*named, *rest)]
         self.columns = [name for name in named if name not in self.values]
         self.required = [name for name in self.columns if parameters[name].default is Parameter.empty]
-        if self.required and self.values is not GROUP:
+        if self.required and form is not GROUP:
             raise ValueError(f"{self.name} cannot be called: nothing is known of its parameter {self.required[0]!r}.")
         self.takes_token_ids = bool({"token_ids", "completion_ids"} & {*self.named})
 
@@ -179,8 +133,7 @@ class OwnReward:
 
     def __call__(self, cases: list[Case]) -> list[Score]:
         """The score of each completion. Raises what the function raises, WrongReturn for no rewards."""
-        # What it changes in a row is for nobody else: another function, another completion of the
-        # prompt.
+        # What it changes in a row is for no other function, and for no other completion of the prompt.
         cases = [replace(case, columns=copy.deepcopy(case.columns)) for case in cases]
         arguments = {name: [self.values[name](case) for case in cases] for name in self.named}
         for name in cases[0].columns:

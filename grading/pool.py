@@ -26,7 +26,7 @@ import threading
 import traceback
 import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import forkserver
@@ -39,6 +39,7 @@ from pebble import ProcessExpired, ProcessPool
 from pebble.common import Result, ResultStatus
 from pebble.pool.process import PoolManager, dictionary_values
 
+MEMORY_GIB = 4.0  # the data of a worker beyond those of a bare one
 LOAD_SECONDS = 120.0  # what a worker may take to import a user's module
 MAX_POOLS = 2  # that may break in a row, before an item is done: workers end while they load
 SPARE = 64 << 20  # bytes beyond a worker's limit, to tell that its memory has run out
@@ -71,14 +72,15 @@ class Pool:
         num_workers: int,
         timeout: float,
         in_flight: int = 1,
-        memory_gib: float = 4.0,
         changed: threading.Condition | None = None,
+        shared_modules: Sequence[str] = (),
     ) -> None:
-        """Starts the workers at the first item. `timeout`: seconds per item. `memory_gib`: data of a worker beyond what
-        a bare one has. `changed`: a condition that several pools share, to be waited for together.
+        """Starts the workers at the first item. `timeout`: seconds per item. `changed`: a condition that several
+        pools share, to be waited for together. `shared_modules`: loaded once, because workers are copies of a process.
         """
         self.num_workers, self.timeout, self.in_flight = num_workers, timeout, in_flight
-        self.setup = (factory, arguments, memory_gib)
+        self.setup = (factory, arguments, MEMORY_GIB)
+        self.shared_modules = ["grading.fork_server", factory.partition(":")[0], *shared_modules]
         self.queue: deque[Item] = deque()
         self.at_work: dict[Future, list[Item]] = {}  # the items that share a worker
         self.outcomes: dict[int, Outcome] = {}
@@ -91,7 +93,7 @@ class Pool:
     def _start(self) -> None:
         context = ForkServerContext()
         context.Process = _Worker
-        context.set_forkserver_preload(["grading.fork_server", self.setup[0].partition(":")[0]])
+        context.set_forkserver_preload(self.shared_modules)
         self.pool = ProcessPool(self.num_workers, initializer=_load, initargs=self.setup, context=context)
         self.pool._pool_manager = _Manager(self.pool._context, context)
         self.num_pools += 1

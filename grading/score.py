@@ -11,12 +11,15 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from grading import Case, Grade, alternatives
-from grading.equality import equal
-from grading.own import OwnReward
-from grading.verifiers import BUILT_IN, Verdict
+from grading import Case, Grade, Verdict, alternatives
+from grading.verifiers import BUILT_IN, load_verifier, verifiers_of
+
+if TYPE_CHECKING:
+    from grading.own import OwnReward
+
+PROBES = {"(x+1)^2": 1.0, "3x^2": 0.0}  # completions -> the score that `math` must give for x^2 + 2x + 1
 
 
 def parse_reward(spec: str) -> dict[str, float]:
@@ -47,7 +50,7 @@ def parse_reward(spec: str) -> dict[str, float]:
     return weights
 
 
-class Needs(NamedTuple):
+class RewardInputs(NamedTuple):
     """What a reward has to be given."""
 
     cases: bool  # completions one by one
@@ -61,7 +64,7 @@ class RewardWorker:
     ("grade", case)      a grade: the sum of the verifiers that look at one completion
     ("compare", cases)   a grade for each completion of a group: the sum of the functions that look at all of them
     ("check", cases)     why each row cannot be used, or None; the completions do not matter
-    ("needs", None)      what the reward has to be given
+    ("inputs", None)     what the reward has to be given
 
     Raises what a file of `spec` raises, and ValueError if it has no such function or math-verify is broken.
     """
@@ -69,14 +72,20 @@ class RewardWorker:
     def __init__(self, spec: str, overlong_cache_tokens: int | None) -> None:
         self.weights = parse_reward(spec)
         self.overlong_cache_tokens = overlong_cache_tokens
-        self.own = {name: OwnReward(name) for name in self.weights if ".py:" in name}
+        self.own: dict[str, OwnReward] = {}
+        if ".py:" in spec:
+            from grading.own import OwnReward
+
+            self.own = {name: OwnReward(name) for name in self.weights if ".py:" in name}
         self.per_group = [name for name, reward in self.own.items() if reward.takes_group]
         self.per_completion = [name for name in self.weights if name not in self.per_group]
-        uses_math = any(name == "math" or name[0] == "@" for name in self.weights)
-        # A worker's first formula takes a second, which no completion shall pay; and a broken
+        # Loaded now, not by the first completion. A worker's first formula takes a second, and a broken
         # library is silent.
-        if uses_math and (not equal("x^2+2x+1", "(x+1)^2") or equal("3x", "3x^2")):
-            raise ValueError("math-verify or SymPy is broken; install the versions of the requirements file")
+        verifiers = {name: load_verifier(name) for name in verifiers_of(self.weights)}
+        if "math" in verifiers:
+            probes = {text: verifiers["math"](Case(rf"\boxed{{{text}}}", "x^2+2x+1"))[0] for text in PROBES}
+            if probes != PROBES:
+                raise ValueError("math-verify or SymPy is broken; install the versions of the requirements file")
 
     def __call__(self, request: tuple[str, Case | list[Case] | None]) -> object:
         match request:
@@ -87,7 +96,7 @@ class RewardWorker:
             case "check", cases:
                 return [self.problem(case) for case in cases]
         takes_ids = any(reward.takes_token_ids for reward in self.own.values())
-        return Needs(bool(self.per_completion), bool(self.per_group), takes_ids)
+        return RewardInputs(bool(self.per_completion), bool(self.per_group), takes_ids)
 
     def grades(self, names: list[str], cases: list[Case]) -> list[Grade]:
         """The sum over these verifiers, for each case."""
@@ -136,7 +145,7 @@ def built_in(name: str, case: Case) -> Verdict:
     verdicts, problems = [], []
     for key in alternatives(case.answer):
         try:
-            verdicts.append(BUILT_IN[verifier.lower()](replace(case, answer=key)))
+            verdicts.append(load_verifier(verifier.lower())(replace(case, answer=key)))
         except ValueError as error:
             problems.append(error)
     if not verdicts:

@@ -12,112 +12,13 @@ from __future__ import annotations
 
 import itertools
 import re
-import unicodedata
 from fractions import Fraction
 from functools import lru_cache
 
+from grading.spelling import FUNCTION, MAX_FORMULA, WORDS, clean, fold
+
 Value = tuple
-MAX_FORMULA = 1000  # characters; a longer formula is compared as text only
 MAX_DEPTH = 20  # nested brackets; the LaTeX parser's time grows steeply with them
-
-# The spelling -----------------------------------------------------------------------------------------------------
-
-SYMBOLS = str.maketrans({
-    "½": " 1/2", "¼": " 1/4", "¾": " 3/4", "⅓": " 1/3", "⅔": " 2/3", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
-    "≥": r"\ge ", "≠": r"\ne ", "°": r"^\circ ", "∪": r"\cup ", "∈": r"\in ", "±": r"\pm ", "×": r"\times ",
-    "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "⁄": "/", "−": "-", "–": "-", "—": "-", "∅": r"\emptyset ",
-    "ℝ": r"\mathbb{R}", "θ": r"\theta ", "√": r"\sqrt ", "€": r"\euro ", "£": r"\pounds ", "’": "'", "≈": r"\approx ",
-    "≃": r"\approx ", "⁻": "-",
-})  # fmt: skip
-WORDS = {word: n for n, word in enumerate(re.findall(r"\w+", """
-    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
-    eighteen nineteen twenty"""))}  # fmt: skip
-SPOKEN = {
-    r"\mathbb{R}": r"all real(?: number)?s?|\(-\\infty ?, ?\+?\\infty ?\)", "does not exist": "dne",
-    r"\emptyset": r"(?:there (?:is|are) )?no (?:real )?(?:solutions?|roots?)|(?:the )?empty set",
-}  # fmt: skip
-COMMANDS = {name: meaning for meaning, names in {
-    r"\frac": "dfrac tfrac cfrac", r"\ne ": "neq", r"\le ": "leq leqslant", r"\ge ": "geq geqslant", "<": "lt",
-    ">": "gt", r"\{": "lbrace", r"\}": "rbrace", r"\approx ": "simeq", r"\emptyset": "varnothing", ":": "colon",
-    r"^\circ": "degree", r"\mathbb{R}": "R", r"\log_{10} ": "lg",
-    " ": "displaystyle textstyle limits nolimits bf rm large Large",
-}.items() for name in names.split()}  # fmt: skip
-
-BRACED = r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"  # with up to two more pairs of braces in it
-CURRENCIES = {r"\$": "dollar", r"\euro": "euro", r"\pounds": "sterling"}
-
-# Pattern and replacement, in order; "x?" stands for: not followed by a letter.
-REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for pattern, replacement in [
-    (r"\\([A-Za-z]+)", lambda m: COMMANDS.get(m[1], m[0])),
-    (r"(?<=\d)(?:\\[,!;: ]|\{,\}|,\s*\\[!,])\s*(?=\d{3}(?!\d))", ","),  # 1\,000 and 1{,}000
-    (r"(?<![\d.,])\d{1,3}(?:[ ~]\d{3})+(?![\d/]| ?\d)", lambda m: re.sub("[ ~]", "", m[0])),  # 1 000 000
-    # Delimiters, sizes, spaces, fonts
-    (r"\\(?:left|right|[bB]igg?[lr]?)x?\.?|\\!", ""),
-    (r"(?<!\\)(?:\\[()\[\]](?!\d*pt)|\$)", " "),
-    (r"(?<!\\)\\[,;: ]|~|\\q?quad|\\(?:text)?color\s*\{\w+\}", " "),
-    (r"(\\(?:mathbf|boldsymbol|vec)\s*\{?\s*[A-Za-z]\s*\}?\s*)\\timesx?", r"\1\\wedge "),  # a product of vectors
-    (rf"\\(?:mathbf|mathit|boldsymbol|bm|pmb)\s*{BRACED}|\\(?:mathrm|vec)\s*\{{\s*([a-zA-Z])\s*\}}",
-     r" \1\2 "),
-    (r"^\\(?:boxed|fbox)\s*\{(.*)\}$", r"\1"),
-    (r"\\(?:text(?:bf|it|rm|sf|tt|normal)|math(?:rm|sf)|emph|mbox|operatorname)\s*\{", r"\\text{"),
-    (r"\\text\s*\{\s*(\\\$|[+-]?\d[\d.,/]*)\s*\}|^\\text\s*\{\s*(\d[^{}]*)\}$", r" \1\2 "),
-    (r"\\text\s*\{\s*,?\s*(?:or|或者?),?\s*\}|(?<=[\dA-Za-z})\]])\s*或者?\s*(?=[\dA-Za-z\\({-])", " or "),
-    (r"\\text\s*\{\s*,?\s*(?:and|和),?\s*\}|(?<=[\dA-Za-z})\]])\s*[和与]\s*(?=[\dA-Za-z\\({-])", " , "),
-    # Synonyms
-    (r"\\notx?\s*=|(?<![\d)])!=", r"\\ne "),
-    ("<=", r"\\le "),
-    (">=", r"\\ge "),
-    (r"\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
-    (r"\\\{\s*\\\}", r"\\emptyset"),
-    (r"\^\s*\{?\s*((?:\\prime\s*)+)\}?", lambda m: "'" * m[1].count("p")),
-    (r"^\\mathbb\{R\}\s*\\(?:setminus|backslash)\s*\\\{([^{},]*)\\\}$", r"x \\ne \1"),
-    (r"\{([:,])\}", r"\1"),
-    (r"^\s*(?:=|\\approxx?)", ""),
-    (r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])", "^"),
-    # What LaTeX allows to be left out, and plain text for LaTeX
-    (r"\\frac\s*(?:\{([^{}]*)\}|(\d))\s*(\d)", r"\\frac{\1\2}{\3}"),
-    (r"\\sqrt\s+(\d+|[A-Za-z])", r"\\sqrt{\1}"),
-    (r"(?:\\sqrt|(?<![\\A-Za-z])sqrt)\s*(\[\d+\])?\s*\(([^()]*)\)", r"\\sqrt\1{\2}"),
-    (r"(?<![\\A-Za-z])pix?", r"\\pi "),
-    (r"(?<![\\A-Za-z])infinityx?", r"\\infty "),
-    (r"(?<![\d.}])(\d+)/(\d+)\s*(?=[A-Za-z])", r"\\frac{\1}{\2}"),  # 1/2x
-    (r"\{?\s*(\w+)\s*\\choose\s*(\w+)\s*\}?|(?<![A-Za-z\\])C\(\s*(\d+)\s*,\s*(\d+)\s*\)",
-     r"\\binom{\1\3}{\2\4}"),
-    (r"^(?i:so|thus|hence|therefore|then|it is|it's|that is)\b[,:]?\s+(?=\S)", ""),
-    (r"^\s*([+-]?)\s*(\\\$|\\euro|\\pounds)\s*((?:(?!\\\$).)*\S)\s*$",
-     lambda m: rf"{m[1]}{m[3]} \text{{{CURRENCIES[m[2]]}}}"),
-    (r"\b([ap])\.\s?m\b\.?", r"\1m"),
-    (r"^\s*\{([^{}]*)\}\s*$", r"\1"),
-    (r"\s\(([^()]*(?:[<>]|\\(?:in|[lgn]e)x?)[^()]*)\)\s*$", r", \1"),  # y = 2x (x > 0)
-]]  # fmt: skip
-
-
-@lru_cache(maxsize=4096)
-def clean(text: str) -> str:
-    """The answer in one spelling: ASCII and LaTeX, no delimiters, no spacing commands, no full stop."""
-    if len(text) > 4 * MAX_FORMULA:
-        return text
-    text = re.sub(r"([⁰¹²³⁴-⁹⁺⁻ⁿ]+)", r"^{\1}", text)
-    text = re.sub(r"([₀-₉]+)", r"_{\1}", text)
-    text = unicodedata.normalize("NFKC", text.translate(SYMBOLS))
-    visible = (c for c in text if c.isspace() or unicodedata.category(c) not in ("Cf", "Cc"))
-    text = " ".join("".join(visible).split())
-    text = text.strip("`*" if not text.endswith("^*") else "`").strip()
-    for pattern, replacement in REWRITES:
-        text = pattern.sub(replacement, text)
-    text = text.strip().rstrip(",;:" if text.rstrip().endswith("..") else ".,;:。").strip()
-    words = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).strip().lower()
-    for meaning, phrase in SPOKEN.items():
-        if re.fullmatch(phrase, words):
-            return meaning
-    return str(WORDS.get(words, text))
-
-
-def fold(text: str) -> str:
-    """The text with its words in lower case: Monday, EVEN. What may be a product of letters keeps its case: Rr, GMm."""
-    word = r"(?<![^\W\d_])(?=[^\W\d_]*[aeiouyAEIOUY])(?:[A-Z]?[a-z]{2,}|[A-Z]{4,}|(?i:yes|no))(?![^\W\d_])"
-    return re.sub(word, lambda match: match[0].lower(), text)
-
 
 # Numbers and units ------------------------------------------------------------------------------------------------
 
@@ -157,11 +58,13 @@ def number(text: str) -> Fraction | None:
 UNITS = {name: names.split()[0] for names in re.findall("[^,]+", """
     cm centimeter centimetre 厘米, mm millimeter millimetre 毫米, km kilometer kilometre 千米 公里, m meter metre 米,
     kg kilogram 千克 公斤, g gram 克, mg milligram 毫克, lb pound lbs, oz ounce, ft feet foot, yd yard, mi mile,
-    in inche inch, s second sec 秒, min minute 分钟, h hour hr hrs 小时 时, l liter litre 升,
-    ml milliliter millilitre 毫升, $ dollar usd buck 美元, deg degree 度, % percent, u unit, mi/h mph, km/h kph kmph,
-    rad radian, j joule, n newton, w watt, v volt, hz hertz, people person 人, child children, man men, woman women,
-    mol mole, day 天 日, week 周, year 年, month, cent, am, pm, euro, sterling, 元, 岁, 月, 个月, 分, 吨, 分米, 公顷
+    in inche inch, s second sec 秒, min minute 分钟, h hour hr hrs 小时 时, L l liter litre 升,
+    mL ml milliliter millilitre 毫升, $ dollar usd buck 美元, deg degree 度, % percent, u unit, mi/h mph, km/h kph kmph,
+    rad radian, J joule, N newton, W watt, V volt, Hz hertz, Ω ohm, A ampere amp, K kelvin, Pa pascal, degC celsius,
+    degF fahrenheit, people person 人, child children, man men, woman women, mol mole, day 天 日, week 周, year 年,
+    month, cent, am AM, pm PM, euro, sterling, 元 yuan rmb, rupee inr, yen, 岁, 月, 个月, 分, 吨, 分米, 公顷
 """) for name in names.split()}  # fmt: skip
+SI = re.compile(r"[pnμmckMGT]?(?:[mgsAKNJWVCFTHL]|mol|Hz|Pa|Ω|eV|Wb|cal|bar)")  # a prefix and a symbol
 COUNTED = r"[个只本块支张辆名位条棵件次种组页台间根颗盒箱袋朵套双](?![半十百千万亿])[\u4e00-\u9fff]*"  # 3个苹果
 # What says something about the value, behind it or on the left of "=": 7 dozens, 7 tenths, 7 more,
 # half of x = 7
@@ -171,10 +74,10 @@ NO_UNITS = {*SCALES, *WORDS, *re.findall(r"\w+", """
     least less log maybe millions minus mod more most nearly negative never no not ones or others over pairs
     percents plus quarters reciprocal root roughly scores sin square squared squares tens than thirds this
     thousands times to trap trillion triples twice twins unless versus vs was wrong wrongly yes""")}  # fmt: skip
-UNIT_WORD = r"[A-Za-z\u4e00-\u9fff]+\.?(?:\s*\^\s*\{?-?\d\}?)?"
+UNIT_WORD = r"[A-Za-zμΩ\u4e00-\u9fff]+\.?(?:\s*\^\s*(?:\{-?\d\}|-?\d))?"
 QUANTITY = re.compile(
     rf"(?P<value>.*(?:[\d}})]|\\pi|{'|'.join(SCALES)}))\s*(?P<unit>\\?%|\^\\circ\s*"
-    r"|(?:\\text\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?\s*(?:/|\\cdot)?\s*)+"
+    r"|(?:\\text\{[^{}]*\}(?:\s*\^\s*(?:\{-?\d\}|-?\d))?\s*(?:/|\\cdot)?\s*)+"
     rf"|\([^()]+\)|(?:(?<=\s)|(?<=[\d)}}])){UNIT_WORD}(?:(?:\s*/\s*|\s+){UNIT_WORD})*)", re.DOTALL,
 )  # fmt: skip
 
@@ -184,29 +87,41 @@ def unit(text: str, is_apart: bool) -> str | None:
 
     A unit is made of known names, abbreviations and plurals of any noun. `is_apart`: a letter is no factor ("5 m").
     """
-    if re.search(r"(?<![A-Za-z])(?!(?:[JLNVW]|Hz|[AP]M)\b)(?:[A-Z][A-Za-z]?|[jnvw])(?![A-Za-z.])", text):
-        return None  # 5 M is no length, 5 Mg is not 5 mg, 5 n is a product
-    text = re.sub(r"\\text\s*\{\s*\(?(?:in (?=\w))?([^{}()]*)\)?\s*\}", r" \1 ", text.lower())
-    text = re.sub(r"\\?%", " percent ", text.replace("^\\circ", " deg ")).replace("\\cdot", " ").replace(".", "")
-    if not re.fullmatch(r"[\sa-z\u4e00-\u9fff/^{}\d]*", text) or re.search(r"(?<!\^)(?<!\^\{)\d", text):
+    is_marked = "\\text" in text
+    text = re.sub(r"\\text|\\cdot|[{}().]|^\W*in\s(?=\s*\w)", " ", text)
+    text = re.sub(r"\\?%", " percent ", text.replace("^\\circ", " deg "))
+    text = re.sub(r"\bper\b|每", "/", re.sub(r"(?i)\bdeg(?:ree)?s?\s(?=\s*[cf]\w)", "", text))
+    text = re.sub(r"\s+([A-Za-z]+)\s*\^\s*-(\d)", r"/\1^\2", text).replace("^1", "")
+    if not re.fullmatch(r"(?:[\s/]|\^\s*-?\d|[A-Za-zμΩ\u4e00-\u9fff])*", text):
         return None
-    power = "^2" if re.search(r"\bsq|平方", text) else "^3" if re.search(r"\bcu|立方", text) else ""
-    text = re.sub(r"\bper\b|每", "/", text)
-    text = re.sub(r"\b(?:square|squared|sq|cubic|cubed|cu|of|the|old)\b|平方|立方", " ", text)
-    names = []
-    for word in re.findall(r"[a-z\u4e00-\u9fff]+|\^\{?\d|/", text):
-        name = UNITS.get(word, UNITS.get(word.removesuffix("s")))
-        if word in NO_UNITS or (name is None and re.search(r"ths?$", word)):
-            return None
+    power = "^2" if re.search(r"(?i)\bsq|平方", text) else "^3" if re.search(r"(?i)\bcu|立方", text) else ""
+    text = re.sub(r"(?i)\b(?:square|squared|sq|cubic|cubed|cu|of|the|old|left)\b|平方|立方", " ", text)
+    names: list[str] = []
+    for word in re.findall(r"[A-Za-zμΩ\u4e00-\u9fff]+|\^\s*-?\d|/", text):
+        name = _unit_name(word, is_apart or bool(names), is_marked)
+        is_adjective = not names and len(word) > 1 and re.search(r"s\b", text)  # blue marbles
         if word[0] in "^/":
-            names.append(word.replace("{", ""))
-        elif name is not None and (is_apart or names or len(word.encode()) > 1):
+            names.append(word)
+        elif word.lower() in NO_UNITS or (word in ("K", "T") and not names):  # 5K is 5,000
+            return None
+        elif name:
             names += ["·"] * bool(names and names[-1].isalpha()) + [name]
-        elif re.fullmatch(rf"\w\w+[^\Ws]s|{COUNTED}", word):
-            names.append(word.removesuffix("s"))
-        elif names or len(word) < 2 or not re.search(r"s\b", text):  # blue marbles: an adjective before a plural
+        elif not is_adjective or re.search("ths?$", word):
             return None
     return "".join(names) + power if names else None
+
+
+def _unit_name(word: str, is_apart: bool, is_marked: bool) -> str | None:
+    """The name of a unit, None for a word that is none."""
+    folded = word.lower() if len(word) > 2 else word
+    if len(word.encode()) == 1 and not is_apart:
+        return None
+    name = UNITS.get(word) or UNITS.get(folded) or UNITS.get(folded.removesuffix("s"))
+    if name is None and is_apart and SI.fullmatch(word) and (is_marked or (len(word) > 1 and word[-1] not in "AKCFTH")):
+        name = word
+    if name is None and re.fullmatch(rf"\w\w+[^\Ws]s|{COUNTED}", folded) and not folded.endswith("ths"):
+        name = folded.removesuffix("s")
+    return name
 
 
 # Values -----------------------------------------------------------------------------------------------------------
@@ -232,7 +147,7 @@ NAMED = re.compile(rf"({NAME}(?:\s*:\s*{NAME})*)\s*(?:=|\\in(?![A-Za-z]))\s*(.+)
 BUILDER = re.compile(rf"\s*{NAME}(?:\s*\\in\s*\\mathbb\{{R\}})?\s*(?:\\mid|:|\|)\s*(.+)")
 CHOICE = re.compile(r"(?:option |choice |answer )?\s*\(?\s*([A-J])(?![A-Z])\s*([).:、]*)(.*)", re.I | re.DOTALL)
 DENIALS = re.compile(  # behind a letter and its mark: an operator; another option; a word that takes it back
-    r"^[-+*/^_=(<>']|^\s*(?:[,/&]|(?i:or|and|but|或|和)\s|\(?[A-J][).]*$)|(?<!\w)\([A-Ja-j]\)|(?<![\w(])[A-Ja-j]\)"
+    r"^[-+*/^_=(<>']|^\s*(?:[,/&]|(?i:or|and|but|或|和)\s|\(?[A-J][).]*$)|(?<!\w)\([A-Ja-j]\)|[,;]\s*[a-j][:.)]|(?<![\w(])[A-Ja-j]\)"
     r"|(?<![\w.(])[A-J](?:[.、](?=.*\w)|:(?![A-J]\b))|\b(?i:maybe|perhaps|not|but) \(?[A-J]\b|^ [A-Z]\. [A-Z]"
     r"|^\s*(?i:is|was|can|would)\b.*\b(?i:wrong|false|incorrect|excluded|not (?:correct|right|true|the))\b"
 )
@@ -246,9 +161,12 @@ COMMA = r"、|(?<!\d),|,(?!\d{3}(?!\d))|;|,\s|(?<=[\s\d})])and(?=[\s(\\])"
 OR = r"(?<=[\s\d})\]])or(?=[\s\\(\d-]|\w(?:\(\w\))?\s*=)|\\cup(?![A-Za-z])"
 # What SymPy has no value for is compared as text.
 UNCOUNTED = re.compile(
-    r"\\(?:equiv|approx|[pb]?mod|[lc]?dots|mid|parallel|perp|neg|land|wedge|to|rightarrow|implies|iff)(?![A-Za-z])|\.\.|\?"
+    r"\\(?:equiv|approx|[pb]?mod|[lc]?dots|mid|parallel|perp|neg|land|wedge|to|rightarrow|implies|iff|angle|triangle)(?![A-Za-z])"
+    r"|\.\.|\?|\\cases"
 )
 OPENING, CLOSING = ("(", "[", "{", "\\{", "\\langle"), (")", "]", "}", "\\}", "\\rangle")
+AMOUNTS = re.compile(r"(?:(?<=\})\s*|(?<=[A-Za-z])\s+)(?:and\s+)?(?=\d)")
+COLUMN = re.compile(r"\\begin\{[pbB]matrix\}([^&]*)\\end\{[pbB]matrix\}")
 BRACKET = r"\\[{}]|\\[lr]angle|\\.|[()\[\]{}]"  # or an escaped character, which is none
 
 
@@ -258,13 +176,15 @@ def parse_value(text: str) -> Value:
     depths = itertools.accumulate((c in "([{") - (c in ")]}") for c in text)
     if len(text) > MAX_FORMULA or max(depths, default=0) > MAX_DEPTH:
         return ("words", text)
+    if DATED.fullmatch(text):
+        return _text(text)
     if (value := number(text)) is not None:
         return ("number", value, "")
     for read in (_choice, _named, _collection, quantity):
         value = read(text)
         if value is not None:
             return value
-    return ("formula", text, "")
+    return ("formula", text, "") if _is_formula(text) else _text(text)
 
 
 def _parse_all(texts: list[str]) -> tuple[Value, ...]:
@@ -315,19 +235,19 @@ def _named(text: str) -> Value | None:
     if len(terms) > 1:
         signs = re.findall(RELATION, text)  # also those in brackets, which part no terms
         is_whole = len(sides) == 1 and all(terms) and len(signs) == len(terms) - 1
-        return _relation(terms, signs) if is_whole else ("words", text)
+        return _relation(terms, signs) if is_whole else _text(text)
     named = NAMED.fullmatch("=".join(sides))
     match sides:
         case [point, values] if NAMES.fullmatch(point):  # (x, y) = (1, 2)
             names, value = re.findall(r"[A-Za-z]", point), parse_value(values)
-            return value if names == sorted(names) or value[0] != "sequence" else ("words", text)
+            return value if names == sorted(names) or value[0] != "sequence" else _text(text)
         case [first, *rest] if named and (rest or "\\in" in text):
             rest = rest or [named[2].strip()]
             return ("named", re.sub(r"\\text|[\s{}]", "", fold(named[1])), _chain(rest), f"{first} = {rest[-1]}")
         case [first, *_, last] if CONSTANT.fullmatch(first) and CONSTANT.fullmatch(last):
             return _chain(sides)  # 2 + 3 = 5
         case [_, _, _, *_]:
-            return ("words", text)  # 2x = 10 = 5
+            return _text(text)  # 2x = 10 = 5
         case [left, right] if left and right:
             return ("equation", text)
     return None
@@ -356,19 +276,25 @@ def _relation(terms: list[str], signs: list[str]) -> Value:
             brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
             return ("sequence", brackets, _parse_all([low, high]), (name,))
     text = "".join(itertools.chain(*zip(terms, [*signs, ""], strict=True)))
-    return ("equation", text) if len(terms) == 2 else ("words", text)
+    return ("equation", text) if len(terms) == 2 else _text(text)
 
 
 def _collection(text: str) -> Value | None:
     parts = _split(text, ";" if all(sign in text for sign in ",=;") else OR)  # x=1, y=2; x=2, y=1
     if len(parts) > 1 and all(parts):
         values = _parse_all(parts)
+        if re.fullmatch("[A-J①-⑳]", parts[-1]):
+            return ("union", values)  # A or B, which is no AB
         are_intervals = any(value[0] == "sequence" and len(value[3]) == 1 for value in values)  # x < 1 or x > 2
         return ("union", values) if "\\cup" in text or are_intervals else ("list", _flat(values))
     parts = [re.sub(r"^and\s", "", part).strip() for part in _split(text, COMMA) if part and part != "and"]
     if len(parts) > 1:
         values = _flat(_parse_all(parts))
-        return _point(values) or ("list", values)
+        return _labelled(values) or _point(values) or ("list", values)
+    if AMOUNTS.search(text) and (amounts := _labelled(_parse_all(AMOUNTS.split(text)))):
+        return amounts
+    if column := COLUMN.fullmatch(text):
+        return ("sequence", "()", _parse_all(re.split(r"\s*\\\\\s*", column[1].strip())), ())
     inner = _brackets(text)
     if inner is None:
         if text.count("\\pm") != 1:
@@ -387,6 +313,13 @@ def _collection(text: str) -> Value | None:
     return parse_value(inside.strip()) if inside.strip() else None
 
 
+def _labelled(values: tuple[Value, ...]) -> Value | None:
+    """(a) 2, (b) 9 and 5 ft 11 in: each part has a name of its own or a unit of its own; else None."""
+    labels = {value[1] if value[0] == "choice" else value[2] for value in values if value[0] in ("choice", "number")}
+    is_complete = len(labels) == len(values) and all(value[2] for value in values)
+    return ("sequence", "", values, ()) if is_complete else None
+
+
 def _point(values: tuple[Value, ...]) -> Value | None:
     """y=2, x=1 as (1, 2), in the order of its names; None for 1, 2 and for x=1, x=2."""
     items = {value[1]: value[2] for value in values if value[0] == "named"}
@@ -401,6 +334,32 @@ def _flat(values: tuple[Value, ...]) -> tuple[Value, ...]:
     return tuple(item for value in values for item in (value[1] if value[0] == "list" else (value,)))
 
 
+SUBSTANCE = re.compile(  # MgCl2, Al2(SO4)3, with capitals alone: EDF; GMm may be a product
+    r"(?=.*[A-Za-z)]\d|[A-Z]+$|(?:[A-Z][a-z]?){3,}$)\d*(?:(?:[A-Z][a-z]?|\((?:[A-Z][a-z]?\d*)+\))\d*){2,}(?:\^[\d+-]+)?"
+)
+DATED = re.compile(  # 40-45, 3-2, 2022-07-11, 09/06/2000, 10.0.0.1, C-A-B, (12)(34)
+    r"\d+(?:\.\d+)?(?:\s*-\s*\d+(?:\.\d+)?)+|\d+(?:\s*[/.]\s*\d+){2,}|0\d+/\d+|\d+/0\d+|[A-Z](?:-[A-Z]){2,}|(?:\(\d+\)){2,}"
+)
+
+
+def _is_formula(text: str) -> bool:
+    """False for substances and capitals alone, for letters before digits (9 R 4) and digits apart (2 4 1)."""
+    if SUBSTANCE.fullmatch(re.sub(r"\\text|[\s_{}]", "", text)):
+        return False
+    signs = re.sub(rf"\\[A-Za-z]+|(?<![A-Za-z])(?:{FUNCTION}|max|min|mod)", r"\\", text)
+    signs = re.sub(r"_\s*(?:\{[^{}]*\}|\w)", "", signs)
+    signs = re.sub(r"\^\s*(?:\{[^{}]*[^{}+-]\}|\w(?![+-]$))", "^", signs)
+    return not re.search(r"[A-Za-z]\s*\d|[A-Za-z]{2}\s+(?!d)[A-Za-z]{2}|[\d)]\s+\d|\^(?:\{\d*[+-]\}|\d*[+-]$)", signs)
+
+
+def _text(text: str) -> Value:
+    """A text equals itself alone. Spaces do not count, but between digits; nor do fonts, and the case of words."""
+    words = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).strip()
+    words = words.casefold() if FOREIGN.search(words) else fold(words)
+    words = re.sub(r"^(?:an?|the) (?=\w{3})", "", words, flags=re.IGNORECASE)
+    return ("words", re.sub(r"\\text|[{}_\"!]|[.,;:](?!\d)|(?<=[a-z])-(?=[a-z])|(?<!\d)\s+|\s+(?!\d)", "", words))
+
+
 def _is_text(words: str, is_marked: bool) -> bool:
     """True for yes, Monday, no solution; false for what may be a product of letters (abc, GMm), unless it is marked."""
     if words.casefold() in ("yes", "no"):
@@ -413,19 +372,18 @@ def _is_text(words: str, is_marked: bool) -> bool:
 def quantity(text: str, is_apart: bool = False) -> Value | None:
     """Based numbers, times and ratios, words, money, and what has a unit. `is_apart`: also of one letter (0.64N)."""
     if based := BASED.fullmatch(text):
-        return ("words", f"{based[1].lstrip('0').upper()}_{WORDS.get(based[2], based[2])}")
+        digits, base = based[1].lstrip("0").upper(), f"base {WORDS.get(based[2], based[2])}"
+        return ("number", Fraction(digits), base) if digits.isdigit() else ("words", f"{digits}{base[5:]}")
     parts = _split(text, ":")
     if len(parts) > 1 and all(parts):
         values = _parse_all(parts)
         if all(value[0] in ("number", "formula") for value in values):
             return ("sequence", ":", values, ())
     if UNCOUNTED.search(text):
-        return ("words", re.sub(r"\s", "", text))
+        return _text(text)
     words = " ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split())
     if _is_text(words, is_marked="\\text" in text):
-        folded = words.casefold() if FOREIGN.search(words) else fold(words)
-        plain = "".join(c if c.isalnum() or unicodedata.category(c)[0] == "M" else " " for c in folded)
-        return ("words", re.sub(r"^(?:an?|the) (?=\w{3})", "", " ".join(plain.split()), flags=re.IGNORECASE))
+        return _text(text)
     written = QUANTITY.fullmatch(text)
     number_text, unit_text = written.group("value", "unit") if written else ("", "")
     if written and not ("circ" in unit_text and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", number_text)):
@@ -440,4 +398,4 @@ def quantity(text: str, is_apart: bool = False) -> Value | None:
                 if name is not None:
                     return (kind, value, name)
     says_more = FOREIGN.search(text) or "\\text" in unit_text  # about the value
-    return ("words", fold(words)) if says_more else None
+    return _text(text) if says_more else None

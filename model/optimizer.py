@@ -34,7 +34,7 @@ def make_optimizer(named: dict[str, nn.Parameter], adamw: AdamW, memory: Memory)
     in the GPU's memory.
     """
     if adamw.optimizer != "adamw":
-        from grading.own import load_reference
+        from grading.user_code import load_reference
 
         return load_reference(adamw.optimizer)(named, adamw)
     parameters = named.values()

@@ -1,8 +1,7 @@
 """`train_grpo.py --dry_run`: what a run amounts to and whether it fits. It needs no GPU, no weights and no data.
 
-The exit code is 0 if the run fits and 3 if not. `setup_of` reads the flags, `plan_memory.py` has
-the bytes, `plan_time.py` the seconds, `plan_advice.py` what would have to change, `plan_report.py`
-what is printed.
+The exit code is 0 if the run fits and 3 if not. `setup_of` reads the flags, `memory.py` has the bytes, `time.py` the
+seconds, `table.py` what is printed.
 """
 
 from __future__ import annotations
@@ -31,6 +30,8 @@ from sources import parse_source
 
 TABLE = Path(__file__).parent / "models.json"
 NETWORK_SPEED = 50e9  # bytes per second between nodes, one way, for each GPU: a card of 400 Gbit/s each
+# Share of peak FLOPs in matrix products, without and with links to other GPUs, whose waits it takes up.
+FLOPS_SHARE = {False: 0.65, True: 0.42}
 # Data set that is not on the disk -> its rows.
 ROWS = json.loads(TABLE.with_name("data_sets.json").read_text("utf-8"))
 
@@ -86,9 +87,9 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     if args.compile:
         check_compile(args.model, config, args.dtype)
     if args.image_column:
-        part("extras.models.vision", "--image_column").check_images(args.model, config)
+        part("extras.models.vision", "--image_column").check_images(args.model, config, args.image_column)
     model, lora = shape_of(config, args.model), Lora.from_flags(args)
-    if lora.lora_rank:
+    if lora.lora_targets:  # peft takes seconds to import
         part("extras.models.lora", "--lora_rank").target_names(model_of_shapes(config), lora.lora_targets)
     check_choices(args)
     num_rows = args.plan_rows or rows_of(args.train_data)
@@ -116,7 +117,8 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     hardware = Hardware(
         name=args.plan_gpu, gpus=gpus, nodes=nodes,
         gpu_bytes=gpu_memory * GIB, host_bytes=args.plan_host_memory_gib * GIB,
-        flops=flops * 1e12, flops_share=args.plan_flops_share, memory_speed=memory_speed * 1e12,
+        flops=flops * 1e12, flops_share=args.plan_flops_share or FLOPS_SHARE[gpus > 1],
+        memory_speed=memory_speed * 1e12,
         link_speed=link_speed * 1e9, network_speed=NETWORK_SPEED, host_speed=host_speed * 1e9,
         generation_gpus=generation_gpus,
     )  # fmt: skip

@@ -10,9 +10,11 @@ groups of the shortest completions are assumed.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from model.sizes import HEAD_CHUNK_LOGITS, MOST_ON_GPU, OPTIMIZER_CHUNK
 from plan.setup import GIB, Setup
+from runtime.ways_out import LARGER_SHARE, WAYS_OUT
 
 REDUCE = 4  # gradients are reduced in fp32
 FRAGMENTATION = 1.05  # what torch's allocator holds, over the live tensors
@@ -156,7 +158,7 @@ def short_of_states(setup: Setup) -> list[str]:
         return []
     return [
         f"GPU, rollout: the cache has {held:g} blocks of {block / 2**20:.0f} MiB for {wanted:g} sequences; "
-        "raise --gpu_memory_utilization, sample fewer at a time, or give --enforce_eager"
+        f"{LARGER_SHARE}, or give --enforce_eager"
     ]
 
 
@@ -169,39 +171,39 @@ def short_cache(setup: Setup) -> list[str]:
     return []
 
 
-def misfits(setup: Setup, free: float | None = None) -> list[str]:
-    """A sentence for each phase that does not fit; [] if all do.
-
-    `free`: bytes of the GPU that nobody has taken; then tensors alone count, without what is kept in reserve.
-    """
-    h = setup.hardware
-    sentences = []
+def misfits(setup: Setup) -> list[str]:
+    """A sentence for each phase that does not fit, with flags to change; [] if all do."""
+    room, sentences = setup.hardware.gpu_bytes, []
     for name, parts in gpu_phases(setup).items():
-        if free is None:
-            size, room = needed(parts), h.gpu_bytes
-        elif name == "server":  # its GPU is another one
-            continue
-        else:
-            size, room = total(parts), free
-        if size > room:
-            sentences.append(
-                f"GPU, {name}: needs {size / GIB:.1f} GiB of {room / GIB:.1f}, {(size - room) / GIB:.1f} GiB too many"
-            )
+        if (size := needed(parts)) > room:
+            lack = f"needs {size / GIB:.1f} GiB of {room / GIB:.1f}, {(size - room) / GIB:.1f} GiB too many"
+            sentences.append(f"GPU, {name}: {lack}; {ways_out(setup, name)}")
     if sequences_at_once(setup) < 1:
         share = setup.engine.gpu_memory_utilization
         engine = total(without(engine_parts(setup), "KV cache"))
         sentences.append(
-            f"GPU, rollout: --gpu_memory_utilization {share:g} is {share * h.gpu_bytes / GIB:.1f} GiB, "
+            f"GPU, rollout: --gpu_memory_utilization {share:g} is {share * room / GIB:.1f} GiB, "
             f"of which the engine needs {engine / GIB:.1f} without its cache: "
-            f"not enough for one sequence of {setup.engine.max_model_len} tokens"
+            f"not enough for one sequence of {setup.engine.max_model_len} tokens; {LARGER_SHARE}"
         )
     else:
         sentences += short_of_states(setup)
+    room = setup.hardware.host_bytes
     for name, parts in host_phases(setup).items():
-        size = total(parts if free is None else without(parts, "processes"))
-        if size > h.host_bytes:
-            sentences.append(f"host RAM, {name}: needs {size / GIB:.0f} GiB of {h.host_bytes / GIB:.0f} on each node")
+        if (size := total(parts)) > room:
+            lack = f"needs {size / GIB:.0f} GiB of {room / GIB:.0f} on each node"
+            sentences.append(f"host RAM, {name}: {lack}; {WAYS_OUT['host'][0]}")
     return sentences
+
+
+def ways_out(setup: Setup, name: str) -> str:
+    """The flags to change for a phase on a GPU."""
+    words, _ = WAYS_OUT["sample" if name == "rollout" else name]
+    memory = replace(setup.memory, compile=True, gradient_checkpointing=False)
+    compiled = needed(gpu_phases(replace(setup, memory=memory))["update"])
+    if name == "update" and compiled < needed(gpu_phases(setup)["update"]):
+        words += f", or --compile without --gradient_checkpointing, which needs {compiled / GIB:.1f} GiB"
+    return words
 
 
 # The passes ----------------------------------------------------------------------------------------------------------
@@ -332,9 +334,14 @@ def saved_per_layer(setup: Setup) -> float:
     """Bytes that the backward pass of a layer needs from its forward pass, without recomputation."""
     m = setup.model
     tokens = setup.counted_tokens
-    norms = m.norms * (4 if setup.has_lora else m.norm_bytes)  # a frozen norm does not need its normalized input
     copies = m.experts * (2 if setup.has_lora else 4)  # of experts, which are frozen beside adapters, the outputs alone
-    mlp = 8 * m.intermediate + (4 + copies + norms) * m.hidden
+    if setup.memory.compile:
+        # Gate, up and their product; each norm's input and output, in bf16. What autograd kept of compiled Qwen2 and
+        # Qwen3 layers of three shapes on a CPU was the same to 0.1 %; on a GPU it has not been measured.
+        mlp = 6 * m.intermediate + (4 * m.norms + copies) * m.hidden
+    else:
+        norms = m.norms * (4 if setup.has_lora else m.norm_bytes)  # a frozen norm does not need its normalized input
+        mlp = 8 * m.intermediate + (4 + copies + norms) * m.hidden
     keys = 4 * m.kv * setup.keys_per_position
     attention = tokens * (4 * m.q + keys + 4 * m.heads + head_norms(setup))
     linear = row_tokens(setup) * (2 * m.hidden + 8 * m.linear_keys + 84 * m.linear_values)
@@ -348,9 +355,12 @@ def saved_per_layer(setup: Setup) -> float:
 
 
 def head_norms(setup: Setup) -> int:
-    """Bytes that the norms of a token's queries and keys save: their input in fp32, and normalized as in `norms`."""
+    """Bytes that the norms of a token's queries and keys save: their input in fp32, and normalized as in `norms`;
+    compiled, their input in bf16.
+    """
     m = setup.model
-    return m.has_head_norms * (4 if setup.has_lora else m.norm_bytes) * (m.q + m.kv)
+    eager = 4 if setup.has_lora else m.norm_bytes
+    return m.has_head_norms * (2 if setup.memory.compile else eager) * (m.q + m.kv)
 
 
 def logprobs_peak(setup: Setup) -> Parts:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from plan import memory as memory
 from plan import time as time
-from plan.advice import advised
 from plan.memory import Parts, total
 from plan.setup import GIB, Setup
 from runtime.tables import in_columns
@@ -40,7 +39,6 @@ NO_TIME = "time        none is estimated, because the run does not fit"
 FITS = """\
 fits: {gpu_peak_phase} needs {gpu_needed_gib:.1f} of {gpu_capacity_gib:.1f} GiB, {spare:.0%} to spare \
 beyond the reserve; the host needs {host_peak_gib:.0f} of {host_capacity_gib:.0f} GiB"""
-CHANGE = "  {flags}: {gpu_needed_gib} GiB on a GPU, {host_peak_gib} on the host, {step_seconds} s per step"
 PLAN_FIGURES = (
     "prompts_per_step", "group_size", "completions_per_step", "updates_per_step", "total_steps", "total_updates",
 )  # fmt: skip
@@ -114,7 +112,7 @@ def report_of(setup: Setup) -> dict[str, object]:
         report["total_hours"] = round(hours, 1)
         report["total_gpu_hours"] = round(hours * (h.gpus + h.generation_gpus))
         report["seconds"] = {name: round(value, 1) for name, value in time.phase_seconds(setup).items()}
-    return report | advised(setup)
+    return report
 
 
 def text_of(report: dict) -> str:
@@ -151,22 +149,9 @@ def table_of(columns: dict[str, Parts]) -> str:
 
 
 def verdict_of(report: dict) -> str:
-    """Lines that say whether the run fits; if not, what would; and what would be faster."""
+    """Lines that say whether the run fits; if not, which flags to change."""
+    lines = ["does not fit:", *report["misfits"]]
     if report["fits"]:
         spare = 1 - report["gpu_needed_gib"] / report["gpu_capacity_gib"]
         lines = [FITS.format(**report, spare=spare)]
-    else:
-        lines = ["does not fit:", *report["misfits"], "would fit, with the fewest changes:"]
-        lines += map(change_line, report["changes_that_would_fit"])
-        if not report["changes_that_would_fit"]:
-            lines.append("  none of up to four changes")
-    lines += [f"warning: {warning}" for warning in report["warnings"]]
-    if fastest := report["fastest_that_fits"]:
-        lines += ["the fastest that fits the same machines:", change_line(fastest)]
-    return "\n".join(lines)
-
-
-def change_line(setup: dict) -> str:
-    """A changed setup: its flags, what it needs, and its warnings."""
-    line = CHANGE.format(**setup, flags=" ".join(setup["changes"]))
-    return "; ".join([line, *setup["warnings"]])
+    return "\n".join([*lines, *(f"warning: {warning}" for warning in report["warnings"])])

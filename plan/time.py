@@ -14,7 +14,9 @@ from plan.memory import REDUCE, cache_bytes_per_token, engine_parts, sequence_by
 from plan.setup import ModelShape, Setup
 
 # Seconds that no formula of bytes or FLOPs explains.
-TOKEN_STEP = {True: 0.015, False: 0.005}  # each running completion gets a token; without and with CUDA graphs
+# The host's part of a step in which each running completion gets a token, at least: without and with CUDA graphs.
+TOKEN_STEP = {True: 0.015, False: 0.0025}
+TOKEN_HOST = 33e-6  # the host's part for each of these completions
 ALL_REDUCE = 15e-6  # a few MB between the GPUs of an engine: two in a layer
 PASS = 0.03  # a pass of the trainer over a micro-batch
 SWITCH = 5.0  # the engine goes to sleep, wakes up and loads the new weights, once a step
@@ -110,7 +112,8 @@ def rollout_seconds(setup: Setup) -> float:
     """Prompts, then tokens: the engine is full until the last completions run; the longest goes on alone to the limit.
 
     A step of a token reads the weights, or takes as long as its FLOPs. Reads of the cache and what the ranks of an
-    engine exchange are added. So more cache, which makes fewer steps, is never slower.
+    engine exchange are added. The host prepares the next step meanwhile: the slower of the two counts. So more cache,
+    which makes fewer steps, is never slower.
     """
     plan, run, h, m = setup.plan, setup.run, setup.hardware, setup.model
     tp = run.tensor_parallel_size
@@ -133,12 +136,14 @@ def rollout_seconds(setup: Setup) -> float:
         alone = min(alone, completion * (longest - 1))
         again = sequences * MORE_UNFINISHED / 2 * (1 - completion / run.max_completion_tokens)
         prefill += forward_flops(m, prompt + completion, 1) * again / flops
-    decode = max(steps * weights, tokens * forward_flops(m, 1, 1) / flops) + alone * lone
+    decode = max(steps * weights, tokens * forward_flops(m, 1, 1) / flops)
     cache = tokens * (prompt + completion / 2) * cache_bytes_per_token(setup) / memory
     exchanged = 4 * m.layers * m.hidden * setup.compute_bytes * (tp - 1) / tp * (tokens + prompts)
     links = exchanged / link_speed(setup, tp)
-    step = TOKEN_STEP[setup.engine.enforce_eager] + 2 * m.layers * ALL_REDUCE * (tp > 1)
-    return prefill + decode + cache + links + (steps + alone) * step
+    reduced = 2 * m.layers * ALL_REDUCE * (tp > 1)
+    step = TOKEN_STEP[setup.engine.enforce_eager]
+    together = max(decode + cache + links + steps * reduced, steps * step, tokens * TOKEN_HOST)
+    return prefill + together + alone * max(lone + reduced, step)
 
 
 def running_sequences(setup: Setup) -> float:

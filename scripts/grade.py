@@ -95,7 +95,7 @@ def check_needs(grader: Grader, cases: list[Case], group_size: int) -> None:
                 "prompts; put the completions of a prompt in consecutive rows, so many of each."
             )
     grader.check_groups("--group_size", group_size)
-    if grader.needs.token_ids:
+    if grader.inputs.token_ids:
         raise ValueError(f"--reward {grader.grading.reward!r} takes token ids, which only a training run has.")
 
 

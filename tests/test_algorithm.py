@@ -43,7 +43,7 @@ def squared(x, *, kl_clamp): return x**2 * kl_clamp
 def own(tmp_path: Path, monkeypatch) -> str:
     # In a process of its own each test would find its own neighbour.
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr("grading.own.FOLDERS", set())
+    monkeypatch.setattr("grading.user_code.FOLDERS", set())
     monkeypatch.delitem(sys.modules, "scale_of_loss", raising=False)
     (tmp_path / "my_loss.py").write_text(OWN)
     (tmp_path / "scale_of_loss.py").write_text("SCALE = 2.0\n")

@@ -1,21 +1,25 @@
-"""Bad updates: which they are, that they leave no trace, and when they end the run."""
+"""Bad updates, and a sampler that is not the policy: which they are, what they leave behind, when they end the run."""
 
 import copy
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
+import pyarrow.parquet
 import pytest
 import torch
+from torch import nan
 
 from algorithm import algorithm_of
 from batch import Update, pack
 from flags import Memory
 from helpers.made_up import ALONE, flags, load_policy, make_rollout
+from helpers.runs import PROGRAMS, run_ranks, training_flags
 from policy import Policy
 from runtime.start import RunError
 from schedule import UpdateStep
-from update import BEYOND_KL, NOT_FINITE, Bounds, UpdateGuard, find_fault, update_policy, with_advantages
+from update import BEYOND_KL, NOT_FINITE, Bounds, UpdateGuard, check_gap, find_fault, update_policy, with_advantages
 
 GOOD = {
     "policy/loss": 0.5, "optim/grad_norm": 1.0, "policy/approx_kl": 0.01,
@@ -44,8 +48,8 @@ def test_too_many_bad_updates_in_a_row_end_the_run():
     guard = UpdateGuard(ALONE, Bounds(max_kl=0.1, max_skipped_updates=2))
     found = [list(guard.judge(metrics, at(2)).values()) for metrics in (NAN, FAR, GOOD, NAN, NAN)]
     assert found == [[1, 1, 0], [1, 0, 1], [0, 0, 0], [1, 1, 0], [1, 1, 0]]
-    resumed, state = UpdateGuard(ALONE, guard.bounds), json.loads(json.dumps(guard.state() | {"prompts_drawn": 3}))
-    assert resumed.restore(state) == state
+    resumed = UpdateGuard(ALONE, guard.bounds)
+    resumed.restore(json.loads(json.dumps(guard.state() | {"prompts_drawn": 3})))
     said = r"step 3, update 2 is left out: the KL .* These are 3 in a row \(--max_skipped_updates 2\)"
     with pytest.raises(RunError, match=said):
         resumed.judge(FAR, at(3, 2))
@@ -78,7 +82,7 @@ def make_update(policy: Policy, change: float) -> Update:
     old_N = batches[2].old_logprobs_N.clone()
     old_N[batches[2].trained_K[1]] -= change
     batches[2] = replace(batches[2], old_logprobs_N=old_N)
-    return Update(batches, sum(rollout.completion_lengths_B), len(rollout.rows))
+    return Update(batches, sum(rollout.completion_lengths_B))
 
 
 @pytest.mark.parametrize(("max_kl", "change"), [(0.05, -4.0), (0.0, math.nan)], ids=["kl", "loss"])
@@ -100,3 +104,36 @@ def test_a_bad_update_changes_no_bit_and_the_next_one_is_made(max_kl, change, po
     assert all(parameter.grad is None for parameter in model.parameters())
     assert train(0.0, 3) == 0
     assert not any(new.equal(old) for new, old in zip(model.state_dict().values(), before[0].values(), strict=True))
+
+
+# A sampler that is not the policy -------------------------------------------------------------------------------------
+
+# Figures of clean steps with about two hundred tokens of an uncertain policy: a temperature counts by what it explains.
+CLEAN = [(0.0035, 1.053, 0.14), (0.0069, 0.939, 0.51), (0.0126, 1.088, 0.3)]
+
+
+@pytest.mark.parametrize("gap", [*CLEAN, (0.02, 0.93, 0.8), (0.06, 1.0, 0.0), (nan, 1.0, 0.0), (0.01, nan, nan)])
+def test_no_update_is_made_if_log_probs_are_beyond_the_bound(gap):
+    """An update is not made if the gap of its log-probs is beyond --max_rollout_gap."""
+    names = ("gap_mean", "temperature", "temperature_r2")
+    metrics = {f"policy/rollout_{name}": x for name, x in zip(names, gap, strict=True)} | {"policy/loss": 1.0}
+    free, bounded = (UpdateStep(0, 1e-3, True, 1.0, 1, 3, 2, max_rollout_gap=bound) for bound in (0.0, 0.05))
+    with nullcontext() if gap in CLEAN else pytest.raises(RunError, match="step 3, update 2 .*rollout_gap 0.05"):
+        check_gap(metrics, bounded)
+    check_gap(metrics, free)
+    check_gap(metrics | {"policy/loss": nan}, bounded)  # then the log-probs say nothing of the sampler
+
+
+def test_a_sampler_at_another_temperature_ends_the_run(policy, tmp_path):
+    """A run whose sampler has another temperature ends before it learns from the samples. Through the program
+    itself: the sentence is the last thing said, and its file has the tokens of the step.
+    """
+    done = run_ranks(2, PROGRAMS, ["cooler", *training_flags(policy, tmp_path / "run")], timeout=300)
+    file = tmp_path / "run" / "rollouts" / "step_1.parquet"
+    said = done.stderr.strip().splitlines()[-1]
+    assert done.returncode != 0 and "error: step 1, update 1 is not made" in said and "Traceback" not in done.stderr
+    assert "--max_rollout_gap 0.05" in said and f"{file} holds the step's tokens, with both log-probs" in said
+    columns = [pyarrow.parquet.read_table(file)[name] for name in ("token_ids", "rollout_logprobs", "old_logprobs")]
+    tokens, sampler, trainer = (column.combine_chunks().flatten().to_numpy() for column in columns)
+    assert len(columns[0]) == 32 and len(tokens) == len(sampler) and abs(sampler - trainer).mean() > 0.02
+    assert not list((tmp_path / "run").glob("step_*")), "no checkpoint"

@@ -38,7 +38,7 @@ def test_on_a_cpu_it_runs_what_a_cpu_can_and_says_so(tmp_path, monkeypatch, caps
     assert "LOOK" not in shown and "nothing to look at" in shown
     report = (tmp_path / "gpu_check.md").read_text()
     titles = re.findall(r"^## (.*)$", report, re.MULTILINE)
-    assert titles == ["machine", "kernels", "run", "kill and resume"] and report in shown
+    assert titles == ["machine", "kernels", "run", "kill and resume", "sync"] and report in shown
     assert re.search(r"For a report, .*, 1 ranks:\nok    torch: .*\n(.*\n)*ok    sample, speed: ", shown)
     figures = dict(re.findall(r"ok    (.*?): (?:off by |cosine |norm )?(\d[\d.,e-]*)", report))
     assert 0 < float(figures["attention, forwards"]) < 0.05
@@ -46,6 +46,7 @@ def test_on_a_cpu_it_runs_what_a_cpu_can_and_says_so(tmp_path, monkeypatch, caps
     assert 0.999 < float(figures["attention, gradients"]) <= 1
     assert 0 < float(figures["one engine: gap after sleep, wake and sync"]) < 1e-4
     assert float(figures["sample, speed"].replace(",", "")) > 0
+    assert re.search(r"ok    weights after sleep and sync: 0 of \d\d tensors differ: none", report)
 
 
 @pytest.mark.parametrize(("count", "capability", "free", "wrong"), [
@@ -101,7 +102,6 @@ def test_an_engine_with_other_weights_stands_out(gaps, wrong):
 
 def test_memory_beyond_the_dry_run_stands_out_on_a_gpu(tmp_path, monkeypatch):
     """Memory that the dry run did not foresee stands out on a GPU."""
-    (tmp_path / "starts.jsonl").write_text(json.dumps({"predicted_gib": {"update": 10.0, "sample": 10.0}}) + "\n")
     speeds = {
         "perf/update_mfu": 0.5,
         "perf/update_tokens_per_s_per_gpu": 1.0,
@@ -110,12 +110,26 @@ def test_memory_beyond_the_dry_run_stands_out_on_a_gpu(tmp_path, monkeypatch):
     }
     record = {"step": 1, "memory/update_gib": 11.0, "memory/sample_gib": 9.9} | speeds | steps(0.001)[0]
     monkeypatch.setattr(check_gpu, "make_model", lambda place: None)
+    monkeypatch.setattr(check_gpu, "apart", lambda find: 79.0)
+    monkeypatch.setattr(check_gpu, "planned", lambda *_: {"update": 10.0, "sample": 10.0})
     monkeypatch.setattr(check_gpu, "read_metrics", lambda folder: [record, record])
     monkeypatch.setattr(Place, "train", lambda *_: tmp_path)
     lines = list(check_gpu.check_run(Place(tmp_path, None, 1, is_cuda=True)))
     (line,) = [line for line in lines if not line.is_ok]
     assert line.what == "memory, update, against the dry run"
     assert "wrong by +10%: please report it" in line.advice
+
+
+def test_the_dry_run_is_asked_for_the_run_that_was_made(tmp_path):
+    """Its flags are those in the run folder. Qwen2.5-1.5B in full: 16 bytes a parameter, and an engine of 0.4 x 80."""
+    command = f"--model Qwen/Qwen2.5-1.5B --train_data x#64 --out_dir {tmp_path}".split()
+    args = parse_flags([*command, *check_gpu.COMMON.split(), *check_gpu.SIZE[True].split()])
+    (tmp_path / "config.json").write_text(json.dumps(vars(args) | {"dtype": "bfloat16"}))
+    planned = check_gpu.planned(tmp_path, 80 * check_gpu.GIB)
+    parameters = 1_543_714_304
+    assert planned["sample"] == pytest.approx(1.05 * 12 * parameters / 2**30 + 0.4 * 80 + 2.5)
+    assert planned["load"] == planned["sync"] == planned["sample"]
+    assert 1.05 * 16 * parameters / 2**30 < planned["update"] < planned["sample"]
 
 
 @pytest.mark.parametrize(
@@ -216,6 +230,7 @@ def test_a_failing_check_is_reported_and_the_others_run(tmp_path, monkeypatch, c
     monkeypatch.setattr(check_gpu, "check_machine", broken)
     monkeypatch.setattr(check_gpu, "check_run", lambda place: iter([Line("slow", "1", "2", False, "do this")]))
     monkeypatch.setattr(check_gpu, "apart", lambda find: [])
+    monkeypatch.setattr(check_gpu, "check_sync", lambda place: iter([]))
     monkeypatch.setattr(check_gpu, "check_resume", lambda place: iter([Line("fine", "1")]))
     assert check_gpu.write_report(Place(tmp_path, None, 1, is_cuda=False)) == 2
     report = (tmp_path / "gpu_check.md").read_text()

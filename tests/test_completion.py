@@ -8,7 +8,7 @@ from batch import Completion
 from extras.turns.turns import Episode, Turns
 from flags import Grading, PromptFormat, TurnLimits
 from grading import Case
-from grading.verifiers import BUILT_IN
+from grading.verifiers import load_verifier
 from helpers.made_up import byte_tokenizer
 from model.special_tokens import describe_tags
 
@@ -76,9 +76,10 @@ def test_without_tags_the_text_has_no_special_tokens(template):
 
 def test_rewards_see_the_tags_and_the_log_names_them():
     text = read("<think>\\boxed{5}</think><answer>4</answer><|im_end|>")
-    scores = {name: BUILT_IN[name](Case(text, "4"))[0] for name in ("math", "exact", "gsm8k", "format", "think_format")}
+    names = ("math", "exact", "gsm8k", "format", "think_format")
+    scores = {name: load_verifier(name)(Case(text, "4"))[0] for name in names}
     assert set(scores.values()) == {1.0}
-    assert BUILT_IN["math"](Case(read("<think>\\boxed{4}", "length"), "4"))[0] == 0.0, "a thought that was cut"
+    assert load_verifier("math")(Case(read("<think>\\boxed{4}", "length"), "4"))[0] == 0.0, "a thought that was cut"
     assert describe_tags(tokenizer_of(["<answer>", "</answer>", "<|box_end|>", "<|python_tag|>"])) == [
         "special tokens that the reward sees: <answer>, </answer>, <|python_tag|>"
     ]

@@ -21,6 +21,7 @@ from batch import Batch
 from extras.losses.gspo_token import gspo_token_ratio
 from grpo import Graded, Loss, Tokens, masked_sum, whitened
 from helpers.made_up import flags
+from metrics import token_metrics
 
 Floats = list[float]
 LENGTHS = [12, 7, 3, 11, 5, 9, 2, 6]
@@ -593,9 +594,10 @@ def test_kls_are_measured_without_the_clamp_of_the_loss():
     batch = Batch(
         input_ids_N=index, position_ids_N=index, labels_N=index, loss_mask_N=ones.bool(), loss_weights_N=ones / 2,
         sequence_ids_N=index, trained_K=torch.arange(2), segments_S=(), advantages_N=ones,
-        rollout_logprobs_N=sampler, ref_logprobs_N=old,
+        rollout_logprobs_N=sampler, ref_logprobs_N=old, lags_N=index, kl_weights_N=ones,
     )  # fmt: skip
-    _, means, _ = grpo.total_loss(batch, new, old, ones, algorithm_of(flags(kl_coef=0.1)))
+    algorithm = algorithm_of(flags(kl_coef=0.1))
+    means, _ = token_metrics(batch, grpo.total_loss(batch, new, old, ones, algorithm), algorithm)
     found = {name: values.float().mean().item() for name, values in means.items()}
     assert found["policy/kl_clamp_frac"] == 0.5
     assert found["policy/approx_kl"] == pytest.approx((40.0 - 1.0) / 2)

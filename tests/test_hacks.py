@@ -49,7 +49,7 @@ HACKS = {  # what is put before which place of which file
     "reward": [("my_reward.py", "", REWARD)],
     "verifier": [
         ("grading/verifiers.py", "BUILT_IN = {", THREES),
-        ("grading/verifiers.py", '    "math": verify_math', '    "threes": verify_threes,\n'),
+        ("grading/verifiers.py", '    "math": "grading', '    "threes": "grading.verifiers:verify_threes",\n'),
     ],
     "data source": [
         ("sources.py", "READERS: ", READER),

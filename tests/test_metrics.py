@@ -2,25 +2,35 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from batch import Update, pack, training_costs
+from batch import Batch, Update, pack
 from fsdp_utils import World
 from grading import Grade
-from helpers.made_up import load_policy, make_grade, make_rollout
-from metrics import Work, merge_updates, peak_flops, rollout_metrics, stderr_of_mean, throughput
+from helpers.made_up import flags, load_policy, make_grade, make_rollout, policy_of
+from metrics import (
+    Work,
+    merge_updates,
+    peak_flops,
+    rollout_metrics,
+    stderr_of_mean,
+    temperature_of,
+    temperature_terms,
+    throughput,
+    work_of_step,
+)
 from plan.setup import shape_of
 from plan.time import forward_flops
-from update import update_flops, work_of_step
 
 WORLD = World(trainer_rank=0, num_trainers=2, tp_size=1, device=torch.device("cpu"))
 ROLLOUT = make_rollout([6, 2, 8, 4], group_size=2)  # with prompts of 4 tokens: 9 + 5 + 11 + 7 positions
-POLICY = SimpleNamespace(flops_per_token=100, parity_length=10.0, adapter=None)
-WITH_LORA = SimpleNamespace(flops_per_token=100, parity_length=10.0, adapter=object())
+
+
+def flops_of(batches: list[Batch]) -> float:
+    return 300 * sum(batch.cost(parity_length=10.0) for batch in batches)
 
 
 def test_rollout_metrics_count_groups_lengths_and_truncation():
@@ -88,16 +98,14 @@ def test_updates_of_a_step_are_merged_by_what_a_number_means():
 
 def test_the_work_of_a_step_counts_prompts_and_discarded_samples():
     """The work of a step counts prompts for the trainer, and what was thrown away for the sampler."""
-    updates = [Update([pack(ROLLOUT, [0, 1])], 8, 2), Update([pack(ROLLOUT, [2]), pack(ROLLOUT, [3])], 12, 2)]
+    updates = [Update([pack(ROLLOUT, [0, 1])], 8), Update([pack(ROLLOUT, [2]), pack(ROLLOUT, [3])], 12)]
     sampled, costs = make_rollout([6, 2, 8, 4, 10], group_size=1), 32 + (81 + 25 + 121 + 49) / 10
-    work = work_of_step(sampled, ROLLOUT, updates, POLICY, 2)
+    work = work_of_step(sampled, ROLLOUT, updates, 2, flops_of)
     assert (work.sampled_tokens, work.completion_tokens, work.update_tokens) == (30, 20, 32 * 2)
     assert work.update_flops == pytest.approx(3 * 100 * costs * 2)
-    frozen = work_of_step(sampled, ROLLOUT, updates, WITH_LORA, 2)
-    assert frozen.update_flops == pytest.approx(2 * 100 * costs * 2)
     # Positions that are shared count as tokens and not as FLOPs: 2 x 3 of the prompts' 4 tokens.
-    together = [Update([pack(ROLLOUT, [0, 1, 2, 3], group_size=2)], num_tokens=20, num_prompts=2)]
-    work = work_of_step(ROLLOUT, ROLLOUT, together, POLICY, 1)
+    together = [Update([pack(ROLLOUT, [0, 1, 2, 3], group_size=2)], num_tokens=20)]
+    work = work_of_step(ROLLOUT, ROLLOUT, together, 1, flops_of)
     assert work.update_tokens == 32
     assert work.update_flops == pytest.approx(3 * 100 * (26 + (81 + 25 + 121 + 49 - 2 * 3**2) / 10))
 
@@ -118,9 +126,10 @@ def test_rates_and_waiting_are_those_of_the_step():
 def test_the_flops_of_an_update_are_those_of_the_planner(untied_policy):
     policy = load_policy(untied_policy)
     shape = shape_of(policy.model.config, "test")
-    lengths = np.array([12, 40, 100])
-    found = update_flops(policy, training_costs(lengths, policy.parity_length).sum())
-    assert found == pytest.approx(3 * sum(forward_flops(shape, length, length) for length in lengths.tolist()))
+    batches = [pack(make_rollout([9, 37, 97]), [0, 1, 2])]  # of 12, 40 and 100 positions
+    forward = sum(forward_flops(shape, length, length) for length in (12, 40, 100))
+    assert policy.update_flops(batches) == pytest.approx(3 * forward)
+    assert policy_of(flags(model=untied_policy, lora_rank=4)).update_flops(batches) == pytest.approx(2 * forward)
 
 
 def test_the_peak_is_that_of_the_gpu_or_unknown():
@@ -136,3 +145,13 @@ def test_the_peak_is_that_of_the_gpu_or_unknown():
     ]
     wanted = known | dict.fromkeys([*derived, ""])
     assert {name: peak_flops(name) for name in wanted} == wanted
+
+
+def test_the_temperature_is_read_from_log_probs():
+    torch.manual_seed(0)
+    logits = torch.randn(4000, 32) * 2
+    trainer, sampler = (torch.distributions.Categorical(logits=each) for each in (logits, logits / 0.9))
+    tokens = sampler.sample()
+    terms = temperature_terms(trainer.log_prob(tokens), sampler.log_prob(tokens), trainer.entropy())
+    ratio, explained = temperature_of(**{name: values.mean().item() for name, values in terms.items()})
+    assert abs(ratio - 0.9) < 0.015 and explained > 0.9

@@ -10,7 +10,7 @@ import torch
 from algorithm import algorithm_of
 from gate.checks import check_flags
 from gate.choices import check_choices
-from grading.own import load_reference
+from grading.user_code import load_reference
 from grpo import Tokens, k3
 from helpers.distributed import on_ranks
 from helpers.made_up import flags

@@ -1,5 +1,8 @@
 """The trainer's side of the reward: what a `Grader` makes of rows and completions."""
 
+import subprocess
+import sys
+import textwrap
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +11,7 @@ import pytest
 
 from flags import Grading, Sampling
 from grading import Case
+from helpers.runs import ROOT
 from reward import Grade, Grader, workers_per_engine
 from runtime.start import RunError
 
@@ -148,8 +152,8 @@ def test_rows_with_unusable_keys_are_excluded_with_a_reason():
 
 
 def test_a_key_that_hangs_excludes_no_other_row(tmp_path):
-    code = "import time\nfrom grading.verifiers import BUILT_IN\n"
-    code += "BUILT_IN['exact'] = lambda case: (0.0, time.sleep(60 * (case.answer == 'hang')))\n"
+    code = "import time\nfrom grading import verifiers\n"
+    code += "verifiers.verify_exact = lambda case: (0.0, time.sleep(60 * (case.answer == 'hang')))\n"
     (tmp_path / "my_reward.py").write_text(code + "def score(completion):\n    return 0.0\n")
     grader = Grader(Grading(f"exact,{tmp_path}/my_reward.py:score", reward_timeout=0.5), num_workers=2)
     assert bad_rows(grader, [row("hang" if i == 70 else str(i)) for i in range(150)]) == {70: "timeout"}
@@ -176,3 +180,22 @@ def test_the_engines_of_a_node_share_its_cores(monkeypatch):
     assert workers_per_engine(Grading("math"), tensor_parallel_size=4) == 48
     assert workers_per_engine(Grading("math"), tensor_parallel_size=16) == 96
     assert workers_per_engine(Grading("math", reward_workers=3)) == 3
+
+
+def test_a_reward_loads_only_what_it_names():
+    """The trainer and a worker of `exact` load neither SymPy nor IFEval, nor how functions of the user's are called."""
+    code = """
+        import sys
+        import reward
+        from grading.score import RewardWorker
+
+        RewardWorker("exact,format,length", None)
+        print(*{"sympy", "math_verify", "grading.ifeval", "grading.own", "grading.user_code"} & {*sys.modules})
+        RewardWorker("ifeval", None)
+        print(*{"sympy", "grading.ifeval"} & {*sys.modules})
+        RewardWorker("@kind", None)
+        print(*{"sympy", "math_verify"} & {*sys.modules})
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [{*line.split()} for line in said] == [set(), {"grading.ifeval"}, {"sympy", "math_verify"}]

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flags import Lora
-from fsdp_utils import World, full_tensor, own_rows
+from fsdp_utils import World, full_tensor
 from model.sizes import MERGED_ROWS
 
 NAME = "default"  # peft's name for the one adapter
@@ -130,13 +130,6 @@ class Adapter:
         names = ", ".join(sorted({name.split(".")[-3] for name in self.layers}))  # before .base_layer.weight
         settings = f"rank {config.r}, alpha {config.lora_alpha:g}, dropout {config.lora_dropout:g}"
         return f"LoRA ({settings}) on {len(self.layers)} linear layers: {names}"
-
-    def own_merged_rows(self, layer: LoraLayer, weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, int]]:
-        """(some rows of this rank's W + s B A, index of the first), without `merged`. All ranks call it."""
-        a, b = full_tensor(layer.lora_A[NAME].weight, torch.float32), layer.lora_B[NAME].weight
-        pairs = zip(own_rows(weight, MERGED_ROWS), own_rows(b, MERGED_ROWS), strict=True)  # the same rows of both
-        for (rows, first), (b_rows, _) in pairs:
-            yield (rows.float() + layer.scaling[NAME] * (b_rows.float() @ a)).to(dtype), first
 
     def merged(self, layer: LoraLayer, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """W + s B A in fp32, then in `dtype`, for a layer's whole `weight`; fp32 copies are of some rows at a time."""

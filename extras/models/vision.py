@@ -205,12 +205,13 @@ def add_images(batch: Batch, rollout: Rollout) -> Batch:
     return replace(batch, position_ids_N=position_ids_N, parts=(*batch.parts, BatchImages(prompts, places_I)))
 
 
-def check_images(path: str, config: PretrainedConfig) -> None:
-    """Raises ValueError if images are not implemented for the model."""
+def check_images(path: str, config: PretrainedConfig, column: str | None) -> None:
+    """Raises ValueError if images are not implemented for the model. `column`: --image_column; None: it has a tower."""
     if config.model_type not in KNOWN:
+        asked_by = "its vision tower" if column is None else f"--image_column {column!r}"
         raise ValueError(
-            f"--model {path} is of the type {config.model_type!r}; --image_column and models with a vision tower are "
-            f"implemented for {', '.join(KNOWN)}."
+            f"{asked_by}: --model {path} is of the type {config.model_type!r}; images are implemented for "
+            f"{', '.join(KNOWN)}. Use such a model, or one without images."
         )
 
 
@@ -218,7 +219,7 @@ def load_processor(
     path: str, config: PretrainedConfig, prompt_format: PromptFormat
 ) -> tuple[PreTrainedTokenizerBase, Vision]:
     """The tokenizer, and what reads images. Raises ValueError for image flags that do not suit the model."""
-    check_images(path, config)
+    check_images(path, config, prompt_format.image_column)
     try:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:

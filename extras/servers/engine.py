@@ -54,7 +54,7 @@ class ServerEngine:
     in_flight: bool  # unfinished completions go on under new weights; otherwise a sync waits for them
     weights: dict[str, list] = field(default_factory=dict)  # names, dtypes and shapes of what `sync` sends
     begun: dict[tuple[int, ...], list[Request]] = field(default_factory=dict)  # by the seed of their call
-    last_progress: str = ""  # as the ranks last heard it
+    last_progress: object = None  # as the ranks last heard it
 
     def begin(self, rows: list[Row], sampling: Sampling, seed: tuple[int, ...], is_first: bool = False) -> None:
         """The servers sample these rows, for a later call of `sample` with this seed. `is_first`: before all others."""
@@ -86,17 +86,15 @@ class ServerEngine:
                     del unfinished[b]
             return not unfinished
 
-        self.wait(is_done, lambda: f"{description}: {len(unfinished)} completions unfinished")
+        self.wait(is_done)
         end_if_requested()
         rollout = broadcast_from_main(rollout_of([request.completion for request in requests]))
         return replace(rollout, rows=[row for row in rows for _ in range(sampling.num_samples)])
 
-    def wait(self, is_done: Callable[[], bool], describe: Callable[[], str]) -> None:
+    def wait(self, is_done: Callable[[], bool]) -> None:
         """Returns on all ranks when `is_done()` on the main one, or after a signal. RunError: a server has failed."""
         while True:
-            status = None
-            if self.fleet is not None:
-                status = is_done(), f"{describe()} ({self.fleet.describe()})", self.fleet.error
+            status = (is_done(), self.fleet.progress(), self.fleet.error) if self.fleet else None
             statuses, signals = zip(*gather_from_ranks((status, requested())), strict=True)
             is_over, progress, error = statuses[0]
             if error:
@@ -111,7 +109,7 @@ class ServerEngine:
     def sync(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
         """All servers take new weights, one full tensor at a time; the first call waits until they have started."""
         fleet = self.fleet
-        self.wait(lambda: fleet.call(fleet.pause_dispatch(self.in_flight)), lambda: "before the weights change")
+        self.wait(lambda: fleet.call(fleet.pause_dispatch(self.in_flight)))
         if fleet is not None:
             fleet.call(fleet.prepare(self.weights, self.device, self.version))
         for _, tensor in named_parameters:

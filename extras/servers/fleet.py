@@ -377,12 +377,9 @@ class Fleet:
         await asyncio.gather(*work)
         self.raise_fault()
 
-    def describe(self) -> str:
-        parts = [f"{server.name} has {server.num_requests} requests" for server in self.servers]
-        if self.turns is not None:
-            parts.append(f"{len(self.awaiting_reply)} wait for their environment")
-        num_tokens = sum(server.tokens for server in self.servers)
-        return ", ".join([*parts, f"{num_tokens:.0f} tokens in all"])
+    def progress(self) -> list[tuple[bool, int, float]]:
+        """It changes with all that servers do."""
+        return [(server.is_ready, server.num_requests, server.tokens) for server in self.servers]
 
     # Faults -----------------------------------------------------------------------------------------------------------
 

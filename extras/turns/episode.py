@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 from extras.turns.tools import Toolbox
 from grading import Grade
-from grading.own import WrongReturn, awaited, load_own, read_reward
+from grading.own import WrongReturn, awaited, read_reward
 from grading.pool import Outcome, Pool
+from grading.user_code import load_own
 
 Messages = list[dict[str, str]]
 

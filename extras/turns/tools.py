@@ -12,7 +12,8 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-from grading.own import awaited, load_own
+from grading.own import awaited
+from grading.user_code import load_own
 
 MAX_CALLS = 16  # calls of a turn that are run
 

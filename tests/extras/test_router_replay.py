@@ -99,7 +99,7 @@ def test_the_reference_routes_by_itself(folder):
     free, wrong = (batches_of(each, 1)[:1] for each in (sampled, changed(with_own_routes(policy, sampled))))
     found = {}
     for field in ("ref_logprobs_N", "old_logprobs_N"):
-        both = [logprobs_under(policy, field, Update(each, 1, 1), algorithm).batches[0] for each in (free, wrong)]
+        both = [logprobs_under(policy, field, Update(each, 1), algorithm).batches[0] for each in (free, wrong)]
         found[field] = torch.equal(*(getattr(batch, field) for batch in both))
     assert found == {"ref_logprobs_N": True, "old_logprobs_N": False}
 

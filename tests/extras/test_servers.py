@@ -106,6 +106,7 @@ def test_a_server_that_is_gone_ends_the_run_and_the_next_start_samples_again():
     sampling, good, bad = Sampling(2, 1.0, 20), FakeServer(0.01), FakeServer(0.05)
     with engine_of(good, bad) as engine:
         synced(engine).begin(ROWS, sampling, (1, 1))
+        wait_for(lambda: bad.asked.count("inference/v1/generate") == 8)
         bad.kill()
         again = FakeServer(0.0, bad.port)
         with pytest.raises(RunError, match=f"{bad.url} has failed: "):

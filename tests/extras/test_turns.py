@@ -23,7 +23,7 @@ from extras.turns.tools import Toolbox, read_calls
 from extras.turns.turns import Episode, Template, Turns
 from flags import Grading, PromptFormat, Sampling, TurnLimits
 from grading import Grade
-from grading.own import load_reference
+from grading.user_code import load_reference
 from helpers.fake_servers import FakeServer, engine_of, synced
 from helpers.made_up import (
     ALONE,

@@ -32,7 +32,7 @@ def test_a_roman_numeral_verifier_takes_under_ten_lines(monkeypatch):
                if "verify_roman" in block]  # fmt: skip
     assert len(code.splitlines()) < 10
     exec(compile(code, "roman", "exec"), vars(verifiers))
-    monkeypatch.setitem(verifiers.BUILT_IN, "roman", verifiers.verify_roman)
+    monkeypatch.setitem(verifiers.BUILT_IN, "roman", "grading.verifiers:verify_roman")
     handle = RewardWorker("roman", None)
     completions = {"\\boxed{XIV}": 1.0, "The answer is XIV.": 1.0, "\\boxed{XVI}": 0.0, "\\boxed{14}": 0.0}
     assert {text: handle(("grade", Case(text, "14"))).reward for text in completions} == completions

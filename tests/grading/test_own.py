@@ -8,8 +8,9 @@ import pytest
 
 from extras.turns import episode
 from grading import Case
-from grading.own import OwnReward, files_of, load_own, load_reference
+from grading.own import OwnReward
 from grading.score import RewardWorker
+from grading.user_code import files_of, load_own, load_reference
 from helpers.runs import ROOT
 from inputs import digests_of_files
 

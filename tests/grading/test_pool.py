@@ -12,6 +12,7 @@ import pytest
 from pebble.pool.process import PoolManager
 
 from grading import Case
+from grading import pool as grading_pool
 from grading.pool import Outcome, Pool
 from helpers.runs import ROOT, wait_for
 
@@ -37,8 +38,9 @@ def is_alive(pid: str) -> bool:
         return False
 
 
-def test_a_reward_that_misbehaves_costs_one_completion():
+def test_a_reward_that_misbehaves_costs_one_completion(monkeypatch):
     """A reward that misbehaves costs one completion, and the other completions are graded."""
+    monkeypatch.setattr(grading_pool, "MEMORY_GIB", 0.25)
     late = {"loop": "timeout", "stop": "timeout"}
     failing = {
         "allocate": "error: MemoryError",
@@ -52,7 +54,7 @@ def test_a_reward_that_misbehaves_costs_one_completion():
         "fork a child and exit": "error: it ended its process",
     }
     for deeds, timeout in ((late, 2.0), (failing, 60.0)):
-        pool = start(num_workers=2, timeout=timeout, memory_gib=0.25)
+        pool = start(num_workers=2, timeout=timeout)
         outcomes = run(pool, [text for deed in deeds for text in (deed, "fine x")], "x")
         for outcome, wanted in zip(outcomes[::2], deeds.values(), strict=True):
             assert outcome.status.startswith(wanted) and outcome.value is None
@@ -154,7 +156,7 @@ def test_a_failure_to_load_is_told_and_one_later_too(tmp_path):
     file = tmp_path / "my_reward.py"
     file.write_text("import os\ndef score(completion, answer, columns):\n    os._exit(1)\n")
     pool = start(f"{file}:score")
-    pool.submit(0, ("needs", None))
+    pool.submit(0, ("inputs", None))
     assert pool.collect()[0].status == "ok"
     file.write_text("raise ValueError('changed in between')\n")
     pool.submit(0, ("grade", Case("", "")))
@@ -165,7 +167,7 @@ def test_a_failure_to_load_is_told_and_one_later_too(tmp_path):
 MAIN = """
     import os, signal, sys, time
     import torch
-    from grading import Case
+    from grading import Case, pool as grading_pool
     from grading.pool import Pool
 
     print("the main script is run", flush=True)

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from grading import Case, Grade, score
+from grading import Case, Grade, mathematics, score, verifiers
 from grading.pool import Pool
 from grading.score import RewardWorker, parse_reward
-from grading.verifiers import BUILT_IN
 
 
 def graded(spec: str, *cases: Case) -> list[Grade]:
@@ -95,13 +94,13 @@ def test_a_reward_file_that_cannot_be_loaded_says_why(code, words, tmp_path):
     (tmp_path / "my_reward.py").write_text(code)
     with pytest.raises(ValueError, match=words):
         pool = Pool("grading.score:RewardWorker", (f"{tmp_path}/my_reward.py:score", None), 1, 5.0)
-        pool.submit(0, ("needs", None))
+        pool.submit(0, ("inputs", None))
         pool.collect()
 
 
 @pytest.mark.parametrize("verdict", [True, False])
 def test_a_broken_dependency_is_found_at_the_start(verdict, monkeypatch):
-    monkeypatch.setattr(score, "equal", lambda key, answer: verdict)
+    monkeypatch.setattr(mathematics, "equal", lambda key, answer: verdict)
     for spec in ("math", "format:0.1,math", "@dataset"):
         with pytest.raises(ValueError, match="math-verify or SymPy is broken"):
             RewardWorker(spec, None)
@@ -109,5 +108,5 @@ def test_a_broken_dependency_is_found_at_the_start(verdict, monkeypatch):
 
 
 def test_a_fault_of_a_verifier_is_no_key_that_cannot_be_used(monkeypatch):
-    monkeypatch.setitem(BUILT_IN, "exact", lambda case: {"x": (1.0, None)}[case.answer])
+    monkeypatch.setattr(verifiers, "verify_exact", lambda case: {"x": (1.0, None)}[case.answer])
     pytest.raises(KeyError, graded, "exact", Case("x", '["a", "x"]'))

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from grading import Case
-from grading.verifiers import BUILT_IN
+from grading.verifiers import load_verifier
 
 
 def scored(verifier: str, completion: str, answer: str = "", **more: object) -> float:
-    return BUILT_IN[verifier](Case(completion, answer, **more))[0]
+    return load_verifier(verifier)(Case(completion, answer, **more))[0]
 
 
 CASES = [json.loads(line) for line in (Path(__file__).parent / "verifier_cases.jsonl").read_text().splitlines()]

@@ -24,7 +24,7 @@ import checkpoint
 import rollout as rollout_module
 from algorithm import algorithm_of
 from batch import Rollout, Row
-from engine.drift import DriftGuard
+from compare_weights import Comparison
 from engine.options import Demand, stop_ids
 from extras.models import lora as adapters
 from extras.samplers.partial import PartialSampler, num_unfinished_prompts
@@ -105,9 +105,8 @@ class Trial:
         self.policy, _, self.optimizer = build(self.args, world)
 
     def begin(self, **options: object) -> None:
-        make_guard = functools.partial(DriftGuard, self.policy, self.world, nullcontext)
-        given = self.path, self.world, self.args.dtype, self.args.head_dtype
-        self.engine = start_engine(*given, make_guard=make_guard, **options)
+        self.engine = start_engine(self.path, self.world, self.args.dtype, self.args.head_dtype, **options)
+        self.comparison = Comparison(self.policy, self.world, self.engine.llm.apply_model)
 
     def train(self, rollout: Rollout, **step: object) -> Metrics:
         """The metrics of an update by which every second completion becomes less likely."""
@@ -307,14 +306,14 @@ def step_of_family(trial: Trial, adapted: Trial) -> dict[str, object]:
     rollout = engine.sample(rows, sampling, (1, 1))
     found = {"rollout": replace(rollout, texts=[]), "logprobs": trainer_logprobs(policy, rollout)}
     found |= {"gap": gaps_of(rollout).max(), "mean gap": gaps_of(rollout).mean()}
-    found |= {"hidden": hidden, "not compared": engine.guard.not_compared}
+    found |= {"hidden": hidden, "not compared": trial.comparison.not_compared}
     metrics = trial.train(rollout, rate=1e-2)
     found |= {"gap of a stale engine": gaps_of(rollout).max(), "mean gap of a stale engine": gaps_of(rollout).mean()}
     found["logprobs after"] = trainer_logprobs(policy, rollout)
     found["load"] = metrics.get("moe/load_max")
     with patch.object(rollout_module, "repack", lambda model: None):
         engine.sync(policy.full_weights())
-    found["unpacked"] = engine.guard.different_tensors()
+    found["unpacked"] = trial.comparison.different_tensors()
     engine.sync(policy.full_weights())
     gaps_after = gaps_of(engine.sample(rows, sampling, (1, 2)))
     found |= {"gap after": gaps_after.max(), "mean gap after": gaps_after.mean()}
@@ -324,7 +323,7 @@ def step_of_family(trial: Trial, adapted: Trial) -> dict[str, object]:
         weights = checkpoint.gather_weights(trained, trial.world)
         checkpoint.export(trained, weights, checkpoint.files_of([engine.tokenizer]), Path(f"{trial.path} {name}"))
     engine.sync(load_file(f"{trial.path} exported/model.safetensors").items())  # as vLLM reads them
-    found["not exported"] = engine.guard.different_tensors()
+    found["not exported"] = trial.comparison.different_tensors()
     return found
 
 
@@ -342,22 +341,25 @@ class FaultTrial(Trial):
         sizes = {"prompts_per_step": 8, "prompts_per_update": 8, "dtype": "bfloat16"}
         super().__init__(world, path, lora_rank=lora_rank, learning_rate=RATE, **sizes)
         self.begin()
-        self.number, self.gap, self.sampling = 0, 0.0, Sampling(4, 1.0, 12)
+        self.number, self.sampling = 0, Sampling(4, 1.0, 12)
         rows = load(f"{path}/train.jsonl", self.engine.tokenizer, max_prompt_tokens=8).rows
         self.rows = [replace(row, ids=np.resize(row.ids, 45)) for row in rows[:8]]  # longer than a block of the cache
 
-    def step(self, bound: float = 0.05) -> str | None:
-        """What would have ended the run in it."""
+    def step(self, bound: float = 0.05) -> float:
+        """The gap of a step, whose update is not made if the gap is beyond the bound; then a sync."""
         self.number += 1
         self.optimizer.zero_grad()  # an update that was not made has left its gradient
-        try:
-            rollout = self.engine.sample(self.rows, self.sampling, (1, self.number))
-            self.engine.sleep()
-            self.gap = self.train(rollout, rate=RATE, max_rollout_gap=bound)[GAP]
-        except RunError as error:
-            return str(error)
+        rollout = self.engine.sample(self.rows, self.sampling, (1, self.number))
+        self.engine.sleep()
+        gap = self.train(rollout, rate=RATE, max_rollout_gap=bound)[GAP]
         self.engine.sync(self.policy.full_weights())
-        return None
+        return gap
+
+    def cached_blocks(self) -> int:
+        """Blocks of keys and values of earlier calls that a prompt of the next one would find."""
+        self.engine.prepare((1,))
+        scheduler = self.engine.llm.llm_engine.engine_core.engine_core.scheduler
+        return len(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)
 
     def stream(self, change: Callable[[dict[str, Tensor]], object]) -> AbstractContextManager:
         """What the syncs send is changed."""
@@ -385,10 +387,11 @@ def another_kernel(trial: FaultTrial) -> AbstractContextManager:
 
 
 def faults_of(trial: FaultTrial) -> dict[str, Callable[[], AbstractContextManager]]:
-    """By name: while it is open, syncs or calls have the fault."""
-    engine, old = trial.engine, {name: tensor.clone() for name, tensor in trial.policy.full_weights()}
-    unmerged = lambda layer, weight, dtype: weight.to(dtype)  # noqa: E731
-    lora_fault = {"adapter not merged": lambda: patch.object(adapters, "merged", unmerged)}  # which leaves the head
+    """By name: while it is open, syncs have the fault."""
+    old = {name: tensor.clone() for name, tensor in trial.policy.full_weights()}
+    unmerged = lambda adapter, layer, weight, dtype: weight.to(dtype)  # noqa: E731
+    adapter = adapters.Adapter
+    lora_fault = {"adapter not merged": lambda: patch.object(adapter, "merged", unmerged)}  # which leaves the head
     head_fault = {"head not repacked": lambda: patch.object(rollout_module, "repack", lambda model: None)}
     return {
         "k and v swapped": lambda: trial.stream(lambda named: named.update({K: named[V], V: named[K]})),
@@ -398,31 +401,35 @@ def faults_of(trial: FaultTrial) -> dict[str, Callable[[], AbstractContextManage
         "one bit": lambda: trial.stream(lambda named: named.update({NORM: one_bit(named[NORM])})),
         "missing": lambda: trial.stream(lambda named: named.pop(UP)),
         "engine not synced": lambda: patch.object(Engine, "sync", lambda engine, weights: list(weights)),
-        "prefix cache kept": lambda: patch.object(engine.llm, "reset_prefix_cache", lambda: True),
-        "wrong temperature": lambda: patch.object(trial, "sampling", replace(trial.sampling, temperature=0.9)),
-        "kernel": lambda: another_kernel(trial),
     } | (lora_fault if trial.policy.adapter else head_fault)
 
 
-def faults(world: World, path: str, lora_rank: str) -> dict[str, object]:
-    """The sentence that would have ended the run, of each fault and of the clean steps in between (None: none)."""
+def syncs(world: World, path: str, lora_rank: str) -> dict[str, object]:
+    """Steps with and without a fault: by name of the fault, the tensors that its sync has not brought."""
     trial = FaultTrial(world, path, int(lora_rank))
-    engine = trial.engine
-    found: dict[str, object] = {"engine without a sync": trial.step(), "gaps": {}}
+    engine, different = trial.engine, trial.comparison.different_tensors
+    found: dict[str, object] = {"engine without a sync": different(), "clean": [], "gaps": {}}
     engine.sync(trial.policy.full_weights())
-    clean = [trial.step() for _ in range(3)]
+    found["blocks left"] = []
     for name, fault in faults_of(trial).items():
-        with fault():  # in the sync of the first step, or in its sampling: it must be found before the next is trained
-            found[name] = trial.step() or trial.step()
+        found["clean"].append(different())
+        with fault():
+            trial.step()
+            found[name] = different()
             if name in ("scaled", "stale"):
-                with patch.object(engine, "guard", None):
-                    trial.step(bound=0.0)
-                found["gaps"][name] = trial.gap
-        engine.llm.reset_prefix_cache()
+                found["gaps"][name] = trial.step(bound=0.0)
         engine.sync(trial.policy.full_weights())
-        clean.append(trial.step())
+        found["blocks left"].append(trial.cached_blocks())
+    found["clean"].append(different())
+    colder = patch.object(trial, "sampling", replace(trial.sampling, temperature=0.9))
+    for name, fault in {"wrong temperature": lambda: colder, "kernel": lambda: another_kernel(trial)}.items():
+        with fault():
+            try:
+                found[name] = trial.step()
+            except RunError as error:
+                found[name] = str(error)
     engine.close()
-    return found | {"clean": clean}
+    return found
 
 
 # An epoch of partial rollouts, other weights at each step -------------------------------------------------------------

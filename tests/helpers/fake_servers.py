@@ -77,7 +77,8 @@ class FakeServer:
     async def _start(self) -> None:
         app = web.Application()
         app.add_routes([web.route("*", "/{path:.*}", self.answer)])
-        self.runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
+        # aiohttp takes 0 s for no limit, and may then wait for ever for a connection that has just been opened.
+        self.runner = web.AppRunner(app, shutdown_timeout=0.01, handler_cancellation=True)
         await self.runner.setup()
         await web.TCPSite(self.runner, "127.0.0.1", self.port).start()
         self.port = self.runner.addresses[0][1]

@@ -71,7 +71,7 @@ def replayed(world: World, path: str, dtype: str = "float32") -> dict[str, objec
     noisy = engine.sample(rows, SAMPLING, (1, 1))
     found |= {"noisy": gap(noisy), "noisy, free": gap(free(noisy))}
     for name, trial, change in (("trained", trials[0], lambda x: x), ("trained, free", trials[1], free)):
-        engine.guard, gaps = None, []  # it would compare with the first one's weights
+        gaps = []
         for step in range(3):
             engine.sync(trial.policy.full_weights())
             gaps.append(trial.train(change(engine.sample(rows, SAMPLING, (2, step))), rate=RATE)[GAP])

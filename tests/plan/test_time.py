@@ -71,15 +71,30 @@ def test_compile_leaves_a_third_of_the_bytes_between_products():
 
 
 def test_each_token_of_the_longest_completion_reads_the_weights():
-    """A full engine reads the weights for each token of its longest completion. 32 completions of 8 GPUs that all
-    fit: as many steps as the longest completion has tokens; no step is skipped.
+    """A full engine reads the weights for each token of its longest completion, while the host prepares the next one.
+    32 completions of 8 GPUs that all fit: as many steps as the longest completion has tokens; no step is skipped.
+    Without CUDA graphs the host is the slower of the two.
     """
-    setup = plan("few", "--plan_completion_tokens 256 --plan_prompt_tokens 1024")
+    lengths = "--plan_completion_tokens 256 --plan_prompt_tokens 1024"
+    eager = plan("few", lengths)
+    setup = replace(eager, engine=replace(eager.engine, enforce_eager=False))
     assert running_sequences(setup) == 32
     weights = 1024 * 2 * setup.model.parameters / 8 / (0.6 * 3.35e12)
     cache = 32 * 256 * (1024 + 256 / 2) * cache_bytes_per_token(setup) / (0.6 * 3.35e12)
-    host = 1024 * (0.015 + 2 * 64 * 15e-6)
-    assert rollout_seconds(setup) == pytest.approx(weights + cache + host, rel=0.03), "and prompts, links"
+    reduced = 1024 * 2 * 64 * 15e-6
+    prompts = rollout_seconds(eager) - 1024 * 0.015
+    assert 0 < prompts < 0.5
+    assert rollout_seconds(setup) == pytest.approx(weights + cache + reduced + prompts, rel=0.03), "and links"
+
+
+def test_the_host_takes_its_time_for_each_sequence():
+    """A small model with many completions waits for the host: 33 us for each of them in each step, and 2.5 ms for one
+    that runs alone.
+    """
+    setup = plan("one_gpu", "--plan_completion_tokens 500 --plan_gpu H100-80GB --plan_prompt_tokens 1")
+    assert running_sequences(setup) == 512
+    tokens, alone = 512 * 500, 1024 - 500
+    assert rollout_seconds(setup) == pytest.approx(tokens * 33e-6 + alone * 0.0025, rel=0.02)
 
 
 @pytest.mark.parametrize(("prompts", "running"), [(8, 64), (1024, MOST_ON_GPU)])
@@ -122,7 +137,7 @@ def test_partial_rollouts_pay_where_a_few_completions_are_long(mean, is_faster):
 
 
 def test_ranks_hold_no_engine_and_servers_nothing_of_the_trainer():
-    setup, colocated = plan("servers", SERVERS), plan("servers")
+    setup, colocated = plan("servers", SERVERS), plan("servers", "--gpu_memory_utilization 0.9")
     phases, alone = gpu_phases(setup), gpu_phases(colocated)
     assert "rollout" not in phases
     for name in phases.keys() - {"server"}:
@@ -140,6 +155,15 @@ def test_ranks_hold_no_engine_and_servers_nothing_of_the_trainer():
 def test_servers_are_counted_by_gpus_by_urls_or_by_their_number(more, gpus):
     setup = plan("servers", f"--engine server --tensor_parallel_size 2 {more}")
     assert (setup.hardware.gpus, setup.hardware.generation_gpus, setup.num_engines) == (2, gpus, gpus // 2)
+
+
+@pytest.mark.parametrize(("more", "share"), [("", 0.9), ("--gpu_memory_utilization 0.5", 0.5)])
+def test_a_server_has_its_gpus_alone(more, share):
+    """A server takes 0.9 of its GPUs, unless it is told otherwise; beside a trainer an engine takes 0.6."""
+    server = gpu_phases(plan("servers", SERVERS + more))["server"]
+    engine = sum(size for part, size in server.items() if part in ENGINE and part != "weights arriving")
+    assert engine == pytest.approx(share * 79 * 2**30)
+    assert plan("servers").engine.gpu_memory_utilization == 0.6
 
 
 def test_a_step_ahead_takes_the_time_of_the_slower_side():

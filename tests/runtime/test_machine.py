@@ -2,7 +2,6 @@
 
 import os
 import socket
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,37 +73,6 @@ def test_a_silent_gpu_driver_does_not_mean_a_cpu_installation(tmp_path):
         environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "DEVICE": device}
         done = run_command(["bash", "scripts/setup.sh"], environment)
         assert done.returncode == status and error in done.stderr
-
-
-# Memory ---------------------------------------------------------------------------------------------------------------
-
-
-JOB, TOP = "cgroup/slurm/job_7", "cgroup/memory/memory"
-VERSION_2 = {  # the limit is that of a group around
-    "proc/self/cgroup": "0::/slurm/job_7/step_0",
-    f"{JOB}/memory.max": str(40 * GIB),
-    f"{JOB}/step_0/memory.max": "max",
-}
-VERSION_1 = {  # a container sees its own group as the top
-    "proc/self/cgroup": "5:cpu,cpuacct:/\n4:memory:/docker/abc\n0::/", f"{TOP}.limit_in_bytes": str(20 * GIB),
-}  # fmt: skip
-UNLIMITED = {f"{TOP}.limit_in_bytes": str(2**63 - 4096), "proc/self/cgroup": "4:memory:/"}  # beyond all memory
-
-
-@pytest.mark.parametrize(("files", "expected"), [
-    ({}, 100 * GIB),
-    (VERSION_2, 40 * GIB),
-    (VERSION_1, 20 * GIB),
-    (UNLIMITED, 100 * GIB),
-])  # fmt: skip
-def test_the_lowest_limit_of_node_and_groups_counts(files, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "PROC", tmp_path / "proc")
-    monkeypatch.setattr(machine, "CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(total=100 * GIB))
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"{text}\n")
-    assert machine.host_bytes() == expected
 
 
 # Several nodes ------------------------------------------------------------------------------------------------------

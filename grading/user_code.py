@@ -1,0 +1,83 @@
+"""Functions and classes in a file of the user's, given as FILE.py:NAME: `load_reference`, in a worker `load_own`."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+
+FOLDERS = {str(Path(__file__).parent.parent)}  # where the user's files have been loaded from; and ours
+
+
+@functools.cache
+def load_module(file: Path) -> ModuleType:
+    """The file as a module, one for all flags and files that name or import it. Raises what the file raises."""
+    spec = importlib.util.find_spec(file.stem) if file.stem.isidentifier() else None
+    if spec and spec.origin and Path(spec.origin).resolve() == file:
+        return importlib.import_module(file.stem)
+    spec = importlib.util.spec_from_file_location(f"own_{file.stem}", file)  # it may be called math.py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # as an import would: dataclasses and pickle look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_reference(reference: str) -> Callable:
+    """The function or class of FILE.py:NAME. Raises ValueError if there is none, and what the file itself raises."""
+    path, _, name = reference.rpartition(":")
+    folder = str(Path(path).absolute().parent)
+    FOLDERS.add(folder)
+    if folder not in sys.path:
+        sys.path.append(folder)  # it can import its neighbours; at the end, because ours keep their names
+    module = load_module(Path(path).resolve())
+    check_neighbours(Path(path).absolute())
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = [value for value in vars(module).values() if inspect.isfunction(value) or inspect.isclass(value)]
+        names = [value.__name__ for value in own if value.__module__ == module.__name__]
+        public = ", ".join(name for name in names if not name.startswith("_"))
+        raise ValueError(f"{path} has no function or class {name!r}; it has {public or 'none'}.")
+    return function
+
+
+def check_neighbours(path: Path) -> None:
+    """Raises ValueError if what the file imports is not its neighbour, but a file of that name in another folder."""
+    for neighbour in files_of(path)[1:]:
+        name = neighbour.relative_to(path.parent).parts[0].removesuffix(".py")
+        origin = Path(getattr(importlib.util.find_spec(name), "origin", None) or neighbour)
+        if str(origin.parents[origin.name == "__init__.py"]) in FOLDERS - {str(path.parent)}:
+            raise ValueError(f"{path} imports its neighbour {name}, but gets {origin}; give one of them another name")
+
+
+def files_of(path: Path) -> list[Path]:
+    """The file, and those in its folder that it imports, directly or not."""
+    files = [path]
+    for file in files:  # it grows
+        nodes: list[ast.AST] = []
+        with suppress(SyntaxError, ValueError):  # whoever imports it may do without it
+            nodes += ast.walk(ast.parse(file.read_bytes()))
+        for node in nodes:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.ImportFrom) and node.module:  # what is taken out of it may be a module, too
+                names = [node.module, *(f"{node.module}.{name}" for name in names)]
+            for name in names:
+                place = path.parent / name.replace(".", "/")
+                for imported in (place.with_suffix(".py"), place / "__init__.py"):
+                    if imported.is_file() and imported not in files:
+                        files.append(imported)
+    return files
+
+
+def load_own(reference: str) -> tuple[Callable, str]:
+    """The function or class of `file.py:name`, and this name, in a worker. Raises as `load_reference`."""
+    path, _, name = reference.rpartition(":")
+    # Its neighbours come after installed packages and before our own modules: one may be called data.py.
+    last = [str(Path(path).absolute().parent), str(Path(__file__).parent.parent)]
+    sys.path[:] = [folder for folder in sys.path if folder not in last] + last
+    return load_reference(reference), name

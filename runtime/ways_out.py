@@ -1,0 +1,26 @@
+"""Flags to change where memory does not suffice: for the sentence that ends a run, and for the dry run."""
+
+from __future__ import annotations
+
+RANKS = "start fewer ranks"
+BATCH = "lower --micro_batch_tokens"
+PASSES = f"{BATCH}, add --gradient_checkpointing"
+SHARE = "lower --gpu_memory_utilization"
+STATE = "give --offload optimizer or --param_dtype bfloat16"
+ENGINE = f"{SHARE}, raise --tensor_parallel_size, or {STATE}"
+BF16 = "give --param_dtype bfloat16"
+# Phase -> what to change: on a GPU; on a CPU, where there is nothing to offload.
+WAYS_OUT = {
+    "load": (f"{SHARE}, or {STATE}", f"{RANKS}, or {BF16}"),
+    "sample": (ENGINE, f"lower --max_completion_tokens, or {RANKS}"),
+    "evaluate": (ENGINE, f"lower --eval_max_completion_tokens, or {RANKS}"),
+    "sync": (ENGINE, RANKS),
+    "logprobs": (f"{BATCH}, or add --offload_reference", BATCH),
+    "update": (f"{PASSES}, or {STATE}", f"{PASSES}, or {BF16}"),
+    "optimizer": (STATE, BF16),
+    "server": (f"{SHARE}, or raise --tensor_parallel_size", RANKS),
+    "checkpoint": (BATCH, RANKS),
+    "host": ("use less of --offload, or fewer --reward_workers", f"{RANKS}, or fewer --reward_workers"),
+}
+# The engine's share of the GPU holds its weights, but no sequence.
+LARGER_SHARE = "raise --gpu_memory_utilization or --tensor_parallel_size"

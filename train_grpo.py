@@ -27,7 +27,7 @@ from checkpoint import Writer, latest, load, set_link
 from command_line import exit_with_error
 from data import PromptData, describe_template, image_options, load_reader
 from engine.options import Demand, largest_share, stop_ids
-from evaluate import SET_FLAGS, Evaluator, calls_of, samplings_of
+from evaluate import Evaluator, calls_of, samplings_of
 from flags import (
     AdamW,
     EngineSettings,
@@ -213,7 +213,8 @@ def load_inputs(args: Namespace) -> Inputs:
     make_plan(args, len(PromptData.mix(train_data).rows))  # raises for data that fills no step
     # The seed 0 draws #ROWS: held-out sets are the same problems whatever the seed of the run.
     eval_sets = [PromptData.load(each, prompt_format, tokenizer, 0, vision) for each in args.eval_data]
-    samplings = samplings_of(args.eval_data, "eval_", [getattr(args, f"eval_{name}") for name in SET_FLAGS])
+    eval_flags = args.eval_samples, args.eval_temperature, args.eval_max_completion_tokens, args.eval_top_p
+    samplings = samplings_of(args.eval_data, "eval_", eval_flags)
     grading, limits, size = Grading.from_flags(args), TurnLimits.from_flags(args), ranks_per_engine(args)
     grader, turns = start_grader(grading, limits, prompt_format, tokenizer, size, args.advantage != "zero")
     sources = zip([*args.train_data, *args.eval_data], [*train_data, *eval_sets], strict=True)

@@ -12,22 +12,25 @@ import pytest
 
 from algorithm import NAMES, choose, parameters_of, places_of
 from command_line import parse_flags
+from density import files
 from flags import FLAGS
 
 ROOT = Path(__file__).parent.parent
 # Each file, and each room, imports what stands on lower floors; grading/ and runtime/ nothing of the program.
+# A topic of extras/ is a room of its own.
 FLOORS = (
-    "grading runtime", "flags fsdp_utils", "model schedule", "batch", "engine grpo metrics policy", "losses",
-    "inputs rollout update", "data instruments", "checkpoint command hints report reward run turns",
-    "load_inputs sampling", "evaluate minimal samplers servers", "train_grpo",
+    "grading runtime", "flags fsdp_utils sources", "model schedule", "batch engine",
+    "data extras.models grpo policy rollout run",
+    "algorithm checkpoint extras.losses extras.teacher extras.turns metrics reward watch",
+    "command_line extras.servers inputs reports sampling update", "extras.samplers gate minimal report",
+    "evaluate plan", "train_grpo",
 )  # fmt: skip
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names.split()}
-ROOMS = [name for name in FLOOR if (ROOT / name).is_dir()]
-PROGRAM = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))])
+PROGRAM = [file for module, file in files().items() if module != "extras"]
 
 
 def module_of(path: Path) -> str:
-    """`run.py` -> run, `runtime/files.py` -> runtime.files, `extras/losses/__init__.py` -> losses."""
+    """`run.py` -> run, `runtime/files.py` -> runtime.files, `extras/losses/__init__.py` -> extras.losses."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -65,17 +68,16 @@ def test_every_text_file_is_opened_with_its_encoding():
 
 
 def top(module: str) -> str:
-    return module.partition(".")[0]
+    """The room, or the file at the top: extras.losses of extras.losses.gmpo."""
+    return ".".join(module.split(".")[: 2 if module.startswith("extras.") else 1])
 
 
 IMPORTS = {name: imports(nodes) for name, nodes in NODES.items()}
 OURS = {name: found & TREES.keys() for name, found in IMPORTS.items()}
 PACKAGES = {name: set(map(top, found)) for name, found in IMPORTS.items()}
-PAGE = "compare", "page", "samples"  # files of instruments/ for report.py alone
 LIGHT = {"torch", "transformers", "matplotlib"}
-NEVER = {"grading": {"torch", "numpy", "transformers"}} | {
-    f"instruments.{name}": LIGHT for name in (*PAGE, "history", "reference")
-}
+NEVER = {"grading": {"torch", "numpy", "transformers"}, "reports": LIGHT, "runtime.history": LIGHT}
+NEVER |= {"watch.reference": LIGHT, "algorithm": LIGHT, "flags": LIGHT, "command_line": LIGHT}
 
 
 def test_nobody_imports_a_higher_floor_also_not_for_a_type():
@@ -107,19 +109,10 @@ def test_rooms_are_entered_by_their_doors():
     """Nothing imports what stands beside the program, and rooms are entered by their doors."""
     beside = {"benchmarks", "scripts", "tests"}
     assert [name for name, packages in PACKAGES.items() if packages & beside] == []
-    plan = {"dry_run", "memory_watch", "plan_advice", "plan_memory", "plan_report", "plan_setup", "plan_time"}
-    doors = {"page": set(), "plan": set()}
-    for name, modules in visitors("instruments").items():
-        for module in (module.partition(".")[2] for module in modules):
-            for part, files in (("page", PAGE), ("plan", plan)):
-                doors[part] |= {name} if module in files else set()
-    assert doors == {"page": {"report"}, "plan": {"command", "run", "train_grpo"}}
-    # Only the answer to --dry_run plans: the loop has the watch over memory, which compares a run with the plan.
-    conditions = [node for node in NODES["command"] if isinstance(node, ast.If)]
-    (answer,) = [node for node in conditions if ast.unparse(node.test).endswith(".dry_run")]
-    assert "plan.dry_run" in imports(ast.walk(answer))
-    assert visitors("servers") == {"train_grpo": {"extras.servers.engine"}}
-    assert visitors("samplers") == {"train_grpo": {"extras.samplers.partial", "extras.samplers.replay"}}
+    assert visitors("reports").keys() == {"report"}
+    assert visitors("plan") == {}, "gate/command.py finds it by name, for --dry_run"
+    assert visitors("extras.servers") == {"train_grpo": {"extras.servers.engine"}}
+    assert visitors("gate").keys() <= {"train_grpo", "evaluate", "plan.dry_run"}
 
 
 def test_the_algorithm_imports_torch_and_the_batch():
@@ -127,7 +120,8 @@ def test_the_algorithm_imports_torch_and_the_batch():
 
 
 def test_vllm_and_the_process_group_have_their_files():
-    assert {top(name) for name in TREES if "vllm" in PACKAGES[name]} <= {"rollout", "engine", "servers"}
+    rooms = {top(name) for name in TREES if "vllm" in PACKAGES[name]}
+    assert rooms <= {"rollout", "engine", "extras.servers", "extras.models"}
     assert "vllm" in PACKAGES["rollout"]
     distributed = {name for name, source in SOURCES.items() if "torch.distributed" in source}
     # Beside the readers: a process group of the main rank and the workers of a generation server.
@@ -141,12 +135,12 @@ def parameters(function: ast.FunctionDef) -> list[ast.arg]:
     return [each for each in found if each.arg not in ("self", "cls", "ctx")]
 
 
-ENTRIES = {"plan.dry_run", "watch.memory"}  # the dry run's, which plans from flags
+SEES_FLAGS = {"train_grpo", "flags", "schedule", "algorithm", "command_line", "gate", "plan.dry_run"}
 
 
 @pytest.mark.parametrize("name", TREES)
 def test_functions_take_at_most_7_parameters_and_no_namespace(name):
-    sees_all = top(name) in ("train_grpo", "command", "flags", "schedule", "inputs", "load_inputs") or name in ENTRIES
+    sees_all = {name, top(name)} & SEES_FLAGS
     for function in NODES[name]:
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             given, where = parameters(function), f"{name}:{function.lineno} {function.name}"
@@ -180,8 +174,8 @@ def test_broad_excepts_are_only_around_code_of_others():
     """
     broad = r"except(?:\b[^:\n]*\b(?:Base)?Exception\b|:)"
     found = Counter(name for name, source in SOURCES.items() for _ in re.findall(broad, source))
-    around_users = {"data": 1, "algorithm": 3, "grading.pool": 1, "extras.turns.tools": 2, "run": 1}
-    assert found == around_users | {"watch.console": 1}
+    around_users = {"data": 1, "algorithm": 1, "grading.pool": 1, "extras.turns.tools": 2}
+    assert found == around_users | {"watch.after_step": 1, "watch.tracker": 1}
     assert [name for name, found in IMPORTS.items() if "typing.Any" in found] == []
 
 

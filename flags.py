@@ -310,10 +310,6 @@ GROUPS["faults"] = [  # docs/faults.md
     flag("--max_rollout_gap", 0.05, "largest policy/rollout_gap_mean, and largest relative difference of the "
          "temperatures of sampler and trainer, times the share of the gap that it explains; beyond it the run ends; 0: "
          "no bound", (0, INF), free_on_resume=True),
-    flag("--max_kl", 0.0, "largest KL (policy/approx_kl) to the policy that sampled; an update beyond it is left out; "
-         "0: no bound", (0, INF), free_on_resume=True),
-    flag("--max_skipped_updates", 3, "most updates in a row that are left out, because they are not finite or beyond "
-         "--max_kl; one more ends the run", (0, INF), free_on_resume=True),
 ]
 GROUPS[DRY_RUN] = [  # all of them may change when a run continues
     flag("--dry_run", False, "print batches, memory, time and what would have to change, and stop; needs no GPU"),

@@ -240,7 +240,7 @@ def k3_plus(x: Tensor, *, kl_clamp: float) -> Tensor:
 
 def no_kl(x: Tensor) -> Tensor:
     """0: the reference is there for a policy loss that reads its log-probs."""
-    return torch.zeros_like(x)
+    return 0.0 * x
 
 
 # Sampler-trainer mismatch ---------------------------------------------------------------------------------------------
@@ -374,6 +374,7 @@ def total_loss(
     if batch.ref_logprobs_N is not None and algorithm.kl_in == "loss":
         if batch.distilled is None:
             kl_N = algorithm.kl_estimator(batch.ref_logprobs_N - logprobs_N)
+            check_gradient(kl_N, logprobs_N)
         else:
             kl_N = batch.distilled.kl_N  # over the vocabulary: the head has computed it, with its gradient
         loss_N = loss_N + algorithm.kl_coef * (kl_N * batch.kl_weights_N)
@@ -385,6 +386,9 @@ def total_loss(
 def as_loss(returned: Loss | Tensor, t: Tokens) -> Loss:
     """Fills in the fields that the function left out: they are needed for the metrics alone."""
     loss = returned if isinstance(returned, Loss) else Loss(returned)
+    for what, values in {"it": loss.per_token, **(loss.metrics or {})}.items():
+        check_shape(what, values, [tuple(t.mask.shape)])
+    check_gradient(loss.per_token, t.logprobs)
     nowhere = torch.zeros_like(t.mask)
     return Loss(
         per_token=loss.per_token,
@@ -401,10 +405,26 @@ def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def check_returned(what: str, values: object, shapes: list[tuple[int, ...]]) -> None:
-    """Raises ValueError unless it is a tensor of one of these shapes whose values are all finite."""
+    """Raises ValueError unless it is a tensor of one of these shapes, of numbers that are all finite."""
+    check_shape(what, values, shapes)
+    if not values.is_floating_point() or values.requires_grad:
+        raise ValueError(
+            f"{what} returned {values.dtype} with{'' if values.requires_grad else 'out'} a gradient; "
+            "needed are floats without one."
+        )
+    if not values.isfinite().all():
+        raise ValueError(f"{what} returned values that are not finite.")
+
+
+def check_shape(what: str, values: object, shapes: list[tuple[int, ...]]) -> None:
+    """Raises ValueError unless it is a tensor of one of these shapes."""
     if not isinstance(values, Tensor) or tuple(values.shape) not in shapes:
         got = f"the shape {list(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
         needed = " or ".join(str(list(shape)) for shape in shapes)
-        raise ValueError(f"{what} returned {got}; needed is a tensor of the shape {needed}.")
-    if not values.isfinite().all():
-        raise ValueError(f"{what} returned values that are not finite.")
+        raise ValueError(f"{what} has {got}; needed is a tensor of the shape {needed}.")
+
+
+def check_gradient(values: Tensor, logprobs: Tensor) -> None:
+    """Raises ValueError for a loss that would train nothing, where the log-probs have a gradient."""
+    if logprobs.requires_grad and not values.requires_grad:
+        raise ValueError("a loss or KL has values without a gradient; compute them from the log-probs.")

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor
 
 from batch import Batch, Metrics, Rollout, Update
-from fsdp_utils import World, max_over_trainers, sum_over_trainers
+from fsdp_utils import World, gather_from_ranks, max_over_trainers, sum_over_trainers
 from grpo import Algorithm, TotalLoss, k1, k3, masked_sum
 from runtime.cards import GPUS
+from runtime.start import RunError
 
 LEAST_SPREAD = 0.02  # a token's log-prob, squared: entropies above about 0.05 have more
 VARIANTS = ("PCIe", "NVL", "4090 D", "Ti", "Laptop")  # GPUs that are slower or faster than their namesakes
@@ -202,7 +204,15 @@ def temperature_of(slope: float, spread: float, squares: float) -> tuple[float, 
 
 
 def loss_metrics(passes: list[PassMetrics]) -> Metrics:
-    """The metrics of an update's loss, over all micro-batches and ranks."""
+    """The metrics of an update's loss, over all micro-batches and ranks.
+
+    Raises RunError where a loss of the user's has not the same metrics in all of them, which are added up.
+    """
+    names = {tuple(each.sums) for each in passes}
+    names = list(set().union(*gather_from_ranks(names)))
+    if len(names) > 1:
+        some, others = (", ".join(name[5:] for name in each if name[:5] == "loss/") or "none" for each in names[:2])
+        raise RunError(f"--policy_loss returned the metrics {some}, and elsewhere {others}; return all each time.")
     sums = torch.stack([torch.stack(list(each.sums.values())) for each in passes])
     maxima = torch.stack([torch.stack(list(each.maxima.values())) for each in passes])
     totals = sum_over_trainers(sums.sum(dim=0))
@@ -251,8 +261,8 @@ def lag_metrics(trained: Rollout) -> Metrics:
 def merge_updates(updates: list[Metrics]) -> Metrics:
     """The metrics of a step's updates as one: the maximum of `..._max`, the minimum of `..._min`, else the mean."""
     merged = {}
-    for name in updates[0] if updates else ():
-        values = [metrics[name] for metrics in updates]
+    for name in dict.fromkeys(chain.from_iterable(updates)):
+        values = [metrics[name] for metrics in updates if name in metrics]
         if "_gap_lag_" in name:  # only the updates that have tokens of this lag count
             values = [value for value in values if not math.isnan(value)] or [math.nan]
         if name.endswith("_max"):

@@ -57,7 +57,7 @@ from runtime.start import NOT_FINISHED, RunError, Stopped, arm, leave, signal_na
 from sampling import Draws, Sampler
 from schedule import Plan, make_plan
 from sources import read_system_prompt
-from update import Bounds, UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy
+from update import UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy
 from watch.after_step import AfterStep
 from watch.console import Console
 from watch.memory import MemoryWatch
@@ -118,22 +118,17 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run) -> E
     from rollout import Engine  # vLLM takes seconds to import: mistakes are reported before
 
     images = image_options([*inputs.train_data, *inputs.eval_sets], inputs.vision)
-    demand = Demand(most_sequences(args, inputs, run.world), images)
+    prompts, num_engines = args.prompts_per_step, run.world.num_engines
+    if args.partial_rollouts:
+        from extras.samplers.partial import num_unfinished_prompts
+
+        prompts = num_unfinished_prompts(prompts, num_engines)
+    calls = [(prompts, args.group_size), *calls_of(inputs.eval_sets, inputs.eval_samplings)]
+    demand = Demand(largest_share(calls, num_engines), images)
     play = inputs.turns.play if inputs.turns else None  # who says what comes after a completion; None: nobody
     engine = Engine(args.model, inputs.tokenizer, run.world, engine_settings(args), demand, play)
     engine.sleep()  # until the first sync: what that gathers and the engine's cache are never held together
     return engine
-
-
-def most_sequences(args: Namespace, inputs: Inputs, world: World) -> int:
-    """The most completions that one engine makes at a time."""
-    prompts = args.prompts_per_step
-    if args.partial_rollouts:
-        from extras.samplers.partial import num_unfinished_prompts
-
-        prompts = num_unfinished_prompts(prompts, world.num_engines)
-    calls = [(prompts, args.group_size), *calls_of(inputs.eval_sets, inputs.eval_samplings)]
-    return largest_share(calls, world.num_engines)
 
 
 def build_sampler(
@@ -289,7 +284,7 @@ def main(args: Namespace) -> None:
     policy, reference, optimizer, engine = load_models(args, algorithm, inputs, run)
     sampler = build_sampler(args, inputs, train_data, engine, run)
     writer = Writer(out_dir, inputs.companions, Saving.from_flags(args), world, run.say)
-    guard = UpdateGuard(world, Bounds.from_flags(args))
+    guard = UpdateGuard(world)
     with run.observed("load"):
         if saved:
             state = load(saved, policy, optimizer)

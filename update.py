@@ -7,6 +7,8 @@ in `grpo.py`. Dimensions: `batch.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -29,7 +31,7 @@ from batch import (
     shared_positions,
     to_positions,
 )
-from flags import Memory, Settings
+from flags import Memory
 from fsdp_utils import (
     World,
     begin_micro_batch,
@@ -215,16 +217,29 @@ def compute_advantages(
         **grade_fields(rollout, rewards_PG.shape),
         **turn_fields,
     )
-    try:
+    names = f"parts are {', '.join(graded.parts) or 'none'}; columns are {', '.join(graded.columns[0]) or 'none'}"
+    with own_code("--advantage", step, names):
         advantages = algorithm.advantage(graded)
-        grpo.check_returned("--advantage", advantages, [tuple(rewards_PG.shape), tuple(returns_T.shape)])
-    except ValueError as error:  # the same on all ranks, which all have all completions
-        raise RunError(str(error)) from error
-    except (TypeError, RuntimeError) as error:  # of a column that holds something else, for example
-        raise RunError(f"--advantage fails: {type(error).__name__}: {error}") from error
+        grpo.check_returned("it", advantages, [tuple(rewards_PG.shape), tuple(returns_T.shape)])
     if advantages.shape == rewards_PG.shape:  # one for the whole completion: each of its tokens gets it
         advantages = torch.repeat_interleave(advantages.flatten(), lengths_B)
     return [piece.numpy() for piece in advantages.split(lengths_B.tolist())]
+
+
+@contextmanager
+def own_code(flag: str, step: int, names: str = "") -> Iterator[None]:
+    """The block calls a function that may be the user's: where it fails, the run ends with a sentence.
+
+    `names`: what it could have asked for.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001  the user's code may raise anything
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        known = f"; {names}" if isinstance(error, LookupError) else ""
+        raise RunError(f"{flag} fails in step {step}: {kind}{error}{known}") from error
 
 
 def grade_fields(rollout: Rollout, shape: torch.Size) -> dict[str, Tensor | dict[str, Tensor]]:
@@ -325,9 +340,10 @@ def add_gradients(
             scored = batch
             if scores.distilled:
                 scored = replace(batch, ref_logprobs_N=scores.distilled.ref_logprobs_N, distilled=scores.distilled)
-            total = grpo.total_loss(
-                scored, logprobs_N, old_logprobs_N, scores.entropies_N, algorithm, step.step, step.total_steps
-            )
+            with own_code("--policy_loss", step.step):
+                total = grpo.total_loss(
+                    scored, logprobs_N, old_logprobs_N, scores.entropies_N, algorithm, step.step, step.total_steps
+                )
             # A sum, not a mean: the weights have the counts of the whole update in them.
             loss = grpo.masked_sum(total.per_token * batch.loss_weights_N, batch.loss_mask_N)
             beat()
@@ -341,30 +357,11 @@ def add_gradients(
 
 # Which updates are left out ------------------------------------------------------------------------------------------
 #
-# What is not finite, and what has moved too far from the policy that sampled. An update is judged
-# when its gradient is there, before the optimizer's step, by metrics that are the same on every
-# rank. Left out, it changes no bit of policy and optimizer. It does not end the run, because a
+# What is not finite. An update is judged when its gradient is there, before the optimizer's step, by metrics that are
+# the same on every rank. Left out, it changes no bit of policy and optimizer. It does not end the run, because a
 # resumed one would meet it again; many in a row do.
 
-NOT_FINITE, BEYOND_KL = "optim/skipped_not_finite", "optim/skipped_max_kl"  # metrics: updates of a step, by reason
-
-
-class Bounds(Settings):
-    """What an update may do, and how many in a row may be left out."""
-
-    max_kl: float
-    max_skipped_updates: int
-
-
-def find_fault(metrics: Metrics, bounds: Bounds) -> tuple[str, str] | None:
-    """(the metric that counts it, what is wrong) of an update with these metrics; None: nothing."""
-    kl = metrics["policy/approx_kl"]
-    for name, what in (("policy/loss", "loss"), ("optim/grad_norm", "gradient norm")):
-        if not math.isfinite(metrics[name]):
-            return NOT_FINITE, f"the {what} is {metrics[name]}"
-    if bounds.max_kl and not kl <= bounds.max_kl:  # true of nan, too
-        return BEYOND_KL, f"the KL to the policy that sampled is {kl:.3g}; --max_kl {bounds.max_kl:g}"
-    return None
+MOST_SKIPPED = 3  # updates in a row; one more ends the run
 
 
 @dataclass
@@ -372,7 +369,6 @@ class UpdateGuard:
     """Judges updates, the same on every rank."""
 
     world: World
-    bounds: Bounds = Bounds()
     num_skipped: int = 0  # in a row
     is_broken: bool = False  # none of the step's updates was finite: no checkpoint of it is written
 
@@ -384,22 +380,24 @@ class UpdateGuard:
         self.num_skipped = state.get("skipped_in_a_row", 0)
 
     def judge(self, metrics: Metrics, step: UpdateStep) -> Metrics:
-        """How often the update was left out, 0 or 1, and why, as metrics.
+        """How often the update was left out, 0 or 1, as a metric.
 
         Raises RunError if it is one too many, or if the sampler has drifted away from the policy.
         """
         check_gap(metrics, step)
-        fault = find_fault(metrics, self.bounds)
-        self.num_skipped = self.num_skipped + 1 if fault else 0
-        self.is_broken = fault is not None and fault[0] == NOT_FINITE and (step.number == 1 or self.is_broken)
-        if self.num_skipped > self.bounds.max_skipped_updates:
-            count = f"{self.num_skipped} in a row (--max_skipped_updates {self.bounds.max_skipped_updates})"
-            way_out = f"These are {count}; to continue, raise that, or lower --learning_rate in a new --out_dir"
-            if fault[0] == NOT_FINITE and step.index < self.num_skipped:  # no weight has changed yet
-                way_out = f"These are the first {count}: --model, --reference or a loss of your own is not finite"
-            raise RunError(f"step {step.step}, update {step.number} is left out: {fault[1]}. {way_out}.")
-        counted = {name: float(fault is not None and fault[0] == name) for name in (NOT_FINITE, BEYOND_KL)}
-        return {"optim/skipped_updates": float(fault is not None)} | counted
+        loss, norm = metrics["policy/loss"], metrics["optim/grad_norm"]
+        is_finite = math.isfinite(loss) and math.isfinite(norm)
+        self.num_skipped = 0 if is_finite else self.num_skipped + 1
+        self.is_broken = not is_finite and (step.number == 1 or self.is_broken)
+        if self.num_skipped > MOST_SKIPPED:
+            way_out = "lower --learning_rate in a new --out_dir"
+            if step.index < self.num_skipped:  # no weight has changed yet
+                way_out = "--model, --reference or a loss of your own is not finite"
+            raise RunError(
+                f"step {step.step}, update {step.number} is left out, as {MOST_SKIPPED} before it: the loss is "
+                f"{loss:g}, the gradient norm {norm:g}; {way_out}."
+            )
+        return {"optim/skipped_updates": float(not is_finite)}
 
 
 def check_gap(metrics: Metrics, step: UpdateStep) -> None:
@@ -415,8 +413,9 @@ def check_gap(metrics: Metrics, step: UpdateStep) -> None:
     share = metrics["policy/rollout_temperature_r2"]
     is_within = gap <= bound and abs(temperature - 1.0) * share <= bound
     if bound > 0 and math.isfinite(metrics["policy/loss"]) and not is_within:
+        unknown = " This model is not known to work here: docs/data.md has those that do." if step.index == 0 else ""
         raise RunError(
             f"step {step.step}, update {step.number} is not made: sampler and trainer give other log-probs to the same "
             f"tokens: policy/rollout_gap_mean {gap:.4f}, policy/rollout_temperature {temperature:.3f} "
-            f"(it explains {share:.0%}); --max_rollout_gap {bound:g}."
+            f"(it explains {share:.0%}); --max_rollout_gap {bound:g}.{unknown}"
         )

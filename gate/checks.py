@@ -64,11 +64,16 @@ NEEDS = (
 
 
 # A flag, and the part that it asks for: its folder may have been deleted.
-PARTS = {
+PARTS = {  # flag -> the part that it needs
     "--lora_rank": "extras.models.lora",
     "--image_column": "extras.models.vision",
     "--router_replay": "extras.models.routes",
     "--kl_over": "extras.teacher.vocabulary",
+    "--engine": "extras.servers.engine",
+    "--environment": "extras.turns.turns",
+    "--tools": "extras.turns.turns",
+    "--partial_rollouts": "extras.samplers.partial",
+    "--replay": "extras.samplers.replay",
 }
 
 
@@ -128,9 +133,6 @@ def check_groups(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         raise ValueError(
             "--policy_loss gspo needs one advantage a sequence, not reinforce++ with --kl_in reward; use gspo_token."
         )
-    is_on_policy = args.prompts_per_update == args.prompts_per_step and args.num_iterations == 1
-    if args.max_kl and is_on_policy and not args.lora_dropout:
-        raise ValueError(f"{flag.max_kl} has no effect with one update a step, whose KL is 0; leave it out.")
 
 
 def check_reward(args: argparse.Namespace, flag: SimpleNamespace) -> None:

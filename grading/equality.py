@@ -185,6 +185,7 @@ def read_formula(text: str | Fraction) -> Basic | None:
         return None
     text = re.sub(r"(\d+(?:\.\d+)?)\s*\^\\circ", r"(\1\\cdot\\frac{\\pi}{180})", text)
     text = re.sub(r"(?<![\d.,])(\d*\.\d+)(?![\d.])", lambda m: f"{{{Fraction(m[1])}}}", text)
+    text = re.sub(r"(?<=[\d)])(?<!_\d)\s*(?=\(\s*-?\d)", r"\\cdot ", text)  # the parser adds 2 and 4 in 2(4)
     text = re.sub(r"([A-Za-z])('+)", lambda m: f"{m[1]}_{{{'p' * len(m[2])}}}", text)
     text = re.sub(r"\^\s*\{?\s*(?:\*|\\ast)\s*\}?", "_{s}", text)  # x^*
     kept = "d" if DIFFERENTIAL.search(text) else "T" if "matrix" in text else ""

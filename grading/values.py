@@ -117,7 +117,14 @@ def _unit_name(word: str, is_apart: bool, is_marked: bool) -> str | None:
     if len(word.encode()) == 1 and not is_apart:
         return None
     name = UNITS.get(word) or UNITS.get(folded) or UNITS.get(folded.removesuffix("s"))
-    if name is None and is_apart and SI.fullmatch(word) and (is_marked or (len(word) > 1 and word[-1] not in "AKCFTH")):
+    if (
+        name is None
+        and is_apart
+        and SI.fullmatch(word)
+        and (
+            is_marked or not re.fullmatch("[MGT]?[A-Z]|.*[ACFHKT]|.", word)  # may be factors
+        )
+    ):
         name = word
     if name is None and re.fullmatch(rf"\w\w+[^\Ws]s|{COUNTED}", folded) and not folded.endswith("ths"):
         name = folded.removesuffix("s")
@@ -360,13 +367,11 @@ def _text(text: str) -> Value:
     return ("words", re.sub(r"\\text|[{}_\"!]|[.,;:](?!\d)|(?<=[a-z])-(?=[a-z])|(?<!\d)\s+|\s+(?!\d)", "", words))
 
 
-def _is_text(words: str, is_marked: bool) -> bool:
-    """True for yes, Monday, no solution; false for what may be a product of letters (abc, GMm), unless it is marked."""
-    if words.casefold() in ("yes", "no"):
-        return True
-    is_product = re.fullmatch(r"[A-Za-z]{3}", words) or (words.isalpha() and re.search(r"[A-Z]", fold(words)))
-    may_be_text = is_marked or FOREIGN.search(words) or (re.search(r"[^\W\d_]{3,}", words) and not is_product)
-    return bool(may_be_text and re.fullmatch(r"[^\W\d_][^\d_+*/^=<>\\(){}\[\]|]*", words))
+WORDED = re.compile(  # yes, Monday, no solution; no product of letters (abc, GMm)
+    r"(?i:yes|no)|(?=.*(?:[^\W\d_]{4}|[^\W\d_]{3}\W|\W[^\W\d_]{3}))(?![A-Za-z]*[A-Z][a-z]*[A-Z][A-Za-z]*$)"
+    r"[^\W\d_][^\d_+*/^=<>\\(){}\[\]|]*"
+)
+MARKED = re.compile(r"[^\W\d_][^\d_+*/^=<>\\(){}\[\]|]*")  # in \text, or with foreign letters
 
 
 def quantity(text: str, is_apart: bool = False) -> Value | None:
@@ -382,7 +387,8 @@ def quantity(text: str, is_apart: bool = False) -> Value | None:
     if UNCOUNTED.search(text):
         return _text(text)
     words = " ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split())
-    if _is_text(words, is_marked="\\text" in text):
+    is_marked = "\\text" in text or FOREIGN.search(text)
+    if (MARKED if is_marked else WORDED).fullmatch(words):
         return _text(text)
     written = QUANTITY.fullmatch(text)
     number_text, unit_text = written.group("value", "unit") if written else ("", "")
@@ -392,7 +398,7 @@ def quantity(text: str, is_apart: bool = False) -> Value | None:
                 is_spaced = kind == "number" and text[written.start("unit") - 1].isspace()
                 noun = unit_text.strip("()")
                 name = unit(noun, is_apart or is_spaced or "\\text" in noun)
-                is_noun = _is_text(noun, is_marked=False) and NO_UNITS.isdisjoint(noun.lower().split())
+                is_noun = WORDED.fullmatch(noun) and NO_UNITS.isdisjoint(noun.lower().split())
                 if name is None and unit_text[0] == "(" and kind == "number" and is_noun:
                     name = fold(noun)  # 14 (pieces of candy)
                 if name is not None:

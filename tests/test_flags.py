@@ -46,10 +46,11 @@ def test_an_update_knows_its_place_in_the_run():
 
 FREE = """
     out_dir eval_every eval_before_training save_every keep_checkpoints keep_best timeout_minutes
-    max_skipped_updates reward_timeout stop_after micro_batch_tokens share_prompts shard_ranks gradient_checkpointing
+    reward_timeout stop_after after_step eval_data eval_samples eval_temperature eval_top_p
+    eval_max_completion_tokens micro_batch_tokens share_prompts shard_ranks gradient_checkpointing
     compile
     gpu_memory_utilization enforce_eager offload offload_reference communicate_once tensor_parallel_size
-    reward_workers reward_in_flight max_kl max_rollout_gap grace_seconds stall_seconds keep_rollouts quiet
+    reward_workers reward_in_flight max_rollout_gap grace_seconds stall_seconds keep_rollouts quiet
     track engine generation_gpus server_urls dry_run json plan_gpus plan_nodes plan_gpu
     plan_host_memory_gib plan_rows plan_flops_share plan_prompt_tokens plan_completion_tokens
 """

@@ -18,6 +18,7 @@ import update
 from algorithm import algorithm_of
 from batch import Rollout, Update, pack, to_positions
 from flags import Memory
+from grpo import Loss
 from helpers.made_up import (
     ALONE,
     RAGGED,
@@ -145,6 +146,9 @@ def replace_columns(row: Namespace, columns: dict[str, object]) -> Namespace:
 @pytest.mark.parametrize(("advantage", "words"), [
     (lambda g: g.rewards_PG / 0, "--advantage .*not finite"),
     (lambda g: g.rewards_PG.mean(), r"the shape \[\]; needed .*\[2, 2\] or \[8\]"),
+    (lambda g: g.rewards_PG > 0, "returned torch.bool without a gradient; needed are floats"),
+    (lambda g: (g.rewards_PG * 1.0).requires_grad_(), "torch.float32 with a gradient; needed are floats without one"),
+    (lambda g: g.parts["typo"], "in step 1: KeyError: 'typo'; parts are none; columns are none"),
     (algorithm_of(flags(advantage="maxrl")).advantage, "--advantage maxrl: a reward is -1; it needs rewards"),
 ])  # fmt: skip
 def test_a_wrong_advantage_ends_the_run_with_its_sentence(advantage, words):
@@ -152,6 +156,22 @@ def test_a_wrong_advantage_ends_the_run_with_its_sentence(advantage, words):
     algorithm = replace(algorithm_of(flags(group_size=2)), advantage=advantage)
     with pytest.raises(RunError, match=words):
         compute_advantages(graded([1.0, 0.0, -1.0, 1.0]), None, algorithm)
+
+
+@pytest.mark.parametrize(("policy_loss", "words"), [
+    (lambda t: t.logprob, "in step 2: AttributeError: 'Tokens' object has no attribute 'logprob'"),
+    (lambda t: t.logprobs.sum(), r"it has the shape \[\]; needed is a tensor of the shape \[\d+\]"),
+    (lambda t: Loss(t.logprobs, metrics={"x": t.advantages.mean()}), r"in step 2: x has the shape \[\]"),
+    (lambda t: t.advantages, "a loss or KL has values without a gradient; compute them from the log-probs"),
+])  # fmt: skip
+def test_a_wrong_loss_ends_its_step_with_a_sentence(policy_loss, words, policy):
+    model, args = load_policy(policy), flags(**TWO_UPDATES)
+    algorithm = replace(algorithm_of(args), policy_loss=policy_loss)
+    plan, rollout = make_plan(args, num_rows=args.prompts_per_step), graded_rollout()
+    updates = pack_updates(rollout, plan, algorithm, Memory.from_flags(args), model, ALONE)
+    _, updates = add_advantages(rollout, updates, algorithm)
+    with pytest.raises(RunError, match=f"--policy_loss fails {words}" if words.startswith("in") else words):
+        update.add_gradients(model, updates[0], algorithm, plan.update(2, 0), Memory.from_flags(args), ALONE)
 
 
 def test_the_whole_penalty_is_taken_off_before_the_baseline():
@@ -256,9 +276,10 @@ OWN = """
 from grpo import Loss
 def loss(t, *, power=1):
     return Loss(-t.advantages * t.logprobs, metrics={"twice": 2 * t.entropies, "is_up": t.logprobs > t.ref_logprobs})
+CALLS = [0, 1] * 4
 def sometimes(t):
     is_up = t.logprobs > t.old_logprobs
-    return Loss(-t.advantages * t.logprobs, metrics={"b": is_up} | ({"a": is_up} if is_up.any() else {}))
+    return Loss(-t.advantages * t.logprobs, metrics={"b": is_up} | ({"a": is_up} if CALLS.pop() else {}))
 def advantage(g):
     return g.parts["short"] + g.is_correct_PG - 0.5 * g.is_truncated_PG
 """
@@ -288,8 +309,8 @@ def test_user_functions_see_entropies_and_parts_of_the_reward(policy, tmp_path):
 def test_metrics_that_a_loss_returns_only_sometimes_are_told(policy, tmp_path):
     """On another rank they would be added to other ones, or waited for."""
     (tmp_path / "own_of_update.py").write_text(OWN)
-    with pytest.raises(ValueError, match="returned the metrics b, on its trial b, a; return all each time"):
-        args = flags(policy_loss=f"{tmp_path}/own_of_update.py:sometimes", **TWO_UPDATES)
+    with pytest.raises(RunError, match="--policy_loss returned the metrics .*, and elsewhere .*; return all each time"):
+        args = flags(policy_loss=f"{tmp_path}/own_of_update.py:sometimes", micro_batch_tokens=16, **TWO_UPDATES)
         list(train_step(load_policy(policy), args, graded_rollout()))
 
 

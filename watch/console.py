@@ -101,8 +101,7 @@ def console_line(step: int, last_step: int, metrics: Metrics, seconds_left: floa
     parts = [f"step {step:>{len(str(last_step))}}/{last_step}"]
     parts += [form.format(metrics[name]) for name, form in ON_CONSOLE.items() if name in metrics]
     if metrics.get("optim/skipped_updates"):
-        not_finite, beyond = metrics["optim/skipped_not_finite"], metrics["optim/skipped_max_kl"]
-        parts.append(f"SKIPPED UPDATES: {not_finite:.0f} not finite, {beyond:.0f} beyond --max_kl")
+        parts.append(f"SKIPPED UPDATES: {metrics['optim/skipped_updates']:.0f} not finite")
     phases = seconds_of_phases(metrics)
     times = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items() if seconds >= 0.05)
     parts.append(f"{metrics['time/step_s']:.1f}s ({times})")

@@ -41,7 +41,6 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, "--tensor_parallel_size 2", "--tensor_parallel_size 2 .* world size 1; use one of 1"),
     (4, "--shard_ranks 3", "--shard_ranks 3 does not divide the world size 4; use one of 1, 2, 4"),
     (1, "--micro_batch_tokens 100", "--micro_batch_tokens 100 cannot hold one sequence .* 2048"),
-    (1, "--max_kl 0.1", "--max_kl 0.1 has no effect with one update a step.*; leave it out"),
     (1, "--epochs 2", "2 of --total_steps.* exactly one"),
     (1, NO_STEPS, "0 of --total_steps.* exactly one"),
     (1, f"{NO_STEPS} --total_episodes 100", "--total_episodes 100 is less than one step.* at least 256"),

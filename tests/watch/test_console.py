@@ -78,10 +78,10 @@ def test_quiet_shows_steps_with_an_evaluation_and_its_failures(tmp_path, capsys)
 
 def test_the_console_line_shows_what_was_measured():
     metrics = {"reward/mean": 0.5, "time/sample_s": 1.26, "time/step_s": 2.0, "eval/heldout/avg@4": 0.75}
-    metrics |= {"optim/skipped_updates": 2.0, "optim/skipped_max_kl": 2.0, "optim/skipped_not_finite": 0.0}
+    metrics |= {"optim/skipped_updates": 2.0}
     metrics |= {"time/sync_s": 0.01, "time/rollout_tail_s": 1.0, "perf/update_mfu": 0.4}
     assert console_line(3, 10, metrics, 14.2) == (
-        "step  3/10 | reward 0.500 | MFU 40% | SKIPPED UPDATES: 0 not finite, 2 beyond --max_kl | 2.0s (sample 1.3)"
+        "step  3/10 | reward 0.500 | MFU 40% | SKIPPED UPDATES: 2 not finite | 2.0s (sample 1.3)"
         " | eval/heldout/avg@4 0.750 | 0:00:14 left"
     )
 

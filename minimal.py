@@ -67,7 +67,8 @@ def main() -> None:
         updates = pack_updates(rollout, plan, algorithm, memory, policy, world)
         updates = add_logprobs(updates, policy, reference, algorithm)
 
-        # 3. Advantage: how much better is a completion than the others of its group?
+        # 3. Advantage: how much better is a completion than the others of its group? The loss reads what is in the
+        # batches, `advantages_N`: to change it, write a function (--advantage FILE.py:f), or change them here.
         rollout, updates = add_advantages(rollout, updates, algorithm, step, plan.total_steps)
 
         # 4. Update: one optimizer step per mini-batch of prompts.
@@ -78,9 +79,9 @@ def main() -> None:
         # 5. Sync: the new weights go to the engine, one parameter at a time.
         engine.sync(policy.full_weights())
         if world.is_main:
-            mean = merge_updates(metrics)
-            loss, norm = mean["policy/loss"], mean["optim/grad_norm"]
-            print(f"step {step}/{plan.total_steps} | reward {rollout.rewards_B.mean()} | loss {loss} | grad {norm}")
+            mean, reward = merge_updates(metrics), rollout.rewards_B.mean()
+            loss, norm, gap = (mean[name] for name in ("policy/loss", "optim/grad_norm", "policy/rollout_gap_mean"))
+            print(f"step {step}/{plan.total_steps} | reward {reward} | loss {loss} | grad {norm} | gap {gap}")
 
     grader.close()
     engine.close()

@@ -45,7 +45,10 @@ LEAST = '        "completion/tokens_min": lengths_B.min(),\n'
 SCALE = '    flag("--rloo_scale", 1.0, "advantages of rloo are multiplied by this", (0, INF)),\n'
 
 HACKS = {  # what is put before which place of which file
-    "policy loss": [("grpo.py", "LOSSES: ", QUARTER), ("grpo.py", '    "clip": clip,\n', '    "quarter": quarter,\n')],
+    "policy loss": [
+        ("grpo.py", "def gspo(", QUARTER),
+        ("algorithm.py", '        "clip": "grpo:clip",\n', '        "quarter": "grpo:quarter",\n'),
+    ],
     "reward": [("my_reward.py", "", REWARD)],
     "verifier": [
         ("grading/verifiers.py", "BUILT_IN = {", THREES),
@@ -102,9 +105,12 @@ CHECKS = """
 import torch, grpo
 from algorithm import algorithm_of
 from command_line import parse_flags
+from gate.choices import check_choices
 
 def algorithm(*changes):
-    return algorithm_of(parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", *changes]))
+    args = parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", *changes])
+    check_choices(args)
+    return algorithm_of(args)
 
 graded = grpo.Graded(
     rewards_PG=torch.tensor([[1.0, 0.0]]), returns_T=torch.ones(2), lengths_B=torch.tensor([1, 1]),

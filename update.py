@@ -41,7 +41,7 @@ from fsdp_utils import (
 )
 from grpo import Algorithm, Graded
 from metrics import PassMetrics, idle_share, loss_metrics, pass_metrics
-from model.optimizer import forget
+from model.optimizer import forget, set_rate
 from policy import Policy, place
 from runtime.parts import part
 from runtime.stall import beat
@@ -135,7 +135,8 @@ def add_reference(update: Update, reference: Policy, algorithm: Algorithm) -> Up
     """The update with the reference's log-probs; over the vocabulary with what runs the reference on each batch."""
     if algorithm.kl_over == "vocabulary":
         teacher = part("extras.teacher.vocabulary", "--kl_over vocabulary")
-        return replace(update, run_teacher=partial(teacher.run, reference, algorithm.kl_direction))
+        settings = algorithm.kl_direction, algorithm.temperature
+        return replace(update, run_teacher=partial(teacher.run, reference, *settings))
     with reference.adapter_off():  # with LoRA: the same module as the policy
         return logprobs_under(reference, "ref_logprobs_N", update, algorithm)
 
@@ -303,8 +304,7 @@ def update_policy(
     metrics |= guard.judge(metrics, step)  # before any weight moves: what is judged bad leaves no trace
     if not metrics["optim/skipped_updates"]:
         beat()
-        for group in optimizer.param_groups:  # the rate is a function of the update's number: nothing to restore
-            group["lr"] = step.rate
+        set_rate(optimizer, step.rate)
         optimizer.step()
     optimizer.zero_grad()  # also of an update that was left out
     if step.reference_mixup:

@@ -34,9 +34,7 @@ def make_optimizer(named: dict[str, nn.Parameter], adamw: AdamW, memory: Memory)
     in the GPU's memory.
     """
     if adamw.optimizer != "adamw":
-        from grading.user_code import load_reference
-
-        return load_reference(adamw.optimizer)(named, adamw)
+        return make_own(named, adamw)
     parameters = named.values()
     betas = (adamw.adam_beta1, adamw.adam_beta2)
     settings = {"lr": adamw.learning_rate, "betas": betas, "weight_decay": adamw.weight_decay}
@@ -47,6 +45,35 @@ def make_optimizer(named: dict[str, nn.Parameter], adamw: AdamW, memory: Memory)
             optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | moments
         return optimizer
     return ChunkedAdamW(parameters, **settings, is_state_on_host=memory.offload == "optimizer")
+
+
+def make_own(named: dict[str, nn.Parameter], adamw: AdamW) -> Optimizer:
+    """The user's optimizer; its groups keep their rates relative to --learning_rate, as `relative_lr`.
+
+    Raises ValueError for what is no optimizer of these parameters.
+    """
+    from grading.user_code import load_reference
+
+    optimizer = load_reference(adamw.optimizer)(named, adamw)
+    flag = f"--optimizer {adamw.optimizer}"
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"{flag} returned {optimizer!r:.200}; return a torch.optim.Optimizer.")
+    known = set(named.values())
+    for group in optimizer.param_groups:
+        if strangers := [list(parameter.shape) for parameter in group["params"] if parameter not in known]:
+            raise ValueError(
+                f"{flag} holds tensors that it was not given, of shape {strangers[0]}; take those of named."
+            )
+        if "lr" not in group:
+            raise ValueError(f"{flag} has a group without lr, which the schedule sets; give each group one.")
+        group["relative_lr"] = adamw.learning_rate and group["lr"] / adamw.learning_rate
+    return optimizer
+
+
+def set_rate(optimizer: Optimizer, rate: float) -> None:
+    """Sets the rate of each group. It is a function of the update's number: nothing to restore."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("relative_lr", 1.0)
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

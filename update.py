@@ -258,7 +258,7 @@ def grade_fields(rollout: Rollout, shape: torch.Size) -> dict[str, Tensor | dict
 
 def by_turn(rollout: Rollout, group_size: int) -> dict[str, Tensor | list[list[bytes]]]:
     """The fields of `Graded` about turns. A completion without replies is one turn; not all turns have rewards."""
-    is_by_turn = ["turn_1" in grade.parts for grade in rollout.grades if grade.status == "ok"]
+    is_by_turn = [bool(grade.turn_rewards) for grade in rollout.grades if grade.status == "ok"]
     has_rewards = all(is_by_turn or [rollout.has_replies])
     turns = rollout.turns
     fields = {"turns_T": torch.from_numpy(np.concatenate(turns)), "states_B": states_of(rollout)}
@@ -266,8 +266,8 @@ def by_turn(rollout: Rollout, group_size: int) -> dict[str, Tensor | list[list[b
         return fields
     rewards_B = []
     for grade, turns_of_tokens in zip(rollout.grades, turns, strict=True):
-        numbers = range(1, turns_of_tokens.max(initial=0) + 2)
-        rewards_B.append(torch.tensor([float(grade.parts.get(f"turn_{number}", 0.0)) for number in numbers]))
+        num_turns = turns_of_tokens.max(initial=0) + 1
+        rewards_B.append(torch.tensor([*grade.turn_rewards, *[0.0] * num_turns][:num_turns]))
     rewards_BK = pad_sequence(rewards_B, batch_first=True, padding_value=torch.nan)
     return fields | {"turn_rewards_PGK": rewards_BK.unflatten(0, (-1, group_size))}
 

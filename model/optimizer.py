@@ -62,7 +62,7 @@ def make_own(named: dict[str, nn.Parameter], adamw: AdamW) -> Optimizer:
     for group in optimizer.param_groups:
         if strangers := [list(parameter.shape) for parameter in group["params"] if parameter not in known]:
             raise ValueError(
-                f"{flag} holds tensors that it was not given, of shape {strangers[0]}; take those of named."
+                f"{flag} holds a tensor that it was not given, of shape {strangers[0]}; take those of named."
             )
         if "lr" not in group:
             raise ValueError(f"{flag} has a group without lr, which the schedule sets; give each group one.")

@@ -43,6 +43,7 @@ class Reply(NamedTuple):
 
     messages: Messages  # what comes before the next turn; []: the episode is over
     grade: Grade | None = None  # at the end, if the class has a reward()
+    tool_failures: tuple[str, ...] = ()  # what the tools have raised in this turn
 
 
 class Environments:
@@ -99,14 +100,16 @@ class EpisodeWorker:
         if turn is None:
             return self.has_reward
         environment, num_seen = self.episodes.pop(turn.episode, None) or (self.kind(copy.deepcopy(turn.row)), 0)
-        reply = None
+        reply, failures = None, ()
         for number, text in enumerate(turn.texts[num_seen:], start=num_seen + 1):
             environment.turns = number
             reply = awaited(environment.reply(text))
+        if isinstance(environment, Toolbox):
+            failures, environment.failures = tuple(environment.failures), []
         if reply is None or turn.is_last:
-            return Reply([], self.grade(environment) if self.has_reward else None)
+            return Reply([], self.grade(environment) if self.has_reward else None, failures)
         self.episodes[turn.episode] = environment, len(turn.texts)
-        return Reply(self.read_messages(reply))
+        return Reply(self.read_messages(reply), None, failures)
 
     def read_messages(self, reply: object) -> Messages:
         """The messages of a reply: a text, a message or a list of messages. Raises WrongReturn."""
@@ -133,6 +136,6 @@ class EpisodeWorker:
             return Grade(score, "ok", {self.name: score} | parts, feedback=feedback)
         if len(result) != environment.turns:
             raise WrongReturn(f"{name} returned {result!r:.200} for {environment.turns} turns, not a list of that many")
-        parts = {f"turn_{number}": read_reward(value, name)[0] for number, value in enumerate(result, start=1)}
-        score = sum(parts.values())
-        return Grade(score, "ok", {self.name: score} | parts)
+        rewards = tuple(read_reward(value, name).reward for value in result)
+        parts = {f"turn_{number}": reward for number, reward in enumerate(rewards, start=1)}
+        return Grade(sum(rewards), "ok", {self.name: sum(rewards)} | parts, turn_rewards=rewards)

@@ -17,7 +17,7 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cache
@@ -26,12 +26,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from batch import Completion, OnFinished, Row
+from batch import Completion, Metrics, OnFinished, Row
 from data import UnusableRow, render
 from extras.turns.episode import Environments, Messages, Turn, columns_for
 from flags import Grading, PromptFormat, Sampling, TurnLimits
+from fsdp_utils import gather_from_ranks
 from grading import Grade
 from grading.pool import Outcome
+from run import Observer
 from runtime.progress import progress
 from runtime.start import requested
 
@@ -135,6 +137,24 @@ class Template:
         return ids, text
 
 
+@dataclass
+class ToolErrors(Observer):
+    """Counts the calls whose tool has raised, and names the first one. Every rank has one."""
+
+    count: int = 0  # since the last line
+    has_warned: bool = False
+
+    def add(self, failures: Sequence[str]) -> None:
+        self.count += len(failures)
+        if failures and not self.has_warned:
+            print(f"warning: a tool fails: {failures[0]}; tools/errors counts such calls", flush=True)
+            self.has_warned = True
+
+    def step(self, step: int, metrics: Metrics) -> Metrics:
+        count, self.count = self.count, 0
+        return {"tools/errors": float(sum(gather_from_ranks(count)))}
+
+
 class Turns:
     """Plays episodes. Every rank has one; that of the first rank of an engine has the workers."""
 
@@ -150,6 +170,7 @@ class Turns:
             self.environments = Environments(source, num_workers, grading.reward_timeout, grading.reward_in_flight)
         self.numbers = itertools.count(1)
         self.has_warned = False
+        self.tool_errors = ToolErrors()
 
     def describe(self) -> str:
         """A line for the log."""
@@ -186,6 +207,8 @@ class Turns:
         if reply is None:
             episode.grade = Grade(0.0, outcome.status)
             return EpisodeState.END
+        if self.environments is not None:  # of the ranks of an engine one counts
+            self.tool_errors.add(reply.tool_failures)
         if not reply.messages:
             episode.grade = reply.grade
             return EpisodeState.END

@@ -8,10 +8,13 @@ import os
 import re
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 from algorithm import NAMES, choices_in_words
 from flags import GROUPS, Flag, default_dtype, most_lag
+from runtime.history import read_config
 from runtime.progress import OFF
 from runtime.start import leave_the_others, note_reason, print_any_text
 
@@ -37,14 +40,23 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     if args.gpu_memory_utilization is None:
         args.gpu_memory_utilization = 0.9 if args.engine == "server" else 0.6
     if args.rollout_correction is None:
-        has_gap = most_lag(args) and args.old_logprobs == "trainer"
-        args.rollout_correction = "token_truncate" if has_gap else "none"
+        args.rollout_correction = default_correction(args)
     if args.quiet:
         os.environ[OFF] = "1"
     if args.replay:  # the command is that of a run, with one flag more
         args.eval_every, args.eval_before_training, args.keep_best = 0, False, None
     args.eval_max_completion_tokens = args.eval_max_completion_tokens or [args.max_completion_tokens]
     return args
+
+
+def default_correction(args: argparse.Namespace) -> str:
+    """The correction for steps ahead; for a replay that of the run that sampled."""
+    if args.old_logprobs == "rollout":  # the ratio has it already
+        return "none"
+    if args.replay:
+        with suppress(OSError, ValueError):  # a folder that is no run is refused later
+            return read_config(Path(args.replay)).get("rollout_correction", "none")
+    return "token_truncate" if most_lag(args) else "none"
 
 
 def parser_of(groups: dict[str, list[Flag]], description: str, usage: str | None = None) -> argparse.ArgumentParser:

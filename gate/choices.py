@@ -14,6 +14,12 @@ from gate.checks import leave
 def check_choices(args: argparse.Namespace) -> None:
     """Raises ValueError for a flag without effect, or a function of the user's that cannot be loaded or called."""
     check_effects(args)
+    name, given = split(args.advantage)
+    if name == "pass_at_k" and args.group_size <= (k := (parameters_of(choose("--advantage", name)) | given)["k"]):
+        raise ValueError(
+            f"--group_size {args.group_size} has one subset of {k} at most, and nothing to compare it with for "
+            f"--advantage {args.advantage}; use {k + 1} or more."
+        )
     if args.optimizer != "adamw":
         own_function("--optimizer", args.optimizer, ["adamw"])
     if args.after_step:

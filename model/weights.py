@@ -11,11 +11,12 @@ and a copy of that on the way. The parameters get the same bits as by `from_pret
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -71,9 +72,21 @@ def load_generation_config(path: str, config: PretrainedConfig, stop_ids: list[i
     try:
         stored.validate(strict=True)
     except ValueError:  # it could not be saved again
-        stored = derived
+        stored = valid_part(stored)
     stored.eos_token_id = ends[0] if len(ends) == 1 else ends or None
     return stored
+
+
+def valid_part(stored: GenerationConfig) -> GenerationConfig:
+    """The settings of a generation_config.json without those that transformers calls invalid."""
+    kept = GenerationConfig()
+    for name, value in stored.to_diff_dict().items():
+        wider = copy.deepcopy(kept)
+        setattr(wider, name, value)
+        with suppress(ValueError):
+            wider.validate(strict=True)
+            kept = wider
+    return kept
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

@@ -97,14 +97,26 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with exit status 2 and one sentence, which names the flag that was perhaps meant."""
-        unknown = re.match(r"unrecognized arguments: -+([^\s=]+)", message)
+        unknown = re.match(r"unrecognized arguments: -*([^\s=]+)", message)
         if unknown:
-            given = f"--{unknown[1].replace('-', '_')}"
-            for name in difflib.get_close_matches(given, self._option_string_actions, n=1):
-                message += f"; did you mean {name}?"
+            given = unknown[1].replace("-", "_")
+            if ours := counterparts(given):
+                message += f"; another library's name, for {', '.join(ours)}: docs/from_other_libraries.md"
+            elif names := difflib.get_close_matches(f"--{given}", self._option_string_actions, n=1):
+                message += f"; did you mean {names[0]}?"
         if not note_reason(message, "mistake") and os.environ.get("RANK", "0") == "0":
             print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
+
+
+def counterparts(name: str) -> list[str]:
+    """Our flags in the first row of docs/from_other_libraries.md that has this name of another library's setting."""
+    name = re.escape(name.rpartition(".")[2])
+    with suppress(OSError):  # docs/ may be deleted
+        for row in (Path(__file__).parent / "docs" / "from_other_libraries.md").read_text("utf-8").splitlines():
+            if re.search(rf"[`.]{name}`", row) and (ours := re.findall(r"`(--\w+)", row)):
+                return ours
+    return []
 
 
 class HelpFormatter(argparse.HelpFormatter):

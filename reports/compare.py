@@ -61,7 +61,9 @@ def difference(a: Side, b: Side, name: str, steps: list[int]) -> tuple[float, fl
         pairs = zip(a, means_a, strict=True)
         margin = margin_of_mean([mean_by_seed[run.seed] - mean for run, mean in pairs])
     elif len(a) + len(b) > 2:
-        margin = margin_of_difference(means_a, means_b)
+        # The spread of runs of one seed says nothing of another one.
+        if not (repeats_seed(a) or repeats_seed(b)):
+            margin = margin_of_difference(means_a, means_b)
     elif namespace(name) == "eval":
         margin = margin_of_problems(a[0], b[0], name, steps)
     return float(np.mean(means_a)), float(np.mean(means_b)), margin
@@ -71,6 +73,10 @@ def shared_seeds(a: Side, b: Side) -> bool:
     """Whether both sides have the same seeds, each once, and at least two."""
     seeds = {run.seed for run in a}
     return seeds == {run.seed for run in b} and len(a) == len(b) == len(seeds) >= 2
+
+
+def repeats_seed(runs: Side) -> bool:
+    return len({run.seed for run in runs}) < len(runs)
 
 
 def common_steps(runs: Side, name: str) -> list[int]:
@@ -232,7 +238,7 @@ def described(side: str, runs: Side) -> list[str]:
     """Lines that name the side's runs, and say why they are no repetitions of one."""
     texts = [f"{run.folder} (seed {run.seed}, to step {run.last_step})" for run in runs]
     lines = [f"{side}: {', '.join(texts)}"]
-    if len({run.seed for run in runs}) < len(runs):
+    if repeats_seed(runs):
         lines.append(f"{side} has the same seed twice: these runs are no independent repetitions.")
     if differences := differing(runs):
         lines.append(f"{side}'s runs differ in more than the seed: {', '.join(differences)}.")
@@ -263,6 +269,8 @@ def method(a: Side, b: Side) -> str:
             "One seed each: a verdict on two runs, not on what they differ by; "
             "intervals hold the error of the evaluation; what another seed gives is not known."
         )
+    if repeats_seed(a) or repeats_seed(b):
+        return "A side has the same seed twice: no interval can be made."
     if min(len(a), len(b)) == 1:
         return "One side has one run: its variance is taken to be that of the other side."
     return "The seeds differ, or do not make pairs: Welch's intervals."

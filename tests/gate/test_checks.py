@@ -91,6 +91,7 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, "--overlong_cache_tokens 5", "has no effect without the reward `length`"),
     (1, "--eval_data x.jsonl", "--eval_data x.jsonl is never evaluated"),
     (None, "--plan_gpus 4", "--plan_gpus has no effect without --dry_run"),
+    (1, "--train_data d ./d#5", "--train_data d ./d#5: one of them is there twice; name each once"),
     (1, "--replay nowhere", "nowhere/config.json cannot be read"),
 ]
 

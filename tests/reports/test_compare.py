@@ -125,6 +125,8 @@ def test_what_speaks_against_a_comparison_is_said(tmp_path):
     file.write_text(file.read_text().replace("policy/kl_ref", "policy/other"))
     text = said(a, b)
     assert "A has the same seed twice" in text and "A's runs differ in more than the seed: --group_size." in text
+    assert "A side has the same seed twice: no interval can be made." in text
+    assert "better" not in text and "its error is not known" in text
     assert "Not compared, because no step of training has it in every run: policy/kl_ref." in text
     assert "not measured alike: --reward" in text
     with pytest.raises(ValueError, match="seed1, .*seed1: one run is there twice"):

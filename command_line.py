@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -40,23 +39,16 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     if args.gpu_memory_utilization is None:
         args.gpu_memory_utilization = 0.9 if args.engine == "server" else 0.6
     if args.rollout_correction is None:
-        args.rollout_correction = default_correction(args)
+        default = "token_truncate" if most_lag(args) else "none"
+        if args.replay:  # that of the run that has sampled
+            default = read_config(Path(args.replay)).get("rollout_correction", "none")
+        args.rollout_correction = default if args.old_logprobs == "trainer" else "none"
     if args.quiet:
         os.environ[OFF] = "1"
     if args.replay:  # the command is that of a run, with one flag more
         args.eval_every, args.eval_before_training, args.keep_best = 0, False, None
     args.eval_max_completion_tokens = args.eval_max_completion_tokens or [args.max_completion_tokens]
     return args
-
-
-def default_correction(args: argparse.Namespace) -> str:
-    """The correction for steps ahead; for a replay that of the run that sampled."""
-    if args.old_logprobs == "rollout":  # the ratio has it already
-        return "none"
-    if args.replay:
-        with suppress(OSError, ValueError):  # a folder that is no run is refused later
-            return read_config(Path(args.replay)).get("rollout_correction", "none")
-    return "token_truncate" if most_lag(args) else "none"
 
 
 def parser_of(groups: dict[str, list[Flag]], description: str, usage: str | None = None) -> argparse.ArgumentParser:
@@ -97,26 +89,19 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with exit status 2 and one sentence, which names the flag that was perhaps meant."""
-        unknown = re.match(r"unrecognized arguments: -*([^\s=]+)", message)
+        unknown = re.match(r"unrecognized arguments: -*(?:[^\s=]*\.)?([^\s=]+)", message)
         if unknown:
-            given = unknown[1].replace("-", "_")
-            if ours := counterparts(given):
-                message += f"; another library's name, for {', '.join(ours)}: docs/from_other_libraries.md"
-            elif names := difflib.get_close_matches(f"--{given}", self._option_string_actions, n=1):
-                message += f"; did you mean {names[0]}?"
+            name = unknown[1].replace("-", "_")
+            others = (Path(__file__).parent / "docs/from_other_libraries.md").read_text("utf-8")
+            row = re.search(rf"(?m)^\|.*?`(--\w+).*[`.]{re.escape(name)}`", others)
+            near = difflib.get_close_matches(f"--{name}", self._option_string_actions, n=1)
+            if row:
+                message += f"; another library's name for {row[1]}: docs/from_other_libraries.md"
+            elif near:
+                message += f"; did you mean {near[0]}?"
         if not note_reason(message, "mistake") and os.environ.get("RANK", "0") == "0":
             print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
-
-
-def counterparts(name: str) -> list[str]:
-    """Our flags in the first row of docs/from_other_libraries.md that has this name of another library's setting."""
-    name = re.escape(name.rpartition(".")[2])
-    with suppress(OSError):  # docs/ may be deleted
-        for row in (Path(__file__).parent / "docs" / "from_other_libraries.md").read_text("utf-8").splitlines():
-            if re.search(rf"[`.]{name}`", row) and (ours := re.findall(r"`(--\w+)", row)):
-                return ours
-    return []
 
 
 class HelpFormatter(argparse.HelpFormatter):

@@ -407,11 +407,9 @@ def template_variables(prompt_format: PromptFormat, tokenizer: Tokenizer) -> dic
                 f"--template_args {given}: give NAME=VALUE, "
                 "with a variable that the chat template of --model has and that is not set here."
             )
-        value = variables[name] = template_value(text)
-        is_number = not isinstance(value, bool) and value in (0, 1)
-        if is_number and re.search(rf"\b{name} is (not )?(false|true)", template):
-            word = ("false", "true")[int(value)]
-            raise ValueError(f"--template_args {given}: the template asks for true or false; write {name}={word}.")
+        variables[name] = template_value(text)
+        if text in ("0", "1") and re.search(rf"\b{name} is (not )?(false|true)", template):
+            raise ValueError(f"--template_args {given}: the template asks for true or false, which no number is.")
     return variables
 
 

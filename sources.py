@@ -145,7 +145,7 @@ def _load_splits(source: str, what: str, split: str | None) -> dict[str, Dataset
     except mistakes as error:
         reason = " ".join(str(error.__cause__ or error).split())[:500]
         if re.match("BatchSize|Instruction .* no data", reason):  # what `datasets` says of it
-            reason = "a parquet file in it holds no rows; leave that out"
+            reason = "a parquet file in it has no data; leave that out"
         if not path.exists():
             reason += f" (or: hf download --repo-type dataset {what} --local-dir FOLDER, and name that folder)"
         raise ValueError(f"data {source!r} cannot be loaded: {reason}") from None

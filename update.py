@@ -135,8 +135,8 @@ def add_reference(update: Update, reference: Policy, algorithm: Algorithm) -> Up
     """The update with the reference's log-probs; over the vocabulary with what runs the reference on each batch."""
     if algorithm.kl_over == "vocabulary":
         teacher = part("extras.teacher.vocabulary", "--kl_over vocabulary")
-        settings = algorithm.kl_direction, algorithm.temperature
-        return replace(update, run_teacher=partial(teacher.run, reference, *settings))
+        run_teacher = partial(teacher.run, reference, algorithm.kl_direction, algorithm.temperature)
+        return replace(update, run_teacher=run_teacher)
     with reference.adapter_off():  # with LoRA: the same module as the policy
         return logprobs_under(reference, "ref_logprobs_N", update, algorithm)
 

@@ -17,7 +17,7 @@ from gate.models import check_path
 from runtime.cards import gpu_figures
 from runtime.parts import check_part
 from runtime.start import check_divides, launched_world_size
-from sources import name_of_source, parse_source
+from sources import name_of_source
 
 # What stored rollouts hold: who is compared with whom, tokens sampled under these limits, and their
 # rewards.
@@ -86,9 +86,6 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     if args.hint_column and args.hint_column.startswith("@"):
         check_part("extras.teacher.hints", "--hint_column")
     check_path(args.model)
-    places = [(os.path.realpath(what), split) for what, split, _ in map(parse_source, args.train_data)]
-    if len(set(places)) < len(places):
-        raise ValueError(f"--train_data {' '.join(args.train_data)}: one of them is there twice; name each once.")
     gpu_figures(args.plan_gpu)  # raises for one that is not known
     if num_ranks is None:
         for name in ("--plan_gpus", "--plan_nodes", "--json"):

@@ -30,11 +30,21 @@ Group = dict[str, object]  # parameters, with their settings
 def make_optimizer(named: dict[str, nn.Parameter], adamw: AdamW, memory: Memory) -> Optimizer:
     """torch's AdamW where fp32 masters and their state are on the device; else ours, which takes less memory.
 
-    Or that of --optimizer. The state of AdamW is made here: made in the first step, it would lie between activations
-    in the GPU's memory.
+    Or that of --optimizer, whose groups keep their rates relative to --learning_rate, as `relative_lr`. The state of
+    AdamW is made here: made in the first step, it would lie between activations in the GPU's memory.
     """
     if adamw.optimizer != "adamw":
-        return make_own(named, adamw)
+        from grading.user_code import load_reference
+
+        optimizer = load_reference(adamw.optimizer)(named, adamw)
+        if not isinstance(optimizer, Optimizer) or not {*parameters_of(optimizer)} <= {*named.values()}:
+            raise ValueError(
+                f"--optimizer {adamw.optimizer} made {optimizer!r:.200}; make a torch.optim.Optimizer of parameters "
+                "that it was given, and of no others."
+            )
+        for group in optimizer.param_groups:
+            group["relative_lr"] = adamw.learning_rate and group["lr"] / adamw.learning_rate
+        return optimizer
     parameters = named.values()
     betas = (adamw.adam_beta1, adamw.adam_beta2)
     settings = {"lr": adamw.learning_rate, "betas": betas, "weight_decay": adamw.weight_decay}
@@ -45,29 +55,6 @@ def make_optimizer(named: dict[str, nn.Parameter], adamw: AdamW, memory: Memory)
             optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | moments
         return optimizer
     return ChunkedAdamW(parameters, **settings, is_state_on_host=memory.offload == "optimizer")
-
-
-def make_own(named: dict[str, nn.Parameter], adamw: AdamW) -> Optimizer:
-    """The user's optimizer; its groups keep their rates relative to --learning_rate, as `relative_lr`.
-
-    Raises ValueError for what is no optimizer of these parameters.
-    """
-    from grading.user_code import load_reference
-
-    optimizer = load_reference(adamw.optimizer)(named, adamw)
-    flag = f"--optimizer {adamw.optimizer}"
-    if not isinstance(optimizer, Optimizer):
-        raise ValueError(f"{flag} returned {optimizer!r:.200}; return a torch.optim.Optimizer.")
-    known = set(named.values())
-    for group in optimizer.param_groups:
-        if strangers := [list(parameter.shape) for parameter in group["params"] if parameter not in known]:
-            raise ValueError(
-                f"{flag} holds a tensor that it was not given, of shape {strangers[0]}; take those of named."
-            )
-        if "lr" not in group:
-            raise ValueError(f"{flag} has a group without lr, which the schedule sets; give each group one.")
-        group["relative_lr"] = adamw.learning_rate and group["lr"] / adamw.learning_rate
-    return optimizer
 
 
 def set_rate(optimizer: Optimizer, rate: float) -> None:

@@ -69,23 +69,14 @@ def load_generation_config(path: str, config: PretrainedConfig, stop_ids: list[i
     if not isinstance(ends, list):
         ends = [] if ends is None else [ends]
     ends = list(dict.fromkeys([*ends, *stop_ids]))  # each once, in this order
-    try:
-        stored.validate(strict=True)
-    except ValueError:  # it could not be saved again
-        stored = valid_part(stored)
-    stored.eos_token_id = ends[0] if len(ends) == 1 else ends or None
-    return stored
-
-
-def valid_part(stored: GenerationConfig) -> GenerationConfig:
-    """The settings of a generation_config.json without those that transformers calls invalid."""
     kept = GenerationConfig()
     for name, value in stored.to_diff_dict().items():
         wider = copy.deepcopy(kept)
         setattr(wider, name, value)
-        with suppress(ValueError):
+        with suppress(ValueError):  # what is invalid could not be saved again
             wider.validate(strict=True)
             kept = wider
+    kept.eos_token_id = ends[0] if len(ends) == 1 else ends or None
     return kept
 
 

@@ -61,9 +61,7 @@ def difference(a: Side, b: Side, name: str, steps: list[int]) -> tuple[float, fl
         pairs = zip(a, means_a, strict=True)
         margin = margin_of_mean([mean_by_seed[run.seed] - mean for run, mean in pairs])
     elif len(a) + len(b) > 2:
-        # The spread of runs of one seed says nothing of another one.
-        if not (repeats_seed(a) or repeats_seed(b)):
-            margin = margin_of_difference(means_a, means_b)
+        margin = margin_of_difference(means_a, means_b)
     elif namespace(name) == "eval":
         margin = margin_of_problems(a[0], b[0], name, steps)
     return float(np.mean(means_a)), float(np.mean(means_b)), margin
@@ -73,10 +71,6 @@ def shared_seeds(a: Side, b: Side) -> bool:
     """Whether both sides have the same seeds, each once, and at least two."""
     seeds = {run.seed for run in a}
     return seeds == {run.seed for run in b} and len(a) == len(b) == len(seeds) >= 2
-
-
-def repeats_seed(runs: Side) -> bool:
-    return len({run.seed for run in runs}) < len(runs)
 
 
 def common_steps(runs: Side, name: str) -> list[int]:
@@ -138,8 +132,8 @@ def margin_of_difference(a: list[float], b: list[float]) -> float:
     variance_a = float(np.var(a, ddof=1)) / len(a)  # the variance of the mean
     variance_b = float(np.var(b, ddof=1)) / len(b)
     variance = variance_a + variance_b
-    if variance == 0:
-        return 0.0
+    if variance == 0:  # as of runs of one seed: that is no spread to judge by
+        return math.nan
     freedom = variance**2 / (variance_a**2 / (len(a) - 1) + variance_b**2 / (len(b) - 1))
     return t_quantile(CONFIDENCE, freedom) * math.sqrt(variance)
 
@@ -238,7 +232,7 @@ def described(side: str, runs: Side) -> list[str]:
     """Lines that name the side's runs, and say why they are no repetitions of one."""
     texts = [f"{run.folder} (seed {run.seed}, to step {run.last_step})" for run in runs]
     lines = [f"{side}: {', '.join(texts)}"]
-    if repeats_seed(runs):
+    if len({run.seed for run in runs}) < len(runs):
         lines.append(f"{side} has the same seed twice: these runs are no independent repetitions.")
     if differences := differing(runs):
         lines.append(f"{side}'s runs differ in more than the seed: {', '.join(differences)}.")
@@ -269,8 +263,6 @@ def method(a: Side, b: Side) -> str:
             "One seed each: a verdict on two runs, not on what they differ by; "
             "intervals hold the error of the evaluation; what another seed gives is not known."
         )
-    if repeats_seed(a) or repeats_seed(b):
-        return "A side has the same seed twice: no interval can be made."
     if min(len(a), len(b)) == 1:
         return "One side has one run: its variance is taken to be that of the other side."
     return "The seeds differ, or do not make pairs: Welch's intervals."

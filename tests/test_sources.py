@@ -202,7 +202,7 @@ def test_a_parquet_file_without_rows_is_refused(tmp_path):
     pyarrow.parquet.write_table(table, tmp_path / "other.parquet")
     datasets.Dataset.from_dict({"problem": [], "answer": []}).to_parquet(tmp_path / "rows.parquet")
     for name in ("other", "rows"):
-        refused(tmp_path / f"{name}.parquet", "cannot be loaded: a parquet file in it holds no rows; leave that out")
+        refused(tmp_path / f"{name}.parquet", "cannot be loaded: a parquet file in it has no data; leave that out")
 
 
 def test_rows_are_drawn_at_random_before_the_length_filter(tmp_path):

@@ -43,7 +43,6 @@ class Reply(NamedTuple):
 
     messages: Messages  # what comes before the next turn; []: the episode is over
     grade: Grade | None = None  # at the end, if the class has a reward()
-    tool_failures: tuple[str, ...] = ()  # what the tools have raised in this turn
 
 
 class Environments:
@@ -100,16 +99,14 @@ class EpisodeWorker:
         if turn is None:
             return self.has_reward
         environment, num_seen = self.episodes.pop(turn.episode, None) or (self.kind(copy.deepcopy(turn.row)), 0)
-        reply, failures = None, ()
+        reply = None
         for number, text in enumerate(turn.texts[num_seen:], start=num_seen + 1):
             environment.turns = number
             reply = awaited(environment.reply(text))
-        if isinstance(environment, Toolbox):
-            failures, environment.failures = tuple(environment.failures), []
         if reply is None or turn.is_last:
-            return Reply([], self.grade(environment) if self.has_reward else None, failures)
+            return Reply([], self.grade(environment) if self.has_reward else None)
         self.episodes[turn.episode] = environment, len(turn.texts)
-        return Reply(self.read_messages(reply), None, failures)
+        return Reply(self.read_messages(reply))
 
     def read_messages(self, reply: object) -> Messages:
         """The messages of a reply: a text, a message or a list of messages. Raises WrongReturn."""

@@ -1,13 +1,12 @@
 """Tools (--tools): functions of the user's that the model calls, as an environment. docs/turns.md
 
 The episode is over at the first turn without a call. A call that cannot be read, or whose function
-raises, is answered with the error, as text: the model may try again; `tools/errors` counts the latter. One that hangs,
-or ends its process, ends the episode.
+raises, is answered with the error, as text: the model may try again. One that hangs, or ends its
+process, ends the episode.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -25,7 +24,6 @@ class Toolbox:
     def __init__(self, functions: dict[str, Callable], read: Callable[[str], list], row: dict[str, object]) -> None:
         """`read`: the text of a turn -> its calls, [{"name": ..., "arguments": {...}}]."""
         self.functions, self.read = functions, read
-        self.failures: list[str] = []  # what functions have raised
 
     @staticmethod
     def load(tools: str) -> Callable[[dict[str, object]], Toolbox]:
@@ -50,24 +48,12 @@ class Toolbox:
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
             if name not in self.functions:
                 return f"error: there is no tool {name!r}; there are {', '.join(self.functions)}"
-        except Exception as error:  # noqa: BLE001  a model wrote the call
-            return f"error: {type(error).__name__}: {error}"
-        try:
             result = awaited(self.functions[name](**arguments))
-            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=as_json)
-        except Exception as error:  # noqa: BLE001  the user's function may raise anything
-            said = f"{type(error).__name__}: {error}"
-            self.failures.append(f"{name}: {said:.200}")
-            return f"error: {said}"
-
-
-def as_json(value: object) -> object:
-    """What JSON has in the place of a value that it does not know."""
-    if dataclasses.is_dataclass(value):
-        return dataclasses.asdict(value)
-    if isinstance(value, bytes):
-        return value.decode(errors="replace")
-    return value.tolist() if hasattr(value, "tolist") else str(value)  # numbers and arrays of NumPy and torch
+            # Numbers and arrays of NumPy and torch are as their list; of what else JSON does not know, the text.
+            default = lambda value: getattr(value, "tolist", value.__str__)()  # noqa: E731
+            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=default)
+        except Exception as error:  # noqa: BLE001  the call's, or the user's function's
+            return f"error: {type(error).__name__}: {error}"
 
 
 def read_calls(completion: str) -> list[dict[str, object]]:

@@ -17,7 +17,7 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cache
@@ -137,26 +137,8 @@ class Template:
         return ids, text
 
 
-@dataclass
-class ToolErrors(Observer):
-    """Counts the calls whose tool has raised, and names the first one. Every rank has one."""
-
-    count: int = 0  # since the last line
-    has_warned: bool = False
-
-    def add(self, failures: Sequence[str]) -> None:
-        self.count += len(failures)
-        if failures and not self.has_warned:
-            print(f"warning: a tool fails: {failures[0]}; tools/errors counts such calls", flush=True)
-            self.has_warned = True
-
-    def step(self, step: int, metrics: Metrics) -> Metrics:
-        count, self.count = self.count, 0
-        return {"tools/errors": float(sum(gather_from_ranks(count)))}
-
-
-class Turns:
-    """Plays episodes. Every rank has one; that of the first rank of an engine has the workers."""
+class Turns(Observer):
+    """Plays episodes. Every rank has one; that of the first rank of an engine has the workers, and counts errors."""
 
     def __init__(
         self, limits: TurnLimits, grading: Grading, prompt_format: PromptFormat, tokenizer: Tokenizer, num_workers: int
@@ -170,11 +152,15 @@ class Turns:
             self.environments = Environments(source, num_workers, grading.reward_timeout, grading.reward_in_flight)
         self.numbers = itertools.count(1)
         self.has_warned = False
-        self.tool_errors = ToolErrors()
+        self.num_errors, self.has_told_error = 0, False  # of tools, since the last line
 
     def describe(self) -> str:
         """A line for the log."""
         return f"turns: at most {self.limits.max_turns}, with {self.limits.environment or self.limits.tools}"
+
+    def step(self, step: int, metrics: Metrics) -> Metrics:
+        count, self.num_errors = self.num_errors, 0
+        return {"tools/errors": sum(gather_from_ranks(count))}
 
     def close(self) -> None:
         if self.environments is not None:
@@ -207,8 +193,12 @@ class Turns:
         if reply is None:
             episode.grade = Grade(0.0, outcome.status)
             return EpisodeState.END
-        if self.environments is not None:  # of the ranks of an engine one counts
-            self.tool_errors.add(reply.tool_failures)
+        if self.limits.tools and self.environments:  # of the ranks of an engine one counts
+            errors = [message["content"] for message in reply.messages if message["content"].startswith("error: ")]
+            if errors and not self.has_told_error:
+                print(f"warning: a call of a tool ends in an {errors[0]:.200}", flush=True)
+                self.has_told_error = True
+            self.num_errors += len(errors)
         if not reply.messages:
             episode.grade = reply.grade
             return EpisodeState.END

@@ -307,19 +307,18 @@ class Place:
 
 
 @pytest.mark.parametrize(("value", "written"), [
-    (np.float32(1.5), "1.5"), (np.arange(2), "[0, 1]"), (b"text", '"text"'), (Place(3), '{"x": 3}'), (Path("a"), '"a"'),
+    (np.float32(1.5), "1.5"), (np.arange(2), "[0, 1]"), (Place(3), '"Place(x=3)"'), (Path("a"), '"a"'),
 ])  # fmt: skip
 def test_what_a_tool_returns_is_written_as_json(value, written):
     assert called('<tool_call>{"name": "tool"}</tool_call>', {"tool": lambda: value}) == [written]
 
 
-def test_a_tool_that_raises_is_counted_and_named_once(capsys):
-    """A call of a tool that there is not is the model's mistake: it does not count."""
+def test_a_call_that_ends_in_an_error_is_counted_and_named_once(capsys):
     turns = turns_of(None, f"{FILE}:divide")
-    engine = Says("divide(2,0) sub(1,1)", "divide(1,0)", "none")
+    engine = Says("divide(2,0) divide(2,1)", "divide(1,0)", "none")
     played(turns, [make_row([3, 20, 4])], engine=engine)
-    assert capsys.readouterr().out.count("warning: a tool fails: divide: ZeroDivisionError") == 1
-    assert [turns.tool_errors.step(step, {}) for step in (1, 2)] == [{"tools/errors": 2.0}, {"tools/errors": 0.0}]
+    assert capsys.readouterr().out.count("warning: a call of a tool ends in an error: ZeroDivisionError") == 1
+    assert [turns.step(step, {}) for step in (1, 2)] == [{"tools/errors": 2.0}, {"tools/errors": 0.0}]
 
 
 def test_the_chat_template_is_given_the_tools():

@@ -8,10 +8,12 @@ import os
 import re
 import sys
 import time
+from pathlib import Path
 from typing import NoReturn
 
 from algorithm import NAMES, choices_in_words
 from flags import GROUPS, Flag, default_dtype, most_lag
+from runtime.history import read_config
 from runtime.progress import OFF
 from runtime.start import leave_the_others, note_reason, print_any_text
 
@@ -37,8 +39,10 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     if args.gpu_memory_utilization is None:
         args.gpu_memory_utilization = 0.9 if args.engine == "server" else 0.6
     if args.rollout_correction is None:
-        has_gap = most_lag(args) and args.old_logprobs == "trainer"
-        args.rollout_correction = "token_truncate" if has_gap else "none"
+        default = "token_truncate" if most_lag(args) else "none"
+        if args.replay:  # that of the run that has sampled
+            default = read_config(Path(args.replay)).get("rollout_correction", "none")
+        args.rollout_correction = default if args.old_logprobs == "trainer" else "none"
     if args.quiet:
         os.environ[OFF] = "1"
     if args.replay:  # the command is that of a run, with one flag more
@@ -85,11 +89,16 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with exit status 2 and one sentence, which names the flag that was perhaps meant."""
-        unknown = re.match(r"unrecognized arguments: -+([^\s=]+)", message)
+        unknown = re.match(r"unrecognized arguments: -*(?:[^\s=]*\.)?([^\s=]+)", message)
         if unknown:
-            given = f"--{unknown[1].replace('-', '_')}"
-            for name in difflib.get_close_matches(given, self._option_string_actions, n=1):
-                message += f"; did you mean {name}?"
+            name = unknown[1].replace("-", "_")
+            others = (Path(__file__).parent / "docs/from_other_libraries.md").read_text("utf-8")
+            row = re.search(rf"(?m)^\|.*?`(--\w+).*[`.]{re.escape(name)}`", others)
+            near = difflib.get_close_matches(f"--{name}", self._option_string_actions, n=1)
+            if row:
+                message += f"; another library's name for {row[1]}: docs/from_other_libraries.md"
+            elif near:
+                message += f"; did you mean {near[0]}?"
         if not note_reason(message, "mistake") and os.environ.get("RANK", "0") == "0":
             print(f"error: {message}", file=sys.stderr)
         sys.exit(2)

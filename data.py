@@ -224,7 +224,10 @@ def encode(text: str, prompt_format: PromptFormat, tokenizer: Tokenizer) -> np.n
     A chat template writes its own special tokens; a bare prompt gets the tokenizer's, unless it begins with the BOS.
     """
     has_special_tokens = prompt_format.prompt_format == "chat" or text.startswith(tokenizer.bos_token or "\0")
-    return np.array(tokenizer(text, add_special_tokens=not has_special_tokens)["input_ids"], dtype=np.int32)
+    ids = tokenizer(text, add_special_tokens=not has_special_tokens)["input_ids"]
+    if ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token):
+        ids.pop()  # some tokenizers end a text: nothing would come after it
+    return np.array(ids, dtype=np.int32)
 
 
 def ids_with_hint(messages: Messages, hint: str, prompt_format: PromptFormat, tokenizer: Tokenizer) -> np.ndarray:
@@ -405,6 +408,8 @@ def template_variables(prompt_format: PromptFormat, tokenizer: Tokenizer) -> dic
                 "with a variable that the chat template of --model has and that is not set here."
             )
         variables[name] = template_value(text)
+        if text in ("0", "1") and re.search(rf"\b{name} is (not )?(false|true)", template):
+            raise ValueError(f"--template_args {given}: the template asks for true or false, which no number is.")
     return variables
 
 

@@ -222,7 +222,7 @@ GROUPS["KL to the reference"] = [  # docs/algorithm.md, A teacher
 ]
 GROUPS["sampler-trainer mismatch"] = [
     flag("--rollout_correction", None, "weight of a token's loss, from the ratio trainer / sampler of its log-prob; "
-         "default: none; token_truncate with --steps_ahead or --partial_rollouts:"),
+         "default: none; token_truncate with --steps_ahead or --partial_rollouts; that of the run with --replay:"),
     flag("--router_replay", False, "mixture of experts: the trainer sends each token to the experts that took it in "
          "the engine (R3)"),
 ]
@@ -495,9 +495,13 @@ def most_lag(args: argparse.Namespace) -> int:
 
 
 def free_on_resume(args: argparse.Namespace) -> set[str]:
-    """Names of the flags that may differ when a run continues: also its length, unless the learning rate needs it."""
+    """Names of the flags that may differ when a run continues: also its length, unless something may depend on it.
+
+    That is the learning rate, or a function of the user's that knows the length.
+    """
     free = {each.name.removeprefix("--") for each in FLAGS.values() if each.free_on_resume or each in GROUPS[DRY_RUN]}
     is_constant = args.lr_schedule == "constant" and not args.warmup_ratio
+    is_constant &= ".py:" not in args.policy_loss + args.advantage
     return free | {"total_steps", "epochs", "total_episodes"} if is_constant else free
 
 

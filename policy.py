@@ -110,7 +110,7 @@ class Policy(nn.Module):
         """
         trained_K, head = batch.trained_K, self.model.get_output_embeddings()
         hidden_KD, labels_K = self._trained_hidden(batch), batch.labels_N.index_select(0, trained_K)
-        temperature *= self.logits_divisor
+        temperature *= self.logits_divisor  # a teacher's has that of its own logits
         # Not `head(hidden)`: the logits of all positions would take more memory than the model.
         scores = chunked_logprobs(hidden_KD, head, labels_K, temperature, trains_entropy, self.head_dtype, teacher)
         # Back to all positions, so that whatever adds up over them needs one kind of index.
@@ -126,7 +126,7 @@ class Policy(nn.Module):
         """(hidden_KD, weight_VD): what the head multiplies at the trained positions. A `Teacher` is made of them."""
         hidden_KD = self._trained_hidden(batch)
         weight_VD = self.model.get_output_embeddings().weight.detach()
-        return hidden_KD / self.logits_divisor, weight_VD.clone()  # FSDP will free the weight
+        return hidden_KD, weight_VD.clone()  # FSDP will free the weight
 
     def _trained_hidden(self, batch: Batch) -> Tensor:
         """Runs the decoder; returns its output at the trained positions: the head runs on these alone."""

@@ -24,7 +24,6 @@ from runtime.progress import OFF
 
 if TYPE_CHECKING:
     from datasets import Dataset  # imported where it is needed: that takes a second, and .jsonl files do without
-    from pyarrow import DataType, Schema
 
 
 class Record(NamedTuple):
@@ -60,7 +59,7 @@ def read_records(source: str, seed: int, is_shuffled: bool = True) -> list[Recor
     drawn = rows.select(indices)
     records = []
     for i, columns in zip(indices, drawn.to_list(), strict=True):  # images stay encoded
-        columns = exact_floats(columns, drawn.data.schema)
+        columns = as_written(columns, drawn.features)
         records.append(Record(f"{what}@{split}, row {i}", columns, folder))
     return records
 
@@ -145,6 +144,8 @@ def _load_splits(source: str, what: str, split: str | None) -> dict[str, Dataset
             loaded = datasets.load_dataset(*HUB_ID.fullmatch(what).groups(), split=split)
     except mistakes as error:
         reason = " ".join(str(error.__cause__ or error).split())[:500]
+        if re.match("BatchSize|Instruction .* no data", reason):  # what `datasets` says of it
+            reason = "a parquet file in it has no data; leave that out"
         if not path.exists():
             reason += f" (or: hf download --repo-type dataset {what} --local-dir FOLDER, and name that folder)"
         raise ValueError(f"data {source!r} cannot be loaded: {reason}") from None
@@ -233,14 +234,21 @@ def check_content(path: Path) -> None:
             raise ValueError(f"{path} is {what}.")
 
 
-def exact_floats(value: object, kind: DataType | Schema) -> object:
-    """The value with floats of 16 and 32 bits as the shortest decimal of their own type: 0.1, not 0.10000000149."""
-    if isinstance(value, float) and str(kind) in ("halffloat", "float"):  # pyarrow's names of these two
-        return float(str(kind.to_pandas_dtype()(value)))
-    if isinstance(value, dict) and hasattr(kind, "field"):
-        return {name: exact_floats(part, kind.field(name).type) for name, part in value.items()}
-    if isinstance(value, list) and hasattr(kind, "value_type"):
-        return [exact_floats(part, kind.value_type) for part in value]
+def as_written(value: object, feature: object) -> object:
+    """The value of a column of this kind in `datasets`, as its author wrote it.
+
+    A label is its name (None: -1, which is none). A float of 16 or 32 bits is the shortest decimal of its own type:
+    0.1, not 0.10000000149.
+    """
+    names, dtype = getattr(feature, "names", None), getattr(feature, "dtype", None)
+    if names and isinstance(value, int):
+        return names[value] if value >= 0 else None
+    if isinstance(value, float) and dtype in ("float16", "float32"):
+        return float(str(np.dtype(dtype).type(value)))
+    if isinstance(value, dict) and isinstance(feature, dict):
+        return {name: as_written(part, feature[name]) for name, part in value.items()}
+    if isinstance(value, list):
+        return [as_written(part, getattr(feature, "feature", feature)) for part in value]
     return value
 
 

@@ -255,6 +255,8 @@ def observers_of(args: Namespace, inputs: Inputs, world: World, total_steps: int
     out_dir, observers = Path(args.out_dir), [MemoryWatch(world)]
     if args.after_step:
         observers.append(AfterStep(load_reference(args.after_step)))
+    if args.tools:
+        observers.append(inputs.turns)
     if args.keep_rollouts:
         tokens = bytes_of_tokens(inputs.tokenizer) if world.is_main else None
         observers.append(Keeper(out_dir, args.keep_rollouts, tokens))

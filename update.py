@@ -41,7 +41,7 @@ from fsdp_utils import (
 )
 from grpo import Algorithm, Graded
 from metrics import PassMetrics, idle_share, loss_metrics, pass_metrics
-from model.optimizer import forget
+from model.optimizer import forget, set_rate
 from policy import Policy, place
 from runtime.parts import part
 from runtime.stall import beat
@@ -135,7 +135,8 @@ def add_reference(update: Update, reference: Policy, algorithm: Algorithm) -> Up
     """The update with the reference's log-probs; over the vocabulary with what runs the reference on each batch."""
     if algorithm.kl_over == "vocabulary":
         teacher = part("extras.teacher.vocabulary", "--kl_over vocabulary")
-        return replace(update, run_teacher=partial(teacher.run, reference, algorithm.kl_direction))
+        run_teacher = partial(teacher.run, reference, algorithm.kl_direction, algorithm.temperature)
+        return replace(update, run_teacher=run_teacher)
     with reference.adapter_off():  # with LoRA: the same module as the policy
         return logprobs_under(reference, "ref_logprobs_N", update, algorithm)
 
@@ -257,7 +258,7 @@ def grade_fields(rollout: Rollout, shape: torch.Size) -> dict[str, Tensor | dict
 
 def by_turn(rollout: Rollout, group_size: int) -> dict[str, Tensor | list[list[bytes]]]:
     """The fields of `Graded` about turns. A completion without replies is one turn; not all turns have rewards."""
-    is_by_turn = ["turn_1" in grade.parts for grade in rollout.grades if grade.status == "ok"]
+    is_by_turn = [bool(grade.turn_rewards) for grade in rollout.grades if grade.status == "ok"]
     has_rewards = all(is_by_turn or [rollout.has_replies])
     turns = rollout.turns
     fields = {"turns_T": torch.from_numpy(np.concatenate(turns)), "states_B": states_of(rollout)}
@@ -265,8 +266,8 @@ def by_turn(rollout: Rollout, group_size: int) -> dict[str, Tensor | list[list[b
         return fields
     rewards_B = []
     for grade, turns_of_tokens in zip(rollout.grades, turns, strict=True):
-        numbers = range(1, turns_of_tokens.max(initial=0) + 2)
-        rewards_B.append(torch.tensor([float(grade.parts.get(f"turn_{number}", 0.0)) for number in numbers]))
+        num_turns = turns_of_tokens.max(initial=0) + 1
+        rewards_B.append(torch.tensor([*grade.turn_rewards, *[0.0] * num_turns][:num_turns]))
     rewards_BK = pad_sequence(rewards_B, batch_first=True, padding_value=torch.nan)
     return fields | {"turn_rewards_PGK": rewards_BK.unflatten(0, (-1, group_size))}
 
@@ -303,8 +304,7 @@ def update_policy(
     metrics |= guard.judge(metrics, step)  # before any weight moves: what is judged bad leaves no trace
     if not metrics["optim/skipped_updates"]:
         beat()
-        for group in optimizer.param_groups:  # the rate is a function of the update's number: nothing to restore
-            group["lr"] = step.rate
+        set_rate(optimizer, step.rate)
         optimizer.step()
     optimizer.zero_grad()  # also of an update that was left out
     if step.reference_mixup:

@@ -87,7 +87,7 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, stop_tokens: Sequence[str]) -> 
     vocabulary = tokenizer.get_vocab() if stop_tokens else {}
     if unknown := [token for token in stop_tokens if token not in vocabulary]:
         known = ", ".join(tokenizer.all_special_tokens)
-        raise ValueError(f"--stop_tokens {unknown[0]}: no token of the tokenizer, whose special ones are {known}.")
+        raise ValueError(f"--stop_tokens {unknown[0]!r}: no token of the tokenizer, whose special ones are {known}.")
     return [vocabulary[token] for token in stop_tokens]
 
 

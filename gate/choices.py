@@ -6,7 +6,7 @@ import argparse
 import inspect
 from collections import defaultdict
 
-from algorithm import NAMES, choose, own_function, parameters_of, places_of, split
+from algorithm import NAMES, bind, choose, own_function, parameters_of, places_of, split
 from flags import FLAGS
 from gate.checks import leave
 
@@ -14,6 +14,13 @@ from gate.checks import leave
 def check_choices(args: argparse.Namespace) -> None:
     """Raises ValueError for a flag without effect, or a function of the user's that cannot be loaded or called."""
     check_effects(args)
+    if args.advantage.startswith("pass_at_k"):
+        k = parameters_of(bind("--advantage", args))["k"]
+        if args.group_size <= k:  # there is one subset at most
+            raise ValueError(
+                f"--group_size {args.group_size} has nothing to compare with for --advantage {args.advantage}; "
+                f"use {k + 1} or more."
+            )
     if args.optimizer != "adamw":
         own_function("--optimizer", args.optimizer, ["adamw"])
     if args.after_step:

@@ -42,6 +42,7 @@ class Grade:
     parts: dict[str, float] = field(default_factory=dict)  # verifier -> its score; then sub-score -> its value
     answer: str | None = None  # what the first verifier that reads one read as the final answer
     feedback: str = ""  # what functions of one's own say about it in words
+    turn_rewards: tuple[float, ...] = ()  # those of an environment that gives one for each turn
 
     @property
     def score(self) -> float:

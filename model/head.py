@@ -44,6 +44,7 @@ class Teacher(NamedTuple):
     hidden_TD: Tensor  # its own width D
     weight_VD: Tensor  # its head's; rows beyond the policy's are left out, as if their probability was 0
     divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # one of `DIVERGENCES`
+    temperature: float  # with the divisor of its own logits in it
 
 
 class Distilled(NamedTuple):
@@ -68,7 +69,8 @@ class HeadSettings(NamedTuple):
     temperature: float
     has_entropy_gradient: bool
     dtype: torch.dtype  # of the logits
-    divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None  # the teacher's
+    divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None  # the teacher's
+    teacher_temperature: float = 1.0
 
 
 def chunked_logprobs(
@@ -82,10 +84,10 @@ def chunked_logprobs(
 ) -> TokenScores:
     """The scores of the labels, one per row of `hidden` [T, D]. `head_dtype`: None: that of the head's weight."""
     assert head.bias is None, "no supported model has a head with a bias"
-    dtype, divergence = head_dtype or head.weight.dtype, teacher and teacher.divergence
-    settings = HeadSettings(temperature, with_entropy_gradient, dtype, divergence)
+    settings = HeadSettings(temperature, with_entropy_gradient, head_dtype or head.weight.dtype)
     if teacher is None:
         return TokenScores(*_HeadLogprobs.apply(hidden, head.weight, labels, settings))
+    settings = settings._replace(divergence=teacher.divergence, teacher_temperature=teacher.temperature)
     tensors = teacher.hidden_TD, teacher.weight_VD[: len(head.weight)]
     logprobs, entropies, *distilled = _HeadLogprobs.apply(hidden, head.weight, labels, settings, *tensors)
     return TokenScores(logprobs, entropies, Distilled(*distilled))
@@ -199,7 +201,7 @@ def score(settings: HeadSettings, logits: Tensor, labels: Tensor, teacher_logits
     log_p = log_probabilities(logits, settings.temperature)
     values = [log_p.gather(-1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)]
     if teacher_logits is not None:
-        log_q = log_probabilities(teacher_logits, settings.temperature)
+        log_q = log_probabilities(teacher_logits, settings.teacher_temperature)
         agrees = log_p.argmax(dim=-1) == log_q.argmax(dim=-1)
         values += [log_q.gather(-1, labels[:, None])[:, 0], settings.divergence(log_p, log_q)[0], agrees]
     return values
@@ -214,7 +216,8 @@ def replace_by_gradient(
     log_p = log_probabilities(logits, temperature)
     p = log_p.exp()
     if teacher_logits is not None:  # slopes: see `divergences.py`
-        slopes = divergence(log_p, log_probabilities(teacher_logits, temperature))[1] * gradients[3][:, None]
+        log_q = log_probabilities(teacher_logits, settings.teacher_temperature)
+        slopes = divergence(log_p, log_q)[1] * gradients[3][:, None]
     if settings.has_entropy_gradient:  # its slopes are -p log p
         entropy_slopes = log_p * p * -gradients[1][:, None]
         slopes = entropy_slopes if slopes is None else slopes + entropy_slopes

@@ -30,13 +30,21 @@ Group = dict[str, object]  # parameters, with their settings
 def make_optimizer(named: dict[str, nn.Parameter], adamw: AdamW, memory: Memory) -> Optimizer:
     """torch's AdamW where fp32 masters and their state are on the device; else ours, which takes less memory.
 
-    Or that of --optimizer. The state of AdamW is made here: made in the first step, it would lie between activations
-    in the GPU's memory.
+    Or that of --optimizer, whose groups keep their rates relative to --learning_rate, as `relative_lr`. The state of
+    AdamW is made here: made in the first step, it would lie between activations in the GPU's memory.
     """
     if adamw.optimizer != "adamw":
         from grading.user_code import load_reference
 
-        return load_reference(adamw.optimizer)(named, adamw)
+        optimizer = load_reference(adamw.optimizer)(named, adamw)
+        if not isinstance(optimizer, Optimizer) or not {*parameters_of(optimizer)} <= {*named.values()}:
+            raise ValueError(
+                f"--optimizer {adamw.optimizer} made {optimizer!r:.200}; make a torch.optim.Optimizer of parameters "
+                "that it was given, and of no others."
+            )
+        for group in optimizer.param_groups:
+            group["relative_lr"] = adamw.learning_rate and group["lr"] / adamw.learning_rate
+        return optimizer
     parameters = named.values()
     betas = (adamw.adam_beta1, adamw.adam_beta2)
     settings = {"lr": adamw.learning_rate, "betas": betas, "weight_decay": adamw.weight_decay}
@@ -47,6 +55,12 @@ def make_optimizer(named: dict[str, nn.Parameter], adamw: AdamW, memory: Memory)
             optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | moments
         return optimizer
     return ChunkedAdamW(parameters, **settings, is_state_on_host=memory.offload == "optimizer")
+
+
+def set_rate(optimizer: Optimizer, rate: float) -> None:
+    """Sets the rate of each group. It is a function of the update's number: nothing to restore."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("relative_lr", 1.0)
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

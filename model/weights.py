@@ -11,11 +11,12 @@ and a copy of that on the way. The parameters get the same bits as by `from_pret
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -68,12 +69,15 @@ def load_generation_config(path: str, config: PretrainedConfig, stop_ids: list[i
     if not isinstance(ends, list):
         ends = [] if ends is None else [ends]
     ends = list(dict.fromkeys([*ends, *stop_ids]))  # each once, in this order
-    try:
-        stored.validate(strict=True)
-    except ValueError:  # it could not be saved again
-        stored = derived
-    stored.eos_token_id = ends[0] if len(ends) == 1 else ends or None
-    return stored
+    kept = GenerationConfig()
+    for name, value in stored.to_diff_dict().items():
+        wider = copy.deepcopy(kept)
+        setattr(wider, name, value)
+        with suppress(ValueError):  # what is invalid could not be saved again
+            wider.validate(strict=True)
+            kept = wider
+    kept.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+    return kept
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

@@ -132,8 +132,8 @@ def margin_of_difference(a: list[float], b: list[float]) -> float:
     variance_a = float(np.var(a, ddof=1)) / len(a)  # the variance of the mean
     variance_b = float(np.var(b, ddof=1)) / len(b)
     variance = variance_a + variance_b
-    if variance == 0:
-        return 0.0
+    if variance == 0:  # as of runs of one seed: that is no spread to judge by
+        return math.nan
     freedom = variance**2 / (variance_a**2 / (len(a) - 1) + variance_b**2 / (len(b) - 1))
     return t_quantile(CONFIDENCE, freedom) * math.sqrt(variance)
 

@@ -26,8 +26,13 @@ const byId = (id) => document.getElementById(id);
 /** A new element. Children that are strings become text. */
 function make(tag, properties = {}, ...children) {
   const node = Object.assign(document.createElement(tag), properties);
-  node.append(...children);
+  node.append(...children.map((child) => (typeof child === "string" ? visible(child) : child)));
   return node;
+}
+
+/** The text with the controls that would turn what follows, such as U+202E, written out. */
+function visible(text) {
+  return text.replace(/[\u202a-\u202e\u2066-\u2069]/g, (control) => `\\u${control.charCodeAt(0).toString(16)}`);
 }
 
 /** A table with a column for each run. The first cell of a row is its heading; `null` is an empty cell. */

@@ -163,7 +163,7 @@ function card(step, row) {
   const pairs = facts.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)));
   const body = make("div", { className: "text tokens", tabIndex: 0, role: "group", ariaLabel: "completion" });
   if (step.sizes) fillTokens(body, step, row, MOST_TOKENS);
-  else body.textContent = row.text;
+  else body.append(visible(row.text));
   return make("article", { className: "card completion" }, head, make("dl", {}, ...pairs), body);
 }
 

@@ -51,7 +51,8 @@ def with_new_token(policy: Path, folder: Path, template: str = "") -> Path:
     ({"eval_temperature": 0, "eval_samples": 4}, ["--eval_samples 4", "--eval_temperature 0", "--eval_samples 1"]),
     ({"image_column": "image"}, ["--image_column 'image'", "of the type 'qwen2'", "qwen2_5_vl"]),
     ({"max_pixels": 4000}, ["--max_pixels 4000 has no effect here, only with --image_column"]),
-    ({"stop_tokens": "<|im_end|>"}, ["--stop_tokens <|im_end|>", "no token of the tokenizer", "special ones are"]),
+    ({"stop_tokens": ""}, ["--stop_tokens '': no token of the tokenizer"]),
+    ({"stop_tokens": "<|im_end|>"}, ["--stop_tokens '<|im_end|>'", "no token of the tokenizer", "special ones are"]),
     ({"reward": "absent.py:score"}, ["--reward", "FOLDER/absent.py", "does not exist"]),
     ({"policy_loss": "absent.py:f"}, ["--policy_loss", "FOLDER/absent.py"]),
     ({"reward": "exact,pairs.py:score"}, ["--eval_samples 1: --reward", "with itself", "--eval_samples 2 or more"]),
@@ -152,6 +153,23 @@ def test_an_empty_value_or_an_unexpanded_home_is_refused(given, capsys):
     name, _, value = given.partition("=")
     why = "the shell leaves a ~ after = and in quotes" if "~" in value else "give a value; is a variable not set?"
     assert f"error: {name} {value!r}: {why}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "ours"), [
+    ("--num_generations=8", "--group_size"), ("--num-generations", "--group_size"), ("--beta", "--kl_coef"),
+    ("--lr", "--learning_rate"), ("actor_rollout_ref.actor.optim.lr=1e-6", "--learning_rate"),
+    ("--epsilon", "--clip_low"), ("--max_completion_length", "--max_completion_tokens"),
+])  # fmt: skip
+def test_a_name_of_another_library_is_answered_with_ours(given, ours, capsys):
+    with pytest.raises(SystemExit):
+        parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", given])
+    assert f"; another library's name for {ours}: docs/from_other_libraries.md" in capsys.readouterr().err
+
+
+def test_a_mistyped_flag_is_answered_with_the_nearest_one(capsys):
+    with pytest.raises(SystemExit):
+        parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", "--goup-size", "8"])
+    assert "; did you mean --group_size?" in capsys.readouterr().err
 
 
 def test_texts_that_are_no_paths_may_be_empty_or_have_a_tilde():

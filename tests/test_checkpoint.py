@@ -97,7 +97,8 @@ def test_the_exported_policy_ends_where_it_was_sampled_to_end(pair, tokenizer, t
     config = pair[0].model.config
     GenerationConfig(eos_token_id=[3, 5], temperature=0.6, do_sample=True).save_pretrained(tmp_path / "base")
     (tmp_path / "invalid").mkdir()
-    (tmp_path / "invalid" / "generation_config.json").write_text('{"eos_token_id": 2, "temperature": 0.6}')
+    settings = {"eos_token_id": 2, "temperature": 0.6, "repetition_penalty": 1.1}  # no temperature without do_sample
+    (tmp_path / "invalid" / "generation_config.json").write_text(json.dumps(settings))
     (stop,) = stop_ids(tokenizer, ["7"])
     for step, (name, ids, expected) in enumerate((
         ("base", [], [3, 5]), ("base", [5, stop], [3, 5, stop]), ("absent", [stop], [config.eos_token_id, stop]),
@@ -107,6 +108,7 @@ def test_the_exported_policy_ends_where_it_was_sampled_to_end(pair, tokenizer, t
         checkpoint.Writer(tmp_path, companions, Saving(keep_checkpoints=0), ALONE, print).save(step, *pair, {})
         found = json.loads((tmp_path / f"step_{step}" / "generation_config.json").read_text())
         assert found["eos_token_id"] == expected and ("temperature" in found) == (name == "base")
+        assert found.get("repetition_penalty") == (1.1 if name == "invalid" else None)
 
 
 def test_a_policy_of_which_nothing_is_finite_is_not_saved(tokenizer, tmp_path):

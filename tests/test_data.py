@@ -9,6 +9,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from data import PromptData, describe_template, order_of_epoch, render, template_value
@@ -255,6 +256,15 @@ def test_raw_prompts_are_the_text_with_special_tokens(tmp_path):
     assert [TOKENIZER.decode(row.ids.tolist()) for row in mixed.rows] == ["<bos>q", "<bos>q"], "one BOS each"
 
 
+def test_a_raw_prompt_does_not_end_with_the_end(tmp_path):
+    """Some tokenizers put their end token behind each text."""
+    tokenizer = byte_tokenizer()
+    special = [("<bos>", 0), ("<eos>", 1)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A <eos>", special_tokens=special)
+    (row,) = problems(tmp_path, "q", tokenizer=tokenizer, prompt_format="raw").rows
+    assert tokenizer.decode(row.ids.tolist()) == "<bos>q"
+
+
 def test_a_missing_chat_template_is_refused_where_needed(tmp_path):
     bare = byte_tokenizer(chat_template=None)
     assert_refused("has no chat template; .*--prompt_format raw", tmp_path, "1+1", tokenizer=bare)
@@ -432,6 +442,15 @@ def test_thinking_is_off_in_every_spelling_of_false(condition):
         assert render(row, form, tokenizer) == "[user]q[assistant]" + "none" * is_off + "5a"
         shown = [f"template: enable_thinking = {not is_off} (bool)", "template: style = '5a' (str)"]
         assert describe_template(form, tokenizer) == shown
+
+
+def test_a_number_for_a_boolean_of_the_template_is_refused():
+    """`0 is false` is not true in a template."""
+    condition = "{% if enable_thinking is defined and enable_thinking is false %}none{% endif %}{{ depth }}"
+    tokenizer = byte_tokenizer(TOKENIZER.chat_template + condition)
+    with pytest.raises(ValueError, match="--template_args enable_thinking=0: .* asks for true or false"):
+        describe_template(PromptFormat(template_args=("enable_thinking=0",)), tokenizer)
+    assert describe_template(PromptFormat(template_args=("depth=0",)), tokenizer)
 
 
 def test_a_template_that_writes_the_date_gets_the_same_one_each_day():

@@ -14,6 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from batch import pack
+from extras.teacher.divergences import reverse
+from extras.teacher.vocabulary import run
 from gate.models import check_model
 from helpers.distributed import on_ranks
 from helpers.made_up import load_policy, make_hybrid, make_model_of_family, unpacked_logprobs
@@ -176,14 +178,14 @@ def test_experts_are_packed_again_and_their_load_is_counted(name, folder, found)
 
 @pytest.mark.parametrize("name", ["Granite", "Gemma 3", "OLMo 3", "Mistral", "Qwen3-MoE"])
 def test_a_teacher_scales_its_logits_as_it_does_as_a_policy(name, folder, found):
-    """What it returns without a temperature is a distribution after a product and a softmax. Completions share their
+    """Its distribution is what it returns after a product, its own temperature and a softmax. Completions share their
     prompts.
     """
     policy, rollout = load_policy(folder / name), found[name]["rollout"]
     batch = pack(replace(rollout, loss_weights_B=np.zeros(16, dtype=np.float32)), list(range(16)), group_size=4)
     with torch.no_grad():
-        hidden_KD, weight_VD = policy.hidden_states(batch)
-    logprobs_KV = (hidden_KD @ weight_VD.T / 0.7).log_softmax(-1)
+        teacher = run(policy, reverse, 0.7, batch)
+    logprobs_KV = (teacher.hidden_TD @ teacher.weight_VD.T / teacher.temperature).log_softmax(-1)
     labels_K = batch.labels_N.index_select(0, batch.trained_K)
     label_logprobs_K = logprobs_KV.gather(-1, labels_K[:, None])[:, 0]
     torch.testing.assert_close(label_logprobs_K, found[name]["logprobs"], atol=LARGEST_GAP, rtol=0)

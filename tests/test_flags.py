@@ -44,6 +44,15 @@ def test_an_update_knows_its_place_in_the_run():
     assert {(each.seed, each.max_grad_norm) for each in found} == {(7, 1.0)}
 
 
+def test_a_moving_reference_moves_once_in_its_step_after_the_last_update():
+    args = flags(prompts_per_update=16, num_iterations=2, kl_coef=1, reference_every=2, reset_optimizer=True)
+    plan = make_plan(args, num_rows=64)
+    assert plan.updates_per_step == 4
+    moves = [[plan.update(step, i).reference_mixup for i in range(4)] for step in (1, 2, 3, 4)]
+    assert moves == [[0, 0, 0, 0], [0, 0, 0, 1]] * 2
+    assert [plan.update(2, i).resets_optimizer for i in range(4)] == [False, False, False, True]
+
+
 FREE = """
     out_dir eval_every eval_before_training save_every keep_checkpoints keep_best timeout_minutes
     reward_timeout stop_after after_step eval_data eval_samples eval_temperature eval_top_p
@@ -61,6 +70,8 @@ def test_what_may_change_when_a_run_continues():
     length = {"total_steps", "epochs", "total_episodes"}
     assert free_on_resume(flags()) == free | length
     assert free_on_resume(flags(lr_schedule="cosine")) == free_on_resume(flags(warmup_ratio=0.1)) == free
+    for name in ("policy_loss", "advantage"):
+        assert free_on_resume(flags(**{name: "my.py:f"})) == free, "it may read total_steps"
 
 
 def test_each_flag_is_declared_once_with_a_default_in_its_range():

@@ -46,7 +46,7 @@ def test_loss_and_gradient_equal_one_process_with_one_batch(algorithm, results, 
     model, rollout = load_policy(policy), rollout_of("any")
     settings = algorithm_of(parsed(f"{COMMON} {ALGORITHMS[algorithm]}"))
     batch = with_advantages(rollout, pack(rollout, list(range(8))))
-    teacher = run(reference_of(policy), settings.kl_direction, batch) if algorithm == "distill" else None
+    teacher = run(reference_of(policy), settings.kl_direction, 1.0, batch) if algorithm == "distill" else None
     scores = model(batch, 1.0, True, teacher)
     logprobs_N = scores.logprobs_N
     batch = off_policy(replace(batch, old_logprobs_N=logprobs_N.detach()))

@@ -2,12 +2,15 @@
 functions that know the step.
 """
 
+import copy
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from algorithm import algorithm_of
+from flags import AdamW, Memory
 from gate.checks import check_flags
 from gate.choices import check_choices
 from grading.user_code import load_reference
@@ -15,6 +18,7 @@ from grpo import Tokens, k3
 from helpers.distributed import on_ranks
 from helpers.made_up import flags
 from helpers.runs import ROOT, copy_at, metrics_of, torchrun, training_flags, without_times
+from model.optimizer import make_optimizer, set_rate
 from runtime.start import RunError
 from watch.after_step import AfterStep
 
@@ -176,3 +180,45 @@ def test_the_hook_that_stops_at_an_accuracy_wants_it_of_every_set():
     stop_at = load_reference(f"{ROOT}/docs/hooks/stop_at.py:stop_at")
     high, low = {"eval/a/avg@1": 0.9, "eval/a/stderr": 0.1}, {"eval/b/avg@4": 0.89}
     assert (stop_at(1, high), stop_at(2, high | low), stop_at(3, {"reward/mean": 1.0})) == ("stop", None, None)
+
+
+OPTIMIZERS = """
+import torch
+
+def make(named, adamw):
+    rates = {"slow": adamw.learning_rate, "fast": 10 * adamw.learning_rate}
+    return torch.optim.SGD([{"params": [named[name]], "lr": rate} for name, rate in rates.items()])
+
+def stranger(named, adamw):
+    return torch.optim.SGD([*named.values(), torch.nn.Parameter(torch.ones(5))], lr=1.0)
+
+def none(named, adamw):
+    make(named, adamw)
+"""
+
+
+def make_own(folder: Path, name: str) -> torch.optim.Optimizer:
+    (folder / "optimizers.py").write_text(OPTIMIZERS)
+    named = {name: torch.nn.Parameter(torch.zeros(3)) for name in ("slow", "fast")}
+    args = flags(learning_rate=0.1, optimizer=f"{folder}/optimizers.py:{name}")
+    return make_optimizer(named, AdamW.from_flags(args), Memory.from_flags(args))
+
+
+def test_groups_of_an_own_optimizer_keep_their_rates_relative_to_the_schedule(tmp_path):
+    """Also after a resume, which brings the groups as the schedule had left them."""
+    optimizer = make_own(tmp_path, "make")
+    set_rate(optimizer, 0.05)
+    resumed = make_own(tmp_path, "make")
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each in (optimizer, resumed):
+        set_rate(each, 0.02)
+        assert [group["lr"] for group in each.param_groups] == pytest.approx([0.02, 0.2])
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("stranger", r"made SGD \((.|\n)*; make a torch.optim.Optimizer of parameters that it was given, and of no others"),
+    ("none", "made None; make a torch.optim.Optimizer"),
+])  # fmt: skip
+def test_what_is_no_optimizer_of_the_policy_is_refused_when_it_is_made(name, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        make_own(tmp_path, name)

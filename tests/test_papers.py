@@ -79,7 +79,9 @@ def sampled(policy: Path) -> Rollout:
     with torch.no_grad():
         pieces = unpacked_logprobs(model, rollout, 1.0).split(rollout.completion_lengths_B.tolist())
     rewards = [float(b % 3 == 0) for b in range(16)]
-    grades = [make_grade(x, is_correct=x > 0, math=x, format=b // 4 % 2, turn_1=x) for b, x in enumerate(rewards)]
+    grades = [make_grade(x, is_correct=x > 0, math=x, format=b // 4 % 2) for b, x in enumerate(rewards)]
+    for grade in grades:
+        grade.turn_rewards = (grade.reward,)
     return replace(rollout, grades=grades, rollout_logprobs=[piece.numpy() for piece in pieces], advantages=[])
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import datasets
 import huggingface_hub
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from helpers.made_up import GOOD, load, prompt_of, write, write_lines, write_math12k, write_parquet
@@ -182,6 +184,25 @@ def test_short_floats_are_read_as_their_shortest_decimals(tmp_path):
     exact = float(np.float32(0.1))  # a number of 64 bits stays as it is
     parquet = write_parquet(tmp_path / "exact.parquet", [{"f64": exact}], f64=f64)
     assert next(iter(read_records(parquet, seed=0))).columns["f64"] == exact == 0.10000000149011612
+
+
+def test_labels_are_read_by_their_names(tmp_path):
+    """-1 is no label."""
+    label = datasets.ClassLabel(names=["yes", "no"])
+    rows = [{"answer": n, "object": {"list": [0, n]}} for n in (1, 0, -1)]
+    parquet = write_parquet(tmp_path / "rows.parquet", rows, answer=label, object={"list": datasets.List(label)})
+    read = [columns for _, columns, _ in read_records(parquet, seed=0)]
+    assert [columns["answer"] for columns in read] == ["no", "yes", None]
+    assert [columns["object"]["list"] for columns in read] == [["yes", "no"], ["yes", "yes"], ["yes", None]]
+
+
+def test_a_parquet_file_without_rows_is_refused(tmp_path):
+    """As `datasets` writes it, and as others do, without a group of rows."""
+    table = pyarrow.table({"problem": pyarrow.array([], pyarrow.string())})
+    pyarrow.parquet.write_table(table, tmp_path / "other.parquet")
+    datasets.Dataset.from_dict({"problem": [], "answer": []}).to_parquet(tmp_path / "rows.parquet")
+    for name in ("other", "rows"):
+        refused(tmp_path / f"{name}.parquet", "cannot be loaded: a parquet file in it has no data; leave that out")
 
 
 def test_rows_are_drawn_at_random_before_the_length_filter(tmp_path):

@@ -30,6 +30,7 @@ from helpers.made_up import (
     load_policy,
     make_hybrid,
     make_model,
+    make_model_of_family,
     make_rollout,
     policy_of,
     train_once,
@@ -54,6 +55,13 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3.5, which has linear attention."""
     make_hybrid(folder := tmp_path_factory.mktemp("hybrid"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Granite, which divides its logits."""
+    make_model_of_family(folder := tmp_path_factory.mktemp("granite"), "granite", logits_scaling=8.0)
     return folder
 
 
@@ -82,11 +90,16 @@ FORMS = {"whole": {}, "small": {"micro_batch_tokens": 24}, "shared": {"share_pro
 
 @pytest.mark.parametrize(
     ("kind", "form", "direction"),
-    [*product(["teacher"], FORMS, ["reverse", "forward"]), ("hybrid", "shared", "reverse")],
+    [
+        *product(["teacher"], FORMS, ["reverse", "forward"]),
+        ("hybrid", "shared", "reverse"),
+        ("granite", "small", "reverse"),
+    ],
 )
 def test_log_probs_and_kl_are_those_of_full_logits(kind, form, direction, policy, request):
-    """Log-probs and KL are those of full logits, of each model after its own prompt."""
+    """Log-probs and KL are those of full logits, of each model after its own prompt. A Granite teaches itself."""
     teacher = request.getfixturevalue(kind)
+    policy = teacher if kind == "granite" else policy
     rollout = with_hints(make_rollout(group_size=2))
     changes = {"kl_over": "vocabulary", "kl_direction": direction, "prompts_per_step": 4} | FORMS[form]
     args = flags(group_size=2, temperature=0.8, kl_coef=1, **changes)
@@ -95,7 +108,7 @@ def test_log_probs_and_kl_are_those_of_full_logits(kind, form, direction, policy
     longest = max(len(each.labels_N) for batch in update.batches for each in (batch, batch.hinted))
     assert longest <= args.micro_batch_tokens and len(update.batches) > (form == "small")
     for batch in update.batches:
-        scores = model(batch, 0.8, False, run(reference, algorithm.kl_direction, batch))
+        scores = model(batch, 0.8, False, run(reference, algorithm.kl_direction, 0.8, batch))
         found.append((batch, [scores.logprobs_N, scores.entropies_N, *scores.distilled]))
     log_p, log_q = plain_logits(policy, rollout, 0.8), plain_logits(teacher, rollout.hinted(), 0.8)
     a, b = (log_p, log_q) if direction == "reverse" else (log_q, log_p)

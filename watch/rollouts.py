@@ -142,6 +142,7 @@ def table_of(sampled: Sampled) -> pa.Table:
         "is_sampled": pa.array(rollout.is_sampled, pa.large_list(pa.bool_())),
         "reward": np.array([grade.reward for grade in grades]),
         "reward_parts": [json.dumps(grade.parts) for grade in grades],
+        "turn_rewards": [grade.turn_rewards for grade in grades],
         "reward_status": [grade.status for grade in grades],
         "read_as": pa.array([grade.answer for grade in grades], pa.string()),
         "is_correct": rollout.is_correct_B,

@@ -23,8 +23,11 @@ class Muon(torch.optim.Optimizer):
 def make(named, adamw):
     matrices = {name: p for name, p in named.items() if p.ndim == 2 and "layers." in name}
     rest = [p for name, p in named.items() if name not in matrices]
-    decay, betas = adamw.weight_decay, (adamw.adam_beta1, adamw.adam_beta2)
-    parts = [torch.optim.Muon(matrices.values(), weight_decay=decay, adjust_lr_fn="match_rms_adamw")]
+    betas, common = (
+        (adamw.adam_beta1, adamw.adam_beta2),
+        {"lr": adamw.learning_rate, "weight_decay": adamw.weight_decay},
+    )
+    parts = [torch.optim.Muon(matrices.values(), **common, adjust_lr_fn="match_rms_adamw")]
     if rest:  # LoRA trains matrices alone
-        parts.append(torch.optim.AdamW(rest, betas=betas, weight_decay=decay))
+        parts.append(torch.optim.AdamW(rest, betas=betas, **common))
     return Muon(*parts)

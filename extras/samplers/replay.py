@@ -63,8 +63,22 @@ def read_rounds(out_dir: Path, step: int, rows: dict[str, Row]) -> list[Rollout]
             raise RunError(f"{file}: {where} is another prompt in --train_data, or not in it; give that run's data.")
     versions = list(table["versions"].to_numpy())
     grades = [
-        Grade(record["reward"], record["reward_status"], json.loads(record["reward_parts"]), record["read_as"])
-        for record in table.select(["reward", "reward_status", "reward_parts", "read_as"]).to_pylist()
+        Grade(
+            record["reward"],
+            record["reward_status"],
+            json.loads(record["reward_parts"]),
+            record["read_as"],
+            turn_rewards=tuple(record["turn_rewards"]),
+        )
+        for record in table.select(
+            [
+                "reward",
+                "reward_status",
+                "reward_parts",
+                "read_as",
+                "turn_rewards",
+            ]
+        ).to_pylist()
     ]
     step_rollout = Rollout(
         rows=[rows[where] for where in places],

@@ -14,10 +14,12 @@ from policy import Policy
 
 
 @torch.no_grad()
-def run(reference: Policy, divergence: Callable[..., tuple[Tensor, Tensor]], batch: Batch) -> Teacher:
+def run(
+    reference: Policy, divergence: Callable[..., tuple[Tensor, Tensor]], temperature: float, batch: Batch
+) -> Teacher:
     """The distributions of the reference at the trained tokens of the batch. `divergence`: one of `DIVERGENCES`."""
     with reference.adapter_off():
         hidden_KD, weight_VD = reference.hidden_states(batch.reference_batch())
     if reference.adapter is None:  # with LoRA the policy computes with these weights next
         release_gathered(reference)
-    return Teacher(hidden_KD, weight_VD, divergence)
+    return Teacher(hidden_KD, weight_VD, divergence, temperature * reference.logits_divisor)

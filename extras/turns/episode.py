@@ -133,6 +133,6 @@ class EpisodeWorker:
             return Grade(score, "ok", {self.name: score} | parts, feedback=feedback)
         if len(result) != environment.turns:
             raise WrongReturn(f"{name} returned {result!r:.200} for {environment.turns} turns, not a list of that many")
-        parts = {f"turn_{number}": read_reward(value, name)[0] for number, value in enumerate(result, start=1)}
-        score = sum(parts.values())
-        return Grade(score, "ok", {self.name: score} | parts)
+        rewards = tuple(read_reward(value, name).reward for value in result)
+        parts = {f"turn_{number}": reward for number, reward in enumerate(rewards, start=1)}
+        return Grade(sum(rewards), "ok", {self.name: sum(rewards)} | parts, turn_rewards=rewards)

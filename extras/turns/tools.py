@@ -49,7 +49,9 @@ class Toolbox:
             if name not in self.functions:
                 return f"error: there is no tool {name!r}; there are {', '.join(self.functions)}"
             result = awaited(self.functions[name](**arguments))
-            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+            # Numbers and arrays of NumPy and torch are as their list; of what else JSON does not know, the text.
+            default = lambda value: getattr(value, "tolist", value.__str__)()  # noqa: E731
+            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=default)
         except Exception as error:  # noqa: BLE001  the call's, or the user's function's
             return f"error: {type(error).__name__}: {error}"
 

@@ -26,12 +26,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from batch import Completion, OnFinished, Row
+from batch import Completion, Metrics, OnFinished, Row
 from data import UnusableRow, render
 from extras.turns.episode import Environments, Messages, Turn, columns_for
 from flags import Grading, PromptFormat, Sampling, TurnLimits
+from fsdp_utils import gather_from_ranks
 from grading import Grade
 from grading.pool import Outcome
+from run import Observer
 from runtime.progress import progress
 from runtime.start import requested
 
@@ -135,8 +137,8 @@ class Template:
         return ids, text
 
 
-class Turns:
-    """Plays episodes. Every rank has one; that of the first rank of an engine has the workers."""
+class Turns(Observer):
+    """Plays episodes. Every rank has one; that of the first rank of an engine has the workers, and counts errors."""
 
     def __init__(
         self, limits: TurnLimits, grading: Grading, prompt_format: PromptFormat, tokenizer: Tokenizer, num_workers: int
@@ -150,10 +152,15 @@ class Turns:
             self.environments = Environments(source, num_workers, grading.reward_timeout, grading.reward_in_flight)
         self.numbers = itertools.count(1)
         self.has_warned = False
+        self.num_errors, self.has_told_error = 0, False  # of tools, since the last line
 
     def describe(self) -> str:
         """A line for the log."""
         return f"turns: at most {self.limits.max_turns}, with {self.limits.environment or self.limits.tools}"
+
+    def step(self, step: int, metrics: Metrics) -> Metrics:
+        count, self.num_errors = self.num_errors, 0
+        return {"tools/errors": sum(gather_from_ranks(count))}
 
     def close(self) -> None:
         if self.environments is not None:
@@ -186,6 +193,12 @@ class Turns:
         if reply is None:
             episode.grade = Grade(0.0, outcome.status)
             return EpisodeState.END
+        if self.limits.tools and self.environments:  # of the ranks of an engine one counts
+            errors = [message["content"] for message in reply.messages if message["content"].startswith("error: ")]
+            if errors and not self.has_told_error:
+                print(f"warning: a call of a tool ends in an {errors[0]:.200}", flush=True)
+                self.has_told_error = True
+            self.num_errors += len(errors)
         if not reply.messages:
             episode.grade = reply.grade
             return EpisodeState.END

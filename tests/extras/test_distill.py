@@ -40,7 +40,7 @@ def test_value_and_gradient_are_those_of_full_logits_in_float64(name, has_entrop
     head, ref_weight, labels = nn.Linear(16, V, bias=False), torch.randn(REF_V, 24) * 0.2, torch.randint(V, (T,))
     nn.init.normal_(head.weight, std=0.25)
     ours, plain = EXPECTED[name]
-    teacher = Teacher(ref_hidden, ref_weight, ours)
+    teacher = Teacher(ref_hidden, ref_weight, ours, 0.7)
     scores = chunked_logprobs(hidden, head, labels, 0.7, has_entropy_gradient, teacher=teacher)
     found = scores.logprobs_N, scores.entropies_N, *scores.distilled
     exact = [x.detach().double().requires_grad_() for x in (hidden, head.weight)]

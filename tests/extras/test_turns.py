@@ -5,7 +5,7 @@ import json
 import sys
 import time
 import zlib
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -301,6 +301,26 @@ def test_calls_in_the_format_of_hermes_are_run():
         assert reply.startswith("error: ") and said in reply
 
 
+@dataclass
+class Place:
+    x: int
+
+
+@pytest.mark.parametrize(("value", "written"), [
+    (np.float32(1.5), "1.5"), (np.arange(2), "[0, 1]"), (Place(3), '"Place(x=3)"'), (Path("a"), '"a"'),
+])  # fmt: skip
+def test_what_a_tool_returns_is_written_as_json(value, written):
+    assert called('<tool_call>{"name": "tool"}</tool_call>', {"tool": lambda: value}) == [written]
+
+
+def test_a_call_that_ends_in_an_error_is_counted_and_named_once(capsys):
+    turns = turns_of(None, f"{FILE}:divide")
+    engine = Says("divide(2,0) divide(2,1)", "divide(1,0)", "none")
+    played(turns, [make_row([3, 20, 4])], engine=engine)
+    assert capsys.readouterr().out.count("warning: a call of a tool ends in an error: ZeroDivisionError") == 1
+    assert [turns.step(step, {}) for step in (1, 2)] == [{"tools/errors": 2.0}, {"tools/errors": 0.0}]
+
+
 def test_the_chat_template_is_given_the_tools():
     """The chat template is given the tools, and a template that shows none is refused."""
     tokenizer, tools = build_tokenizer(), f"{FILE}:add"
@@ -333,6 +353,7 @@ def test_an_environment_of_another_library_is_ours_by_an_adapter():
     reply = handler(Turn(1, {"answer": ""}, ("right", "right"), is_last=False))
     assert (reply.messages, reply.grade.reward) == ([], 1.0)
     assert reply.grade.parts == {"Adapter": 1.0, "turn_1": 0.0, "turn_2": 1.0}
+    assert reply.grade.turn_rewards == (0.0, 1.0)
     assert len(Path("docs/environments/gym_adapter.py").read_text().partition("class Adapter")[2].splitlines()) <= 25
 
 
@@ -428,7 +449,7 @@ def test_rewards_of_turns_become_returns_to_go():
         rows=[make_row([1, 2])] * 2, completions=[np.arange(5), np.arange(2)],
         rollout_logprobs=[np.zeros(5), np.zeros(2)], texts=["", ""], is_truncated_B=np.zeros(2, bool),
         is_sampled=[np.array([1, 1, 0, 0, 1], bool), np.array([1, 1], bool)], is_trained_B=np.ones(2, bool),
-        grades=[make_grade(3.0, turn_1=1.0, turn_2=2.0), make_grade(0.5, turn_1=0.5)],
+        grades=[Grade(3.0, "ok", turn_rewards=(1.0, 2.0)), Grade(0.5, "ok", turn_rewards=(0.5,))],
     )  # fmt: skip
     by_return, by_turns = (
         compute_advantages(rollout, None, algorithm_of(flags(advantage=name, group_size=2, **more)))
@@ -448,6 +469,11 @@ def test_rewards_of_turns_become_returns_to_go():
     mixed = replace(rollout, grades=[rollout.grades[0], make_grade(1.0)])
     with pytest.raises(RunError, match="mt_grpo needs an --environment whose reward"):
         compute_advantages(mixed, None, algorithm_of(given))
+    named = replace(rollout, grades=[make_grade(3.0, turn_1=9.0), make_grade(0.5, turn_1=0.0)])
+    whole = compute_advantages(named, None, algorithm_of(flags(advantage="reinforce++", group_size=2)))
+    returns = np.array([3.0, 3.0, 3.0, 0.5, 0.5])
+    wanted = (returns - returns.mean()) / (returns.std(ddof=1) + 1e-6)
+    assert np.concatenate(rollout.sampled_only(whole)) == pytest.approx(wanted, abs=1e-6), "a name is no turn"
 
 
 # Whole runs -----------------------------------------------------------------------------------------------------------

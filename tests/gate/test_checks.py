@@ -6,6 +6,7 @@ import pytest
 
 from command_line import parse_flags
 from gate.checks import check_flags
+from gate.choices import check_choices
 from helpers.made_up import flags
 from helpers.runs import said
 
@@ -106,6 +107,22 @@ def test_contradictory_flags_are_named_with_a_way_out(num_ranks, given, words):
     with pytest.raises(ValueError, match=words) as error:
         check(given, num_ranks)
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("advantage", "size"), [("pass_at_k", 4), ("pass_at_k:k=8", 8), ("pass_at_k:k=2", 1)])
+def test_a_group_for_pass_at_k_has_more_completions_than_k(advantage, size):
+    with pytest.raises(
+        ValueError, match=f"--group_size {size} has nothing to compare with for --advantage {advantage}; use"
+    ):
+        check_choices(flags(advantage=advantage, group_size=size))
+    check_choices(flags(advantage=advantage, group_size=size + 2))
+
+
+def test_a_replay_weighs_tokens_as_the_run_that_sampled_them(tmp_path):
+    (tmp_path / "config.json").write_text('{"rollout_correction": "token_truncate"}')
+    assert flags(replay=tmp_path).rollout_correction == "token_truncate"
+    assert flags(replay=tmp_path, rollout_correction="none").rollout_correction == "none"
+    assert flags(replay=tmp_path / "nowhere").rollout_correction == "none"
 
 
 def test_keep_best_takes_a_metric_that_each_checkpoint_has():

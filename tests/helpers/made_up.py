@@ -215,7 +215,7 @@ def make_row(ids: list[int] | np.ndarray, **fields: object) -> SimpleNamespace:
 def make_grade(reward: float, is_correct: bool = False, status: str = "ok", **parts: float) -> SimpleNamespace:
     """A stand-in for `grading.Grade`."""
     fields = {"status": status, "is_failed": status not in ("ok", "truncated"), "parts": parts, "answer": None}
-    return SimpleNamespace(reward=float(reward), is_correct=is_correct, **fields)
+    return SimpleNamespace(reward=float(reward), is_correct=is_correct, turn_rewards=(), **fields)
 
 
 class Ear:

@@ -128,6 +128,16 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+def divide(a: int, b: int) -> float:
+    """Divides two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a / b
+
+
 def read_calls(completion):
     """Calls like add(1,2)."""
     return [

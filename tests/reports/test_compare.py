@@ -118,6 +118,13 @@ def test_how_far_a_run_has_come_is_no_difference(tmp_path):
     assert seed_groups([describe(run, []) for run in (a, b)]) == [[0, 1]]
 
 
+def test_runs_without_a_spread_have_no_interval(tmp_path):
+    """As of a seed that was run twice on each side: such a difference is not known to be one."""
+    sides = [[run for i in "ab" for run in runs_of(tmp_path / f"{reward}{i}", {1: reward})] for reward in (0.5, 0.6)]
+    text = said(*sides)
+    assert "better" not in text and text.count("its error is not known") > 2
+
+
 def test_what_speaks_against_a_comparison_is_said(tmp_path):
     a = runs_of(tmp_path / "a", {1: 0.5, 2: 0.6}) + runs_of(tmp_path / "c", {2: 0.6}, 60, group_size=4)
     b = runs_of(tmp_path / "b", {1: 0.5, 2: 0.6}, 20, reward="math")

@@ -209,6 +209,7 @@ def test_a_models_text_is_shown_and_never_runs_as_code(opened):
     for place in (".completion dt", ".completion dd", ".badge", "#samples code", "details .text", "td code", "option"):
         assert any("<img src=x onerror" in text for text in browser.all(place)), place
     assert browser.all("img, main script") == [] and browser.run("return window.hacked") is None
+    assert browser.run(r"return make('b', {}, 'a\u202eb\u2066').textContent") == r"a\u202eb\u2066", "turns no text"
     browser.check()
     code = "const s = document.createElement('script'); s.textContent = 'window.hacked = 1'; document.body.append(s);"
     assert browser.run(f"{code} return window.hacked") is None, "the page's policy admits its own scripts alone"

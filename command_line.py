@@ -13,7 +13,6 @@ from typing import NoReturn
 
 from algorithm import NAMES, choices_in_words
 from flags import GROUPS, Flag, default_dtype, most_lag
-from runtime.history import read_config
 from runtime.progress import OFF
 from runtime.start import leave_the_others, note_reason, print_any_text
 
@@ -41,6 +40,8 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     if args.rollout_correction is None:
         default = "token_truncate" if most_lag(args) else "none"
         if args.replay:  # that of the run that has sampled
+            from runtime.history import read_config
+
             default = read_config(Path(args.replay)).get("rollout_correction", "none")
         args.rollout_correction = default if args.old_logprobs == "trainer" else "none"
     if args.quiet:

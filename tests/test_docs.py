@@ -10,7 +10,8 @@ from helpers.runs import ROOT
 DOCS = ROOT / "docs"
 PAGES = [DOCS / "symptoms.md", DOCS / "from_other_libraries.md"]
 METRIC = re.compile(r"`((?:reward|completion|policy|rollout|sampling|optim|eval|time|memory|perf)/[^`]*[^`/])`")
-FILES = [path for path in (*ROOT.glob("*.py"), *ROOT.glob("*/*.py")) if "tests" not in path.parts]
+PROGRAM = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), *ROOT.glob("extras/*/*.py")]
+FILES = [path for path in PROGRAM if "tests" not in path.parts]
 SOURCE = "\n".join(path.read_text() for path in FILES)
 
 

@@ -79,7 +79,7 @@ def test_every_page_is_named_in_the_readme():
     """The README names every page, and the program names only pages that exist."""
     names = {page.relative_to(ROOT).as_posix() for page in PAGES[1:]}
     assert {name for name in names if f"]({name}" not in README} == set()
-    sources = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), *ROOT.glob("scripts/*.sh")]
+    sources = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), *ROOT.glob("extras/*/*.py"), *ROOT.glob("scripts/*.sh")]
     for path in sources:
         if "tests" not in path.parts:
             named = set(re.findall(r"(?<![\w/])(?:docs|benchmarks)/\w+\.md", path.read_text()))

@@ -197,7 +197,7 @@ def _figure(per_problem: list[float] | np.ndarray) -> Figure:
 # The command
 
 
-AS_IN_TRAINING = ("stop_tokens", "seed", "dtype", "head_dtype", "tensor_parallel_size", "enforce_eager")
+AS_IN_TRAINING = ("stop_tokens", "seed", "dtype", "head_dtype", "tensor_parallel_size")
 # fmt: off
 FLAGS = {
     "evaluation": [

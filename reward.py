@@ -249,7 +249,7 @@ class Grader:
             self.pool.close()
 
 
-def workers_per_engine(grading: Grading, tensor_parallel_size: int = 1) -> int:
-    """The number of grading processes of an engine; without --reward_workers, the node's engines share its cores."""
+def workers_per_engine(tensor_parallel_size: int = 1) -> int:
+    """The number of grading processes of an engine: the node's engines share its cores."""
     engines_of_node = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // tensor_parallel_size)
-    return grading.reward_workers or max(1, len(os.sched_getaffinity(0)) // engines_of_node)
+    return max(1, len(os.sched_getaffinity(0)) // engines_of_node)

@@ -52,6 +52,7 @@ from metrics import merge_updates, throughput, work_of_step
 from model.weights import load_config, load_generation_config
 from policy import Policy, build_policy
 from run import Observer, Run, open_run_folder
+from runtime.files import run_and_step
 from runtime.parts import part
 from runtime.start import NOT_FINISHED, RunError, Stopped, arm, leave, signal_name
 from sampling import Draws, Sampler
@@ -141,7 +142,7 @@ def build_sampler(
     if args.replay:
         from extras.samplers.replay import ReplaySampler
 
-        kind = partial(ReplaySampler, folder=Path(args.replay))
+        kind = partial(ReplaySampler, folder=run_and_step(args.replay)[0])
     return kind(engine, inputs.grader, data, Draws.from_flags(args), sampling, run, inputs.hints)
 
 
@@ -177,7 +178,7 @@ def starting_point(args: Namespace, run: Run, last_step: int) -> tuple[int, Path
     if args.replay and folder is None:
         from extras.samplers.replay import weights_of
 
-        return weights_of(Path(args.replay), args.from_step, last_step)
+        return weights_of(args.replay, last_step)
     return step, folder
 
 

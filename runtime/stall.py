@@ -1,4 +1,4 @@
-"""Where this rank is, and where it hangs: after --stall_seconds without a `beat` its stacks are in OUT_DIR/ranks.
+"""Where this rank is, and where it hangs: after `STALL_SECONDS` without a `beat` its stacks are in OUT_DIR/ranks.
 
 `faulthandler` writes them from a thread in C, also while a collective or a lock holds Python. The rank for which the
 others wait is the one that is in no collective. Each rank has a file: on one stream their lines would mix.
@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
+
+STALL_SECONDS = 600.0
 
 
 @dataclass
@@ -27,10 +29,12 @@ class Board:
 BOARD = Board()
 
 
-def watch(folder: Path, rank: int, stall_seconds: float) -> None:
+def watch(folder: Path, rank: int, timeout_minutes: float) -> None:
     """From here on this rank is watched."""
     folder.mkdir(exist_ok=True)
-    BOARD.stacks, BOARD.stall_seconds = (folder / f"rank_{rank}.txt").open("w", encoding="utf-8"), stall_seconds
+    BOARD.stacks = (folder / f"rank_{rank}.txt").open("w", encoding="utf-8")
+    # Below the time-out of the collectives, which would end the run without any stacks.
+    BOARD.stall_seconds = min(STALL_SECONDS, 0.8 * 60 * timeout_minutes)
     beat()
 
 

@@ -100,7 +100,7 @@ def test_no_rank_outlives_its_launcher(tmp_path):
     (IN_UPDATE + KILLED + "\nraise RuntimeError('closed')", "rank 1 (step 7, update) was ended by signal 9 ("),
     (SLOWLY_KILLED, "rank 1 (step 0, start) was ended by signal 9 (SIGKILL) by someone, or by Linux"),
     (EXITS, "rank 1 ended with exit status 3."),  # the stacks are of an earlier start
-    (STALLED + EXITS, "no progress for --stall_seconds (stacks: FOLDER/ranks); then rank 1 ended with exit status 3."),
+    (STALLED + EXITS, "no progress (stacks: FOLDER/ranks); then rank 1 ended with exit status 3."),
 ])  # fmt: skip
 def test_the_last_line_is_the_reason_of_the_first_failed_rank(body, last_line, tmp_path):
     """The last line is the reason of the first rank that failed, and all ranks are ended. With its place and the

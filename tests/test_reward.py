@@ -176,10 +176,9 @@ def test_a_reward_that_cannot_be_loaded_is_named(tmp_path):
 def test_the_engines_of_a_node_share_its_cores(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(96))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert workers_per_engine(Grading("math"), tensor_parallel_size=1) == 12
-    assert workers_per_engine(Grading("math"), tensor_parallel_size=4) == 48
-    assert workers_per_engine(Grading("math"), tensor_parallel_size=16) == 96
-    assert workers_per_engine(Grading("math", reward_workers=3)) == 3
+    assert workers_per_engine(tensor_parallel_size=1) == 12
+    assert workers_per_engine(tensor_parallel_size=4) == 48
+    assert workers_per_engine(tensor_parallel_size=16) == 96
 
 
 def test_a_reward_loads_only_what_it_names():

@@ -110,15 +110,15 @@ def test_other_data_is_refused(tmp_path):
 
 def test_steps_and_weights_that_are_not_there_are_named(tmp_path):
     with pytest.raises(RunError, match="there are no rollouts"):
-        weights_of(tmp_path, 1, 1)
+        weights_of(f"{tmp_path}", 1)
     kept(tmp_path, *map(sampled, (1, 2, 3)))
     (tmp_path / "step_1").mkdir()
     with pytest.raises(RunError, match="step 4 are missing; it has steps 1 to 3"):
-        weights_of(tmp_path, 1, 9)
-    with pytest.raises(RunError, match="no checkpoint of step 2; .*with: 1, 2"):
-        weights_of(tmp_path, 3, 3)
-    assert weights_of(tmp_path, 2, 3) == (1, tmp_path / "step_1")
-    assert weights_of(tmp_path, 1, 3) == (0, None)
+        weights_of(f"{tmp_path}", 9)
+    with pytest.raises(RunError, match="no such checkpoint; .* has step_1"):
+        weights_of(f"{tmp_path}/step_2", 3)
+    assert weights_of(f"{tmp_path}/step_1", 3) == (1, tmp_path / "step_1")
+    assert weights_of(f"{tmp_path}", 3) == (0, None)
 
 
 # Whole runs -----------------------------------------------------------------------------------------------------------
@@ -139,10 +139,10 @@ def run(policy, tmp_path_factory):
     return flags_to, folder / "a"
 
 
-@pytest.mark.parametrize("first", [1, 3])
-def test_a_replay_has_the_losses_of_the_run_bit_for_bit(run, first, tmp_path):
+@pytest.mark.parametrize(("begins", "first"), [("", 1), ("step_2", 3)])
+def test_a_replay_has_the_losses_of_the_run_bit_for_bit(run, begins, first, tmp_path):
     flags_to, original = run
-    torchrun(2, "train_grpo.py", *flags_to(tmp_path / "b", replay=original, from_step=first))
+    torchrun(2, "train_grpo.py", *flags_to(tmp_path / "b", replay=original / begins))
     expected, found = metrics_of(original), metrics_of(tmp_path / "b")
     assert sorted(found) == list(range(first, 5))
     kinds = ("policy/", "optim/", "reward/", "completion/", "sampling/")  # what a step's training says of itself

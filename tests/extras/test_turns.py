@@ -453,7 +453,7 @@ def test_rewards_of_turns_become_returns_to_go():
 # Whole runs -----------------------------------------------------------------------------------------------------------
 
 SHORT = {"max_completion_tokens": 100, "max_turn_tokens": 6, "micro_batch_tokens": 512, "total_steps": 2,
-         "reward_workers": 2, "eval_every": 0, "eval_data": None, "eval_before_training": None, "kl_coef": 0,
+         "eval_every": 0, "eval_data": None, "eval_before_training": None, "kl_coef": 0,
          "max_rollout_gap": 1e-5}  # fmt: skip
 
 

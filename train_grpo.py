@@ -26,7 +26,7 @@ from algorithm import algorithm_of
 from checkpoint import Writer, latest, load, set_link
 from command_line import exit_with_error
 from data import PromptData, describe_template, image_options, load_reader
-from engine.options import Demand, largest_share, stop_ids
+from engine.options import EngineDemand, largest_share, stop_ids
 from evaluate import Evaluator, calls_of, samplings_of
 from flags import (
     AdamW,
@@ -55,7 +55,7 @@ from run import Observer, Run, open_run_folder
 from runtime.files import run_and_step
 from runtime.parts import part
 from runtime.start import NOT_FINISHED, RunError, Stopped, arm, leave, signal_name
-from sampling import Draws, Sampler
+from sampling import DrawSettings, Sampler
 from schedule import Plan, make_plan
 from sources import read_system_prompt
 from update import UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy
@@ -125,7 +125,7 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run) -> E
 
         prompts = num_unfinished_prompts(prompts, num_engines)
     calls = [(prompts, args.group_size), *calls_of(inputs.eval_sets, inputs.eval_samplings)]
-    demand = Demand(largest_share(calls, num_engines), images)
+    demand = EngineDemand(largest_share(calls, num_engines), images)
     play = inputs.turns.play if inputs.turns else None  # who says what comes after a completion; None: nobody
     engine = Engine(args.model, inputs.tokenizer, run.world, engine_settings(args), demand, play)
     engine.sleep()  # until the first sync: what that gathers and the engine's cache are never held together
@@ -143,7 +143,7 @@ def build_sampler(
         from extras.samplers.replay import ReplaySampler
 
         kind = partial(ReplaySampler, folder=run_and_step(args.replay)[0])
-    return kind(engine, inputs.grader, data, Draws.from_flags(args), sampling, run, inputs.hints)
+    return kind(engine, inputs.grader, data, DrawSettings.from_flags(args), sampling, run, inputs.hints)
 
 
 def finish(run: Run, step: int) -> None:
@@ -305,7 +305,7 @@ def main(args: Namespace) -> None:
             # 1. Sample G completions to each of P prompts; each is graded as soon as it is finished.
             with run.phase("sample"):
                 rollout, metrics = sampler.collect(step)
-                check_same_step(step, sampler.sampled)
+                check_same_step(step, sampler.rollout)
                 sampler.start(step, last_step)  # servers work ahead; an engine in these ranks samples when it is asked
             # Engine and trainer share the memory of a GPU: the weights and the cache of one leave
             # room for the other.
@@ -326,7 +326,7 @@ def main(args: Namespace) -> None:
             # 4. Update: one optimizer step per mini-batch of prompts.
             # Where a guard ends the run, what was sampled is written first, so that it can be looked at.
             trained = []
-            with run.phase("update"), run.shown(partial(sampler.record, step, rollout, updates)):
+            with run.phase("update"), run.shown(partial(sampler.step_record, step, rollout, updates)):
                 for i, update in enumerate(updates * plan.num_iterations):
                     position = plan.update(step, i)
                     trained.append(update_policy(policy, optimizer, update, algorithm, position, memory, guard))
@@ -342,7 +342,7 @@ def main(args: Namespace) -> None:
                     metrics |= evaluator.run(engine, step)
 
             # 7. Log, before the checkpoint: a kill in between repeats a step and loses no line.
-            work = work_of_step(sampler.sampled, rollout, updates, plan.num_iterations, policy.update_flops)
+            work = work_of_step(sampler.rollout, rollout, updates, plan.num_iterations, policy.update_flops)
             metrics |= merge_updates(trained) | throughput(work, sampler.seconds_RE, run.times(), world)
             run.log(step, metrics)
 

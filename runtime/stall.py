@@ -17,7 +17,7 @@ STALL_SECONDS = 600.0
 
 
 @dataclass
-class Board:
+class Place:
     """The place of this process in the run, and the limit of its stalls."""
 
     step: int = 0
@@ -26,30 +26,30 @@ class Board:
     stall_seconds: float = 0.0
 
 
-BOARD = Board()
+PLACE = Place()
 
 
 def watch(folder: Path, rank: int, timeout_minutes: float) -> None:
     """From here on this rank is watched."""
     folder.mkdir(exist_ok=True)
-    BOARD.stacks = (folder / f"rank_{rank}.txt").open("w", encoding="utf-8")
+    PLACE.stacks = (folder / f"rank_{rank}.txt").open("w", encoding="utf-8")
     # Below the time-out of the collectives, which would end the run without any stacks.
-    BOARD.stall_seconds = min(STALL_SECONDS, 0.8 * 60 * timeout_minutes)
+    PLACE.stall_seconds = min(STALL_SECONDS, 0.8 * 60 * timeout_minutes)
     beat()
 
 
 def beat() -> None:
     """This rank has made progress. It takes 50 microseconds: once a pass, a step of the engine or a tensor."""
-    if BOARD.stacks is not None:
-        faulthandler.dump_traceback_later(BOARD.stall_seconds, file=BOARD.stacks)
+    if PLACE.stacks is not None:
+        faulthandler.dump_traceback_later(PLACE.stall_seconds, file=PLACE.stacks)
 
 
 @contextmanager
 def in_phase(name: str, step: int) -> Iterator[None]:
     """The block is phase `name` of the step. After an exception the phase stays: it is where the rank ended."""
-    outer = BOARD.phase
-    BOARD.phase, BOARD.step = name, step
+    outer = PLACE.phase
+    PLACE.phase, PLACE.step = name, step
     beat()
     yield
-    BOARD.phase = "loop" if outer == "start" else outer
+    PLACE.phase = "loop" if outer == "start" else outer
     beat()

@@ -34,7 +34,7 @@ SLOWLY_KILLED = f"""if rank:
 note_reason('closed by peer', 'error'); sys.exit(1)"""
 LOST = "note_reason('OSError: lost', 'error') if rank else 0; time.sleep(3600)"
 EXITS = "sys.exit(3) if rank else time.sleep(3600)"
-IN_UPDATE = "stall.BOARD.step, stall.BOARD.phase = 7, 'update'\n"
+IN_UPDATE = "stall.PLACE.step, stall.PLACE.phase = 7, 'update'\n"
 STALLED = "os.utime(folder + '/ranks/rank_1.txt'); "
 SAVES = "while not requested(): time.sleep(0.05)\ntime.sleep(seconds); os.write(1, b'saved\\n')"
 ARMED, BRIEFLY, SAVED = "listen(); arm(30)", "listen(); arm(1)", ["saved", "saved"]

@@ -36,7 +36,7 @@ class ReplaySampler(Sampler):
 
     folder: Path = Path()
 
-    def sample_rounds(self, step: int) -> list[Rollout]:
+    def rounds(self, step: int) -> list[Rollout]:
         rows = {row.where: row for row in self.data.rows}
         rounds = read_rounds(self.folder, step, rows)
         self.seconds_RE = [np.zeros(1) for _ in rounds]

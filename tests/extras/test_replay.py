@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from batch import NO_IDS, Sampled
+from batch import NO_IDS, StepRecord
 from extras.samplers.replay import read_rounds, weights_of
 from grading import Grade
 from helpers.made_up import make_rollout, make_row
@@ -22,7 +22,7 @@ ROWS = [make_row([1, 2, 3], where="a.jsonl:1", text="<user>x"), make_row([4], wh
 GRADES = [Grade(1 / 3, "ok", {"math": 1.0, "length": -1 / 3}, "4"), Grade(0.0, "timeout"), *[Grade(1.0, "ok")] * 2]
 
 
-def sampled(step: int = 3, **changes) -> Sampled:
+def sampled(step: int = 3, **changes) -> StepRecord:
     """Two rounds of a group of two completions each; the second group was trained on."""
     rollout = replace(
         make_rollout([2, 5, 1, 4]), rows=[ROWS[0], ROWS[0], ROWS[1], ROWS[1]], advantages=[], loss_weights_B=NO_IDS,
@@ -30,17 +30,17 @@ def sampled(step: int = 3, **changes) -> Sampled:
         is_truncated_B=np.array([False, True, False, False]),
     )  # fmt: skip
     advantages = [np.full(1, 0.5, np.float32), np.full(4, -0.5, np.float32)]
-    found = Sampled(
+    found = StepRecord(
         step, 2, rollout, round_B=np.array([0, 0, 1, 1]), used_B=np.array([2, 3]), advantages=advantages,
         logprobs={1: np.arange(4, dtype=np.float32)},
     )  # fmt: skip
     return replace(found, **changes)
 
 
-def kept(folder, *steps: Sampled, max_gib: float = 1.0) -> None:
+def kept(folder, *steps: StepRecord, max_gib: float = 1.0) -> None:
     keeper = Keeper(folder, max_gib, [b"a", b"b"])
     for each in steps:
-        keeper.sampled(each)
+        keeper.rollout(each)
     keeper.wait()
 
 

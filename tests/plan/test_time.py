@@ -8,7 +8,7 @@ import pytest
 from transformers import Qwen2Config
 
 from command_line import parse_flags
-from engine.options import Demand, engine_options
+from engine.options import EngineDemand, engine_options
 from flags import EngineSettings
 from model.sizes import MOST_ON_GPU
 from plan.dry_run import config_of, setup_of
@@ -106,7 +106,7 @@ def test_the_plan_has_the_sequences_that_the_engine_starts_with(prompts, running
     for gpu in ("A100-80GB", "H100-80GB"):
         short = "--max_prompt_tokens 64 --max_completion_tokens 64"
         found = plan("short", f"--prompts_per_step {prompts} {short} --plan_gpus 1 --plan_gpu {gpu}")
-        options = engine_options("m", EngineSettings(128), is_cuda=True, tp_size=1, demand=Demand(prompts * 8))
+        options = engine_options("m", EngineSettings(128), is_cuda=True, tp_size=1, demand=EngineDemand(prompts * 8))
         assert running_sequences(found) == options["max_num_seqs"] == running
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from helpers.runs import ENVIRONMENT, wait_for
 from runtime import stall
-from runtime.stall import Board, beat, in_phase, watch
+from runtime.stall import Place, beat, in_phase, watch
 
 HANGS = """
 import sys, time
@@ -47,26 +47,26 @@ def test_a_rank_that_hangs_leaves_its_stacks(tmp_path):
 
 
 @pytest.fixture
-def board(monkeypatch) -> Board:
-    monkeypatch.setattr(stall, "BOARD", Board())
-    return stall.BOARD
+def place(monkeypatch) -> Place:
+    monkeypatch.setattr(stall, "PLACE", Place())
+    return stall.PLACE
 
 
-def test_phases_nest_and_that_of_an_exception_stays(board):
+def test_phases_nest_and_that_of_an_exception_stays(place):
     beat()  # nobody watches
     with in_phase("sample", 3):
         with in_phase("reward", 3):
-            assert (board.phase, board.step) == ("reward", 3)
-        assert board.phase == "sample"
-    assert board.phase == "loop"
+            assert (place.phase, place.step) == ("reward", 3)
+        assert place.phase == "sample"
+    assert place.phase == "loop"
     with pytest.raises(KeyError), in_phase("update", 4):
         raise KeyError
-    assert (board.phase, board.step) == ("update", 4)
+    assert (place.phase, place.step) == ("update", 4)
 
 
-def test_the_stacks_come_before_the_collectives_time_out(board, tmp_path):
+def test_the_stacks_come_before_the_collectives_time_out(place, tmp_path):
     limits = {30: 600, 1: 48}
     for timeout_minutes, seconds in limits.items():
         watch(tmp_path, 0, timeout_minutes)
-        assert board.stall_seconds == seconds
+        assert place.stall_seconds == seconds
     faulthandler.cancel_dump_traceback_later()

@@ -65,11 +65,16 @@ NEEDS = (
 
 
 # A flag, and the part that it asks for: its folder may have been deleted.
-PARTS = {
+PARTS = {  # flag -> the part that it needs
     "--lora_rank": "extras.models.lora",
     "--image_column": "extras.models.vision",
     "--router_replay": "extras.models.routes",
     "--kl_over": "extras.teacher.vocabulary",
+    "--engine": "extras.servers.engine",
+    "--environment": "extras.turns.turns",
+    "--tools": "extras.turns.turns",
+    "--partial_rollouts": "extras.samplers.partial",
+    "--replay": "extras.samplers.replay",
 }
 
 

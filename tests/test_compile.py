@@ -5,7 +5,6 @@ Kernels stay in torch's own folder: a second run of the suite finds them.
 """
 
 import re
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -17,6 +16,7 @@ from torch._inductor.utils import run_and_get_code
 
 import model.head
 from batch import pack
+from extras.models.experts import add_routes
 from helpers.distributed import COMPILED, TRACED, on_ranks
 from helpers.made_up import load_policy, make_model_of_family, make_rollout, make_vision_model
 from helpers.runs import ROOT, lines, metrics_of, run_script, without_times
@@ -69,11 +69,12 @@ def test_experts_compile_in_bfloat16(replays, tmp_path, monkeypatch):
         rollout = make_rollout([length, 8, 5], seed=length)
         if replays:
             chosen = [np.arange(2 * n).reshape(n, 1, 2) % EXPERTS["num_experts"] for n in rollout.sequence_lengths_B]
-            rollout = replace(rollout, routes=[each.astype(np.uint8) for each in chosen])
-        found = []
+            rollout = rollout.with_parts(routes=[each.astype(np.uint8) for each in chosen])
+        batch, found = pack(rollout, [0, 1, 2]), []
+        batch = add_routes(batch, rollout) if replays else batch
         for policy in policies:
             policy.zero_grad()
-            logprobs = policy(pack(rollout, [0, 1, 2]), 1.0).logprobs_N
+            logprobs = policy(batch, 1.0).logprobs_N
             logprobs.sum().backward()
             found.append([logprobs.detach(), *(parameter.grad.clone() for parameter in policy.parameters())])
         assert all(map(torch.equal, *found)), length
@@ -86,7 +87,9 @@ def test_the_head_compiles_to_one_kernel_in_each_direction(monkeypatch):
     of eager mode within 1e-5, gradients within a rounding.
     """
     monkeypatch.setattr(sizes, "HEAD_CHUNK_LOGITS", 9 * 1000)
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)  # what is found there has no source
+    # What these find has no source.
+    monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", False)
+    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)
     torch.manual_seed(0)
     hidden, head = torch.randn(13, 16).bfloat16(), nn.Linear(16, 1000, bias=False).bfloat16()
     labels, weights, found = torch.randint(1000, (13,)), torch.randn(13), []

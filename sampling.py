@@ -24,6 +24,7 @@ import numpy as np
 from batch import Metrics, Rollout, Row, State, StepRecord, Update, own_values
 from flags import Sampling, Settings
 from metrics import lag_metrics, rollout_metrics
+from runtime.parts import part
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
     from data import PromptData
@@ -109,7 +110,8 @@ class Sampler:
         self.rollout = Rollout.concatenate(rounds)
         self.round_B = np.repeat(np.arange(len(rounds)), [len(rollout.rows) for rollout in rounds])
         self.used_B, metrics = choose_groups(self.rollout, len(rounds), self.draws)
-        metrics |= self.drop_solved()
+        if self.draws.drop_solved:
+            metrics |= part("extras.samplers.solved", "--drop_solved").drop_solved(self)
         # The metrics of rewards and lengths are those of all that were sampled: dynamic sampling would flatter them.
         chosen = self.rollout.select(self.used_B)
         self.rollout = self.rollout.with_parts(routes=None)  # they are large, and those of the others are not needed
@@ -183,19 +185,6 @@ class Sampler:
                 if len(indices) == count:
                     break
         return indices, number
-
-    def drop_solved(self) -> Metrics:
-        """Notes which prompts of the step are solved, but for the last ones that a step needs; counts all of them."""
-        draws = self.draws
-        if not draws.drop_solved:
-            return {}
-        num_left = len({row.where for row in self.data.rows}) - len(self.solved)
-        is_correct_PG = self.rollout.is_correct_B.reshape(-1, draws.group_size)
-        for row, rate in zip(self.rollout.rows[:: draws.group_size], is_correct_PG.mean(axis=1), strict=True):
-            if rate >= draws.drop_solved and row.where not in self.solved and num_left > draws.prompts_per_step:
-                self.solved[row.where] = self.num_drawn
-                num_left -= 1
-        return {"sampling/prompts_solved": float(len(self.solved))}
 
 
 def has_signal_P(rollout: Rollout, draws: DrawSettings) -> np.ndarray:

@@ -86,7 +86,7 @@ def load_models(
             # First of all, so that a server with another key or model is told before the weights are loaded.
             servers = find_servers(args, inputs, run) if args.engine == "server" and not args.replay else None
             policy, reference, optimizer = build_policy(args.model, memory, lora, adamw, teacher, args.seed, run.world)
-            engine = servers or build_engine(args, inputs, policy, run)
+            engine = servers or build_engine(args, inputs, run)
             if servers:
                 servers.weights = policy.describe_weights()
     except ValueError as error:  # weights that do not fit config.json
@@ -109,7 +109,7 @@ def engine_settings(args: Namespace) -> EngineSettings:
     return EngineSettings.from_flags(args, max_model_len=sum(limits))
 
 
-def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run) -> Engine:
+def build_engine(args: Namespace, inputs: Inputs, run: Run) -> Engine:
     """The engine in the ranks, with random weights until the first `sync`, which brings those of `run.step`."""
     if args.replay:
         from extras.samplers.replay import NoEngine

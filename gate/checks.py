@@ -74,6 +74,7 @@ PARTS = {  # flag -> the part that it needs
     "--environment": "extras.turns.turns",
     "--tools": "extras.turns.turns",
     "--partial_rollouts": "extras.samplers.partial",
+    "--drop_solved": "extras.samplers.solved",
     "--replay": "extras.samplers.replay",
 }
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from algorithm import algorithm_of
 from batch import Completion, Rollout, pack
 from data import check_template, render, tool_schemas
+from extras.turns.credit import states_of
 from extras.turns.episode import EpisodeWorker, Turn
 from extras.turns.tools import Toolbox, read_calls
 from extras.turns.turns import Episode, Template, Turns
@@ -40,7 +41,7 @@ from helpers.runs import copy_at, lines, metrics_of, torchrun, training_flags, w
 from helpers.user_code import DEEDS
 from reports.samples import UNKNOWN, pack_samples
 from runtime.start import RunError
-from update import compute_advantages, states_of
+from update import compute_advantages
 from warm_start import build_tokenizer
 
 LONG = Sampling(1, 1.0, 200)

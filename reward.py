@@ -184,13 +184,6 @@ class Grader:
         self.is_proven |= bool(tried)
         return grades
 
-    def grade(self, cases: list[Case], group_size: int = 1) -> list[Grade]:
-        """The grades of the cases, in their order."""
-        for b, case in enumerate(cases):
-            self.submit(b, case, group_size)
-        grades = self.collect()
-        return [grades[b] for b in range(len(cases))]
-
     def bad_keys(self, cases: list[Case]) -> dict[int, str]:
         """Index -> reason, of the cases whose answer key cannot be used; their completions do not matter."""
         assert self.pool is not None, "keys are checked on the first rank of an engine"

@@ -84,7 +84,12 @@ def load_models(
     try:
         with run.observed("load"):
             # First of all, so that a server with another key or model is told before the weights are loaded.
-            servers = find_servers(args, inputs, run) if args.engine == "server" and not args.replay else None
+            servers = None
+            if args.engine == "server" and not args.replay:
+                from extras.servers.engine import build_servers
+
+                given = engine_settings(args), Servers.from_flags(args)
+                servers = build_servers(args.model, *given, inputs.tokenizer, inputs.turns, run, run.step)
             policy, reference, optimizer = build_policy(args.model, memory, lora, adamw, teacher, args.seed, run.world)
             engine = servers or build_engine(args, inputs, run)
             if servers:
@@ -95,13 +100,6 @@ def load_models(
     if inputs.turns:
         run.say(inputs.turns.describe())
     return policy, reference, optimizer, engine
-
-
-def find_servers(args: Namespace, inputs: Inputs, run: Run) -> ServerEngine:
-    from extras.servers.engine import build_servers
-
-    settings, servers = engine_settings(args), Servers.from_flags(args)
-    return build_servers(args.model, settings, servers, inputs.tokenizer, inputs.turns, run, run.step)
 
 
 def engine_settings(args: Namespace) -> EngineSettings:

@@ -4,7 +4,7 @@
 # one GPU of eight was used and neither batch was divisible by the group. Here the launcher starts one rank per GPU and
 # batches are counted in prompts.
 # MODEL=Qwen/Qwen3-30B-A3B works, too: experts, tried with a tiny random OLMoE (FAMILY=olmoe of scripts/smoke.sh); by
-# the dry run it needs 49.5 of 79.0 GiB. The source has no result of it.
+# the dry run it needs 50.1 of 79.0 GiB. The source has no result of it.
 set -euo pipefail
 
 # Where: environment, because it differs per machine and does not change the result.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO with LoRA on Qwen2.5-Instruct and GSM8K. Source: the logs behind verl's table of GSM8K results, and verl's code
 # (its example script for 3B has other values: rank 64, learning rate 3e-6, 16 prompts, 15 epochs). Hardware: 1 GPU of
-# 24 to 80 GB; the logs are of 2 GPUs, for 7B of 8. Time: not measured; the dry run says 2.3 h on a card of 24 GB,
+# 24 to 80 GB; the logs are of 2 GPUs, for 7B of 8. Time: not measured; the dry run says 1.8 h on a card of 24 GB,
 # evaluation not counted. Expected, from the logs: GSM8K test, greedy, before -> after 116 steps (a standard error of 1
 # point at 86):
 #     MODEL=Qwen/Qwen2.5-0.5B-Instruct    0.1 -> 54.3    (it knows nothing of ####)

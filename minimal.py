@@ -3,11 +3,10 @@
     python scripts/launch.py --ranks 2 minimal.py --model scripts/tiny_policy --out_dir - --total_steps 3 \
         --train_data scripts/tiny_policy/train.jsonl --max_prompt_tokens 16 --max_completion_tokens 48
 
-Left out are evaluation, checkpoints, the run folder, dynamic sampling, servers, turns, images, replay, signals, and all
-that refuses or watches. What is left gives the same numbers, to the last bit (tests/test_minimal.py), also where all
-files are deleted that this one does not import (tests/test_core.py). Each verb has one file: sample `rollout.py`, grade
-`reward.py`, pack and update `update.py`, equations `grpo.py`, log-probs `policy.py`, ranks `fsdp_utils.py`; the records
-that travel are in `batch.py`. Copy this file and hack it.
+Left out is what lets a run survive, what refuses, what watches, and dynamic sampling, servers, turns, images, replay.
+The rest gives the same numbers, to the last bit, also where all files are deleted that this one does not import
+(tests/test_core.py). Each verb has one file: sample `rollout.py`, grade `reward.py`, pack and update `update.py`,
+equations `grpo.py`, log-probs `policy.py`, ranks `fsdp_utils.py`; records are in `batch.py`. Copy this file, hack it.
 """
 
 import sys
@@ -67,7 +66,8 @@ def main() -> None:
         updates = pack_updates(rollout, plan, algorithm, memory, policy, world)
         updates = add_logprobs(updates, policy, reference, algorithm)
 
-        # 3. Advantage: how much better is a completion than the others of its group?
+        # 3. Advantage: how much better is a completion than the others of its group? The loss reads what is in the
+        # batches, `advantages_N`: to change it, write a function (--advantage FILE.py:f), or change them here.
         rollout, updates = add_advantages(rollout, updates, algorithm, step, plan.total_steps)
 
         # 4. Update: one optimizer step per mini-batch of prompts.
@@ -78,9 +78,9 @@ def main() -> None:
         # 5. Sync: the new weights go to the engine, one parameter at a time.
         engine.sync(policy.full_weights())
         if world.is_main:
-            mean = merge_updates(metrics)
-            loss, norm = mean["policy/loss"], mean["optim/grad_norm"]
-            print(f"step {step}/{plan.total_steps} | reward {rollout.rewards_B.mean()} | loss {loss} | grad {norm}")
+            mean, reward = merge_updates(metrics), rollout.rewards_B.mean()
+            loss, norm, gap = (mean[name] for name in ("policy/loss", "optim/grad_norm", "policy/rollout_gap_mean"))
+            print(f"step {step}/{plan.total_steps} | reward {reward} | loss {loss} | grad {norm} | gap {gap}")
 
     grader.close()
     engine.close()

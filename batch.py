@@ -328,8 +328,8 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """All completions of a step, and which of them were trained on."""
+class StepRecord:
+    """All completions of a step, and which of them were trained on: for observers."""
 
     step: int
     group_size: int

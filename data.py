@@ -148,7 +148,7 @@ class PromptData:
             lines.append(f"  excluded: {len(self.excluded) - len(listed)} more; all are in {all_in}")
         num_several = sum(len(alternatives(row.answer)) > 1 for row in self.rows)
         if num_several:
-            lines.append(f"  {num_several} rows have several answers, of which any is correct (--list_answers any)")
+            lines.append(f"  {num_several} rows have several answers, of which any is correct")
         return lines
 
 
@@ -193,7 +193,7 @@ def make_row(
     column = None if prompt_format.reward == "none" else prompt_format.answer_column
     if column:
         value = _look_up(record, column, "--answer_column")
-        answer = _answer(value, f"column {column!r}", prompt_format.list_answers)
+        answer = _answer(value, f"column {column!r}")
     column = prompt_format.image_column
     if column:
         value = _look_up(record, column, "--image_column")
@@ -324,12 +324,12 @@ def _check_special_tokens(messages: Messages, prompt_format: PromptFormat, token
         raise UnusableRow(f"column {column!r} {held}; give --prompt_format raw, or another --prompt_column")
 
 
-def _answer(value: object, name: str, several: str) -> str:
+def _answer(value: object, name: str) -> str:
     """The value as text, see `grading.key_text`. Raises UnusableRow."""
     is_number = type(value) is int or (isinstance(value, float) and math.isfinite(value))  # True is no number
     try:
         if is_number or isinstance(value, (str, list, dict)):
-            value = key_text(value, several)
+            value = key_text(value)
         return _text(value, name)
     except (TypeError, ValueError) as error:  # bytes or dates in it; an empty list
         raise UnusableRow(f"{name}: {error}") from None

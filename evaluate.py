@@ -33,7 +33,7 @@ import numpy as np
 from batch import Metrics, Rollout
 from command_line import exit_with_error, parser_of
 from data import PromptData, describe_template, image_options, load_reader
-from engine.options import Demand, largest_share
+from engine.options import EngineDemand, largest_share
 from flags import FLAGS as TRAINING_FLAGS
 from flags import (
     GROUPS,
@@ -197,7 +197,7 @@ def _figure(per_problem: list[float] | np.ndarray) -> Figure:
 # The command
 
 
-AS_IN_TRAINING = ("stop_tokens", "seed", "dtype", "head_dtype", "tensor_parallel_size", "enforce_eager")
+AS_IN_TRAINING = ("stop_tokens", "seed", "dtype", "head_dtype", "tensor_parallel_size")
 # fmt: off
 FLAGS = {
     "evaluation": [
@@ -315,7 +315,7 @@ def main() -> None:
 
     longest = args.max_prompt_tokens + max(args.max_completion_tokens)
     settings = EngineSettings.from_flags(args, max_model_len=longest, load_format="auto")
-    demand = Demand(largest_share(calls_of(sets, samplings), world.num_engines), image_options(sets, vision))
+    demand = EngineDemand(largest_share(calls_of(sets, samplings), world.num_engines), image_options(sets, vision))
     try:
         engine = Engine(args.model, tokenizer, world, settings, demand, turns.play if turns else None)
     except ValueError as error:

@@ -90,8 +90,6 @@ GROUPS["model and data"] = [
 GROUPS["prompts"] = [
     flag("--prompt_column", "problem", "column of the problem: text or messages; a dotted path reaches into objects"),
     flag("--answer_column", "answer", "column of the correct answer, for the reward; objects become JSON text"),
-    flag("--list_answers", "any", "of several answers in a list, a completion must give any or all (math, exact)",
-         choices=("any", "all")),
     flag("--image_column", None, "column of the images, one or a list: files, relative to the data, or encoded bytes"),
     flag("--max_pixels", None, "larger images are scaled down to this many pixels; default: the processor's limit",
          (1, INF), only_with="--image_column", type=int),
@@ -108,8 +106,6 @@ GROUPS["reward"] = [
          "nothing is graded"),
     flag("--reward_timeout", 5.0, "seconds after which the grading of a completion is stopped: reward 0", (TINY, 1e6),
          free_on_resume=True),
-    flag("--reward_workers", 0, "grading processes per engine; 0: the cores of the node / its engines",
-         (0, 1000), free_on_resume=True),
     flag("--reward_in_flight", 1, "completions that a grading process has in work at a time, each in a thread: for "
          "functions that only wait, such as for a server", (1, 1000), free_on_resume=True),
     flag("--truncated", "score", "completions cut at their token limit: graded like any other (score), reward 0 "
@@ -158,8 +154,6 @@ GROUPS["sampling"] = [
          (1, INF), free_on_resume=True),
     flag("--gpu_memory_utilization", None, "CUDA: share of GPU memory that vLLM may take while it is awake; default: "
          "0.6, and 0.9 with --engine server, whose GPUs are its own", (0.01, 1), free_on_resume=True, type=float),
-    flag("--enforce_eager", False, "CUDA: no CUDA graphs in vLLM (starts faster, samples slower); always so on CPU",
-         free_on_resume=True),
     flag("--seed", 1, "random seed for data order and sampling", (0, 2**63 - 1)),
 ]
 GROUPS["generation servers"] = [  # docs/generation.md
@@ -295,18 +289,14 @@ GROUPS["records"] = [  # docs/runs.md
          choices=("none", "tensorboard", "wandb", "trackio"), free_on_resume=True),
     flag("--keep_rollouts", 20.0, "GiB that OUT_DIR/rollouts may take: all completions of the last steps, with tokens, "
          "log-probs and rewards; 0: none are kept", (0, 1e6), free_on_resume=True),
-    flag("--replay", None, "folder of a run whose rollouts are trained on again, without an engine; nothing is "
-         "evaluated"),
-    flag("--from_step", 1, "first step of the replay; it begins with that run's checkpoint of the step before",
-         (1, INF), only_with="--replay"),
+    flag("--replay", None, "folder of a run whose rollouts are trained on again, without an engine or evaluation; a "
+         "checkpoint in it (RUN/step_39): from there on"),
 ]
 GROUPS["faults"] = [  # docs/faults.md
     flag("--keep_best", None, "also keep the checkpoint with the largest value of this metric, for example "
          "eval/SET/avg@K; OUT_DIR/best points to it", free_on_resume=True),
     flag("--grace_seconds", 120.0, "after SIGTERM, SIGUSR1 or Ctrl-C: seconds in which the run saves and ends",
          (1, 1e6), free_on_resume=True),
-    flag("--stall_seconds", 600.0, "a rank without progress for so long leaves its stacks in OUT_DIR/ranks, at the "
-         "latest after 0.8 of --timeout_minutes", (1, 1e6), free_on_resume=True),
     flag("--max_rollout_gap", 0.05, "largest policy/rollout_gap_mean, and largest relative difference of the "
          "temperatures of sampler and trainer, times the share of the gap that it explains; beyond it the run ends; 0: "
          "no bound", (0, INF), free_on_resume=True),
@@ -320,12 +310,6 @@ GROUPS[DRY_RUN] = [  # all of them may change when a run continues
          (1, INF), type=int),
     flag("--plan_gpu", "H100-80GB", f"card: {', '.join(GPUS)}; or memory that a process can take, dense bf16 "
          "speed and bandwidth of another one, such as 23.5GiB:71TFLOPs:0.94TBs"),
-    flag("--plan_host_memory_gib", 1000.0, "RAM of a node", (TINY, INF)),
-    flag("--plan_rows", None, "usable training rows; default: #ROWS of --train_data, lines of a .jsonl file, or a "
-         "table", (1, INF), type=int),
-    flag("--plan_flops_share", None, "share of peak FLOPs in matrix products, what lies between them apart; default: "
-         "0.65 on one GPU, as measured, and 0.42 on several, fitted to published runs; see benchmarks/README.md",
-         (TINY, 1), type=float),
     flag("--plan_prompt_tokens", None, "mean length of a prompt, hint included; default: half of "
          "--max_prompt_tokens", (1, INF), type=float),
     flag("--plan_completion_tokens", None, "mean length of a completion; default: half of --max_completion_tokens",
@@ -365,7 +349,6 @@ class PromptFormat(Settings):  # how a row becomes a prompt
     prompt_column: str
     answer_column: str
     reward: str  # none: answers are not read
-    list_answers: str
     image_column: str | None
     prompt_format: str
     system_prompt: str | None
@@ -379,7 +362,6 @@ class PromptFormat(Settings):  # how a row becomes a prompt
 class Grading(Settings):  # how completions are graded
     reward: str
     reward_timeout: float
-    reward_workers: int
     reward_in_flight: int
     truncated: str
     overlong_cache_tokens: int | None
@@ -429,7 +411,7 @@ class EngineSettings(Settings):  # the engine; `max_model_len` is in tokens, pro
     dtype: str = "bfloat16"  # as on a GPU
     head_dtype: str | None
     gpu_memory_utilization: float = 0.6  # beside a trainer
-    enforce_eager: bool
+    enforce_eager: bool = False  # no CUDA graphs: starts faster, samples slower; always so on CPU
     router_replay: bool  # the experts of each token are returned
     seed: int
     stop_tokens: tuple[str, ...]
@@ -482,11 +464,6 @@ def default_dtype(needs_bfloat16: bool = False) -> str:
 def ranks_per_engine(args: argparse.Namespace, num_ranks: int | None = None) -> int:
     """Ranks that see the same completions and grade them once: servers are to all ranks as one engine."""
     return args.tensor_parallel_size if args.engine == "colocated" else num_ranks or launched_world_size()
-
-
-def stall_limit(args: argparse.Namespace) -> float:
-    """Seconds: below the time-out of the collectives, which would end the run without any stacks."""
-    return min(args.stall_seconds, 0.8 * 60 * args.timeout_minutes)
 
 
 def most_lag(args: argparse.Namespace) -> int:

@@ -49,7 +49,7 @@ def start_grader(
 
     Raises ValueError if --reward and --environment both reward, or, where that is needed, neither does.
     """
-    num_workers = workers_per_engine(grading, num_ranks) if is_engine_leader_process(num_ranks) else 0
+    num_workers = workers_per_engine(num_ranks) if is_engine_leader_process(num_ranks) else 0
     if not (limits.environment or limits.tools):
         return Grader(grading, num_workers), None
     turns = part("extras.turns.turns", "--environment or --tools").Turns(

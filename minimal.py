@@ -39,7 +39,7 @@ def main() -> None:
     algorithm, tokenizer, prompt_format = algorithm_of(args), load_tokenizer(args.model), PromptFormat.from_flags(args)
     world = init_world(args.tensor_parallel_size, args.timeout_minutes, args.shard_ranks)
     grading = Grading.from_flags(args)
-    grader = Grader(grading, workers_per_engine(grading, world.tp_size) if world.is_engine_leader else 0)
+    grader = Grader(grading, workers_per_engine(world.tp_size) if world.is_engine_leader else 0)
     sources = [PromptData.load(source, prompt_format, tokenizer, args.seed) for source in args.train_data]
     data = PromptData.mix([grader.check_keys(source, world) for source in sources])
     plan, memory = make_plan(args, len(data.rows)), Memory.from_flags(args)

@@ -52,9 +52,6 @@ class Adapter(Protocol):
     def merged(self, layer: nn.Module, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight with the layer's adapter in it."""
 
-    def own_merged_rows(self, layer: nn.Module, weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, int]]:
-        """The rows of it that this rank has."""
-
     def save(self, folder: Path, world: World) -> None:
         """Writes it in peft's form."""
 

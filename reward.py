@@ -184,13 +184,6 @@ class Grader:
         self.is_proven |= bool(tried)
         return grades
 
-    def grade(self, cases: list[Case], group_size: int = 1) -> list[Grade]:
-        """The grades of the cases, in their order."""
-        for b, case in enumerate(cases):
-            self.submit(b, case, group_size)
-        grades = self.collect()
-        return [grades[b] for b in range(len(cases))]
-
     def bad_keys(self, cases: list[Case]) -> dict[int, str]:
         """Index -> reason, of the cases whose answer key cannot be used; their completions do not matter."""
         assert self.pool is not None, "keys are checked on the first rank of an engine"
@@ -249,7 +242,7 @@ class Grader:
             self.pool.close()
 
 
-def workers_per_engine(grading: Grading, tensor_parallel_size: int = 1) -> int:
-    """The number of grading processes of an engine; without --reward_workers, the node's engines share its cores."""
+def workers_per_engine(tensor_parallel_size: int = 1) -> int:
+    """The number of grading processes of an engine: the node's engines share its cores."""
     engines_of_node = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) // tensor_parallel_size)
-    return grading.reward_workers or max(1, len(os.sched_getaffinity(0)) // engines_of_node)
+    return max(1, len(os.sched_getaffinity(0)) // engines_of_node)

@@ -33,7 +33,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel, get_tp_group
 
 from batch import Completion, OnFinished, Rollout, Row, rollout_of
-from engine.options import ANY_TEXT, Demand, check_head, engine_options, head_dtypes, memory_errors, stop_ids
+from engine.options import ANY_TEXT, EngineDemand, check_head, engine_options, head_dtypes, memory_errors, stop_ids
 from engine.packing import repack
 from flags import EngineSettings, Sampling
 from fsdp_utils import World, end_if_requested, gather_from_ranks, set_allocator
@@ -44,7 +44,7 @@ from runtime.start import requested
 
 Value = TypeVar("Value")
 # Samples rows in an engine; yields (index of the row, completion) of each row when it is finished.
-Play = Callable[["Engine", list[Row], Sampling, str], Iterator[tuple[int, Completion]]]
+EpisodePlayer = Callable[["Engine", list[Row], Sampling, str], Iterator[tuple[int, Completion]]]
 
 # The looks for a signal, in an engine over several ranks: each one costs them a broadcast.
 STEPS_BETWEEN_LOOKS = 16
@@ -60,8 +60,8 @@ class Engine:
         tokenizer: PreTrainedTokenizerBase,
         world: World,
         settings: EngineSettings,
-        demand: Demand = ANY_TEXT,
-        play: Play | None = None,
+        demand: EngineDemand = ANY_TEXT,
+        play: EpisodePlayer | None = None,
     ) -> None:
         """`play`: `turns.Turns.play` for several turns; None: one."""
         self.world = world
@@ -281,7 +281,7 @@ class Engine:
 def play_one_turn(
     engine: Engine, rows: list[Row], sampling: Sampling, description: str
 ) -> Iterator[tuple[int, Completion]]:
-    """The `Play` of one turn: a completion is what one request samples."""
+    """The `EpisodePlayer` of one turn: a completion is what one request samples."""
     first = engine.add(rows, [[] for _ in rows], [sampling.max_completion_tokens] * len(rows), sampling)
     with progress(description, total=len(rows), shown_after=0.0) as bar:
         while engine.is_busy():

@@ -23,7 +23,7 @@ from typing import Literal, TextIO
 
 import torch
 
-from batch import Metrics, Sampled
+from batch import Metrics, StepRecord
 from flags import FLAGS
 from fsdp_utils import World, broadcast_from_main, end_if_requested
 from runtime.files import DiskError, append, best_effort, checkpoints, lock_file, must_write, write
@@ -118,7 +118,7 @@ class Observer:
         """Goes around a phase of the loop; "load" comes before the first step."""
         return nullcontext()
 
-    def sampled(self, sampled: Sampled) -> None:
+    def rollout(self, record: StepRecord) -> None:
         """Takes all completions of a step, with the advantages and log-probs that its update has used."""
 
     def step(self, step: int, metrics: Metrics) -> Metrics | Literal["stop"] | None:
@@ -186,7 +186,7 @@ class Run:
             yield
 
     @contextmanager
-    def shown(self, record: Callable[[], Sampled]) -> Iterator[None]:
+    def shown(self, step_record: Callable[[], StepRecord]) -> Iterator[None]:
         """The block is the update: after it observers get the record of the step, also if it ends in a sentence.
 
         Raises Stopped, before the block, if a signal came.
@@ -198,9 +198,9 @@ class Run:
         except RunError as error:  # on every rank alike
             end = error
         with self.phase("log"):
-            sampled = record()
+            record = step_record()
             for observer in self.observers:
-                observer.sampled(sampled)
+                observer.rollout(record)
         if end:
             raise end
 

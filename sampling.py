@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from batch import Metrics, Rollout, Row, Sampled, State, Update, own_values
+from batch import Metrics, Rollout, Row, State, StepRecord, Update, own_values
 from flags import Sampling, Settings
 from metrics import lag_metrics, rollout_metrics
+from runtime.parts import part
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
     from data import PromptData
@@ -35,7 +36,7 @@ if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come 
 MOST_ROUNDS = 10  # for a step; verl's recipe of DAPO sets max_num_gen_batches to it
 
 
-class Draws(Settings):
+class DrawSettings(Settings):
     """Which prompts a step samples, and which of its groups it trains on."""
 
     prompts_per_step: int
@@ -55,7 +56,7 @@ class Sampler:
     engine: Engine
     grader: Grader
     data: PromptData
-    draws: Draws
+    draws: DrawSettings
     sampling: Sampling
     run: Run
     hints: Hints | None = None  # what makes hints of the completions, for the reference; None: nothing does
@@ -65,7 +66,7 @@ class Sampler:
     before: dict[int, State] = field(default_factory=dict)  # the last step -> `position` at its beginning
     # About the step that was collected last:
     seconds_RE: list[np.ndarray] = field(default_factory=list)  # the time of each engine in each round
-    sampled: Rollout | None = None  # all its completions, also those that are not trained on
+    rollout: Rollout | None = None  # all its completions, also those that are not trained on
     round_B: np.ndarray | None = None  # the round of each
     used_B: np.ndarray | None = None  # the indices of those that are trained on
 
@@ -104,47 +105,45 @@ class Sampler:
         """P groups of G graded completions to train on, and the metrics of all that were sampled for them."""
         # Where the step began: a signal that ends it amid the work must not lose prompts.
         self.seconds_RE, self.before = [], {step: self.position()}
-        rounds = self.sample_rounds(step)
+        rounds = self.rounds(step)
         self.drawn_ahead.pop(step, None)
-        self.sampled = Rollout.concatenate(rounds)
+        self.rollout = Rollout.concatenate(rounds)
         self.round_B = np.repeat(np.arange(len(rounds)), [len(rollout.rows) for rollout in rounds])
-        self.used_B, metrics = choose_groups(self.sampled, len(rounds), self.draws)
-        metrics |= self.drop_solved()
+        self.used_B, metrics = choose_groups(self.rollout, len(rounds), self.draws)
+        if self.draws.drop_solved:
+            metrics |= part("extras.samplers.solved", "--drop_solved").drop_solved(self)
         # The metrics of rewards and lengths are those of all that were sampled: dynamic sampling would flatter them.
-        chosen = self.sampled.select(self.used_B)
-        self.sampled = self.sampled.with_parts(routes=None)  # they are large, and those of the others are not needed
+        chosen = self.rollout.select(self.used_B)
+        self.rollout = self.rollout.with_parts(routes=None)  # they are large, and those of the others are not needed
         if self.hints:
             chosen, hint_metrics = self.hints.add(chosen, self.draws.group_size)
             metrics |= hint_metrics
-        return chosen, metrics | rollout_metrics(self.sampled, self.draws.group_size) | lag_metrics(chosen)
+        return chosen, metrics | rollout_metrics(self.rollout, self.draws.group_size) | lag_metrics(chosen)
 
-    def record(self, step: int, trained: Rollout, updates: list[Update]) -> Sampled:
+    def step_record(self, step: int, trained: Rollout, updates: list[Update]) -> StepRecord:
         """All that the last `collect` sampled. `trained`: what it returned, with its advantages, as in `updates`."""
-        return Sampled(
+        return StepRecord(
             step=step,
             group_size=self.draws.group_size,
-            rollout=self.sampled,
+            rollout=self.rollout,
             round_B=self.round_B,
             used_B=self.used_B,
             advantages=trained.advantages,
             logprobs=own_values(trained, updates, attrgetter("old_logprobs_N")),
         )
 
-    def sample_rounds(self, step: int) -> list[Rollout]:
+    def rounds(self, step: int) -> list[Rollout]:
+        """The graded completions of each round of the step."""
         rounds: list[Rollout] = []
         while count := prompts_to_sample(rounds, self.draws):
-            rounds.append(self.sample_round(step, len(rounds), count))
+            rollout = self.completions(step, len(rounds), count)
+            self.seconds_RE.append(self.engine.seconds_E)
+            with self.run.phase("reward"):  # short: most were graded while others were sampled
+                grades = self.grader.collect_from_ranks()
+            rounds.append(self.as_training_data(replace(rollout, grades=grades), step))
         return rounds
 
-    def sample_round(self, step: int, number: int, count: int) -> Rollout:
-        """The graded completions of the next `count` prompts."""
-        rollout = self.sample(step, number, count)
-        self.seconds_RE.append(self.engine.seconds_E)
-        with self.run.phase("reward"):  # short: most were graded while others were sampled
-            grades = self.grader.collect_from_ranks()
-        return self.as_training_data(replace(rollout, grades=grades), step)
-
-    def sample(self, step: int, number: int, count: int) -> Rollout:
+    def completions(self, step: int, number: int, count: int) -> Rollout:
         """The completions of the next `count` prompts; the grader gets each as soon as it is finished."""
         rows, seed = self.draw(step, number, count), self.seed_of(step, number)
         return self.engine.sample(rows, self.sampling, seed, "sample", self.grader.callback_for(rows, self.sampling))
@@ -187,28 +186,15 @@ class Sampler:
                     break
         return indices, number
 
-    def drop_solved(self) -> Metrics:
-        """Notes which prompts of the step are solved, but for the last ones that a step needs; counts all of them."""
-        draws = self.draws
-        if not draws.drop_solved:
-            return {}
-        num_left = len({row.where for row in self.data.rows}) - len(self.solved)
-        is_correct_PG = self.sampled.is_correct_B.reshape(-1, draws.group_size)
-        for row, rate in zip(self.sampled.rows[:: draws.group_size], is_correct_PG.mean(axis=1), strict=True):
-            if rate >= draws.drop_solved and row.where not in self.solved and num_left > draws.prompts_per_step:
-                self.solved[row.where] = self.num_drawn
-                num_left -= 1
-        return {"sampling/prompts_solved": float(len(self.solved))}
 
-
-def has_signal_P(rollout: Rollout, draws: Draws) -> np.ndarray:
+def has_signal_P(rollout: Rollout, draws: DrawSettings) -> np.ndarray:
     """bool: some completions of the group are correct and some are not (DAPO, eq. 11), or its rewards differ."""
     values_B = rollout.is_correct_B if draws.dynamic_sampling == "correct" else rollout.rewards_B
     values_PG = values_B.reshape(-1, draws.group_size)
     return values_PG.max(axis=1) > values_PG.min(axis=1)
 
 
-def prompts_to_sample(rounds: list[Rollout], draws: Draws) -> int:
+def prompts_to_sample(rounds: list[Rollout], draws: DrawSettings) -> int:
     """How many prompts the next round of the step samples, given the rounds so far; 0: the step is complete.
 
     As many as are expected to fill the gap, at the share of groups with a signal seen so far, but at most P.
@@ -224,7 +210,7 @@ def prompts_to_sample(rounds: list[Rollout], draws: Draws) -> int:
     return min(expected, draws.prompts_per_step)
 
 
-def choose_groups(sampled: Rollout, num_rounds: int, draws: Draws) -> tuple[np.ndarray, Metrics]:
+def choose_groups(sampled: Rollout, num_rounds: int, draws: DrawSettings) -> tuple[np.ndarray, Metrics]:
     """The indices of the completions of the P groups to train on, and metrics of the choice."""
     if draws.dynamic_sampling == "off":
         return np.arange(len(sampled.rows)), {}

@@ -26,7 +26,7 @@ from algorithm import algorithm_of
 from checkpoint import Writer, latest, load, set_link
 from command_line import exit_with_error
 from data import PromptData, describe_template, image_options, load_reader
-from engine.options import Demand, largest_share, stop_ids
+from engine.options import EngineDemand, largest_share, stop_ids
 from evaluate import Evaluator, calls_of, samplings_of
 from flags import (
     AdamW,
@@ -52,9 +52,10 @@ from metrics import merge_updates, throughput, work_of_step
 from model.weights import load_config, load_generation_config
 from policy import Policy, build_policy
 from run import Observer, Run, open_run_folder
+from runtime.files import run_and_step
 from runtime.parts import part
 from runtime.start import NOT_FINISHED, RunError, Stopped, arm, leave, signal_name
-from sampling import Draws, Sampler
+from sampling import DrawSettings, Sampler
 from schedule import Plan, make_plan
 from sources import read_system_prompt
 from update import UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy
@@ -83,9 +84,14 @@ def load_models(
     try:
         with run.observed("load"):
             # First of all, so that a server with another key or model is told before the weights are loaded.
-            servers = find_servers(args, inputs, run) if args.engine == "server" and not args.replay else None
+            servers = None
+            if args.engine == "server" and not args.replay:
+                from extras.servers.engine import build_servers
+
+                given = engine_settings(args), Servers.from_flags(args)
+                servers = build_servers(args.model, *given, inputs.tokenizer, inputs.turns, run, run.step)
             policy, reference, optimizer = build_policy(args.model, memory, lora, adamw, teacher, args.seed, run.world)
-            engine = servers or build_engine(args, inputs, policy, run)
+            engine = servers or build_engine(args, inputs, run)
             if servers:
                 servers.weights = policy.describe_weights()
     except ValueError as error:  # weights that do not fit config.json
@@ -96,19 +102,12 @@ def load_models(
     return policy, reference, optimizer, engine
 
 
-def find_servers(args: Namespace, inputs: Inputs, run: Run) -> ServerEngine:
-    from extras.servers.engine import build_servers
-
-    settings, servers = engine_settings(args), Servers.from_flags(args)
-    return build_servers(args.model, settings, servers, inputs.tokenizer, inputs.turns, run, run.step)
-
-
 def engine_settings(args: Namespace) -> EngineSettings:
     limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
     return EngineSettings.from_flags(args, max_model_len=sum(limits))
 
 
-def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run) -> Engine:
+def build_engine(args: Namespace, inputs: Inputs, run: Run) -> Engine:
     """The engine in the ranks, with random weights until the first `sync`, which brings those of `run.step`."""
     if args.replay:
         from extras.samplers.replay import NoEngine
@@ -124,7 +123,7 @@ def build_engine(args: Namespace, inputs: Inputs, policy: Policy, run: Run) -> E
 
         prompts = num_unfinished_prompts(prompts, num_engines)
     calls = [(prompts, args.group_size), *calls_of(inputs.eval_sets, inputs.eval_samplings)]
-    demand = Demand(largest_share(calls, num_engines), images)
+    demand = EngineDemand(largest_share(calls, num_engines), images)
     play = inputs.turns.play if inputs.turns else None  # who says what comes after a completion; None: nobody
     engine = Engine(args.model, inputs.tokenizer, run.world, engine_settings(args), demand, play)
     engine.sleep()  # until the first sync: what that gathers and the engine's cache are never held together
@@ -141,8 +140,8 @@ def build_sampler(
     if args.replay:
         from extras.samplers.replay import ReplaySampler
 
-        kind = partial(ReplaySampler, folder=Path(args.replay))
-    return kind(engine, inputs.grader, data, Draws.from_flags(args), sampling, run, inputs.hints)
+        kind = partial(ReplaySampler, folder=run_and_step(args.replay)[0])
+    return kind(engine, inputs.grader, data, DrawSettings.from_flags(args), sampling, run, inputs.hints)
 
 
 def finish(run: Run, step: int) -> None:
@@ -177,7 +176,7 @@ def starting_point(args: Namespace, run: Run, last_step: int) -> tuple[int, Path
     if args.replay and folder is None:
         from extras.samplers.replay import weights_of
 
-        return weights_of(Path(args.replay), args.from_step, last_step)
+        return weights_of(args.replay, last_step)
     return step, folder
 
 
@@ -306,7 +305,7 @@ def main(args: Namespace) -> None:
             # 1. Sample G completions to each of P prompts; each is graded as soon as it is finished.
             with run.phase("sample"):
                 rollout, metrics = sampler.collect(step)
-                check_same_step(step, sampler.sampled)
+                check_same_step(step, sampler.rollout)
                 sampler.start(step, last_step)  # servers work ahead; an engine in these ranks samples when it is asked
             # Engine and trainer share the memory of a GPU: the weights and the cache of one leave
             # room for the other.
@@ -327,7 +326,7 @@ def main(args: Namespace) -> None:
             # 4. Update: one optimizer step per mini-batch of prompts.
             # Where a guard ends the run, what was sampled is written first, so that it can be looked at.
             trained = []
-            with run.phase("update"), run.shown(partial(sampler.record, step, rollout, updates)):
+            with run.phase("update"), run.shown(partial(sampler.step_record, step, rollout, updates)):
                 for i, update in enumerate(updates * plan.num_iterations):
                     position = plan.update(step, i)
                     trained.append(update_policy(policy, optimizer, update, algorithm, position, memory, guard))
@@ -343,7 +342,7 @@ def main(args: Namespace) -> None:
                     metrics |= evaluator.run(engine, step)
 
             # 7. Log, before the checkpoint: a kill in between repeats a step and loses no line.
-            work = work_of_step(sampler.sampled, rollout, updates, plan.num_iterations, policy.update_flops)
+            work = work_of_step(sampler.rollout, rollout, updates, plan.num_iterations, policy.update_flops)
             metrics |= merge_updates(trained) | throughput(work, sampler.seconds_RE, run.times(), world)
             run.log(step, metrics)
 

@@ -15,7 +15,6 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 
 import grpo
@@ -194,7 +193,9 @@ def compute_advantages(
     rewards_B = torch.from_numpy(rollout.rewards_B)
     lengths_B = torch.tensor([len(completion) for completion in rollout.completions])
     returns_T = torch.repeat_interleave(rewards_B, lengths_B)
-    turn_fields = by_turn(rollout, algorithm.group_size)
+    turn_fields = {}
+    if rollout.has_replies or any("turn_1" in grade.parts for grade in rollout.grades):
+        turn_fields = part("extras.turns.credit", "--environment").by_turn(rollout, algorithm.group_size)
     if "turn_rewards_PGK" in turn_fields:
         # A token is credited with its own turn and later ones, not with what was earned before it.
         returns_BK = grpo.to_go(turn_fields["turn_rewards_PGK"].nan_to_num()).flatten(0, 1)
@@ -254,31 +255,6 @@ def grade_fields(rollout: Rollout, shape: torch.Size) -> dict[str, Tensor | dict
         "is_correct_PG": torch.from_numpy(rollout.is_correct_B).view(shape),
         "is_truncated_PG": torch.from_numpy(rollout.is_truncated_B).view(shape),
     }
-
-
-def by_turn(rollout: Rollout, group_size: int) -> dict[str, Tensor | list[list[bytes]]]:
-    """The fields of `Graded` about turns. A completion without replies is one turn; not all turns have rewards."""
-    is_by_turn = [bool(grade.turn_rewards) for grade in rollout.grades if grade.status == "ok"]
-    has_rewards = all(is_by_turn or [rollout.has_replies])
-    turns = rollout.turns
-    fields = {"turns_T": torch.from_numpy(np.concatenate(turns)), "states_B": states_of(rollout)}
-    if not has_rewards:
-        return fields
-    rewards_B = []
-    for grade, turns_of_tokens in zip(rollout.grades, turns, strict=True):
-        num_turns = turns_of_tokens.max(initial=0) + 1
-        rewards_B.append(torch.tensor([*grade.turn_rewards, *[0.0] * num_turns][:num_turns]))
-    rewards_BK = pad_sequence(rewards_B, batch_first=True, padding_value=torch.nan)
-    return fields | {"turn_rewards_PGK": rewards_BK.unflatten(0, (-1, group_size))}
-
-
-def states_of(rollout: Rollout) -> list[list[bytes]]:
-    """For each turn, what the environment said before it, as the bytes of its tokens; b"" before the first."""
-    states = []
-    for ids, is_sampled, turns in zip(rollout.completions, rollout.is_sampled, rollout.turns, strict=True):
-        replies = [ids[~is_sampled & (turns == k)].tobytes() for k in range(turns.max(initial=0))]
-        states.append([b"", *replies])
-    return states
 
 
 def update_policy(

@@ -96,7 +96,7 @@ def memory_of_tree(root: psutil.Process) -> int:
 def run_ours(model: Path, task: Path, out_dir: Path, args: argparse.Namespace) -> Found:
     flags = {
         "model": model, "train_data": task / "train.jsonl", "out_dir": out_dir, "reward": f"{task}/reward.py:score",
-        "reward_workers": 1, "prompts_per_step": args.prompts, "group_size": args.group_size,
+        "prompts_per_step": args.prompts, "group_size": args.group_size,
         "max_prompt_tokens": args.prompt_tokens, "max_completion_tokens": args.max_tokens, "total_steps": args.steps,
         "micro_batch_tokens": args.micro_batch_tokens,
     }  # fmt: skip

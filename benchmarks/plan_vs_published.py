@@ -3,7 +3,7 @@
     python benchmarks/plan_vs_published.py
 
 Every run is planned by the code of --dry_run, from flags. The first table has the runs of which all phases are
-published: the constants in `plan/time.py` and --plan_flops_share were fitted on them. The second table was
+published: the constants in `plan/time.py` and its `FLOPS_SHARE` were fitted on them. The second table was
 held out. The third has runs that are left out (`LEFT_OUT` says why). Exit code 1: the median error is above 15 % or one
 above 30.
 """
@@ -80,8 +80,9 @@ class Run:
     def planned(self) -> tuple[float, float, float]:
         """Seconds of the phases by our dry run."""
         setup = setup_of(self.args, AutoConfig.for_model(**MODELS[self.model]))
+        eager = replace(setup.engine, enforce_eager=self.name.startswith("verl"))
         # All of them compute old log-probs for the first update of a step, too; ours takes those of the update itself.
-        seconds = phase_seconds(replace(setup, run=replace(setup.run, needs_first_logprobs=True)))
+        seconds = phase_seconds(replace(setup, engine=eager, run=replace(setup.run, needs_first_logprobs=True)))
         logprobs, update = seconds.pop("logprobs"), seconds.pop("update")
         return sum(seconds.values()), logprobs, update
 
@@ -111,7 +112,7 @@ def easyr1(tp: int, micro: int, more: str = "") -> str:
 
 def verl(prompt: int, micro: int, more: str) -> str:
     """verl's examples of 2025: engines of two GPUs without CUDA graphs."""
-    more = f"--gradient_checkpointing --plan_gpus 8 --enforce_eager --tensor_parallel_size 2 {more}"
+    more = f"--gradient_checkpointing --plan_gpus 8 --tensor_parallel_size 2 {more}"
     return flags_of((1024, 5, 256, micro), (prompt, 1024), more)
 
 

@@ -197,7 +197,7 @@ def last_lines(out_dir: Path) -> dict[int, dict[str, float]]:
 def flags_of(model: Path, steps: int) -> list[str]:
     flags = {
         "model": model, "train_data": model / "train.jsonl", "eval_data": model / "train.jsonl#8",
-        "reward": f"{model}/slow_reward.py:score", "reward_workers": 1, "max_prompt_tokens": 16,
+        "reward": f"{model}/slow_reward.py:score", "max_prompt_tokens": 16,
         "max_completion_tokens": 12, "prompts_per_step": PROMPTS, "group_size": GROUP, "prompts_per_update": 4,
         "micro_batch_tokens": 256, "kl_coef": 0.01, "learning_rate": 1e-3, "total_steps": steps, "eval_every": 5,
         "save_every": 2, "grace_seconds": 30,

@@ -19,14 +19,14 @@ from model.weights import load_config
 LACK_OF_MEMORY = re.compile(r"out of memory|gpu.memory.utilization", re.IGNORECASE)
 
 
-class Demand(NamedTuple):
+class EngineDemand(NamedTuple):
     """The most that the calls of a run ask of one engine."""
 
     sequences: int | None = None  # completions of a call; None: any number
     images: dict[str, object] = {}  # noqa: RUF012  arguments for those of prompts: `data.image_options`
 
 
-ANY_TEXT = Demand()
+ANY_TEXT = EngineDemand()
 
 
 def largest_share(calls: list[tuple[int, int]], num_engines: int) -> int:
@@ -35,7 +35,7 @@ def largest_share(calls: list[tuple[int, int]], num_engines: int) -> int:
 
 
 def engine_options(
-    model_path: str, settings: EngineSettings, is_cuda: bool, tp_size: int, demand: Demand = ANY_TEXT
+    model_path: str, settings: EngineSettings, is_cuda: bool, tp_size: int, demand: EngineDemand = ANY_TEXT
 ) -> dict[str, object]:
     """The arguments of `vllm.LLM`."""
     config = load_config(model_path)

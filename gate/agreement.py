@@ -16,7 +16,6 @@ from itertools import chain
 from pathlib import Path
 
 from batch import Rollout
-from flags import stall_limit
 from fsdp_utils import World, gather_from_ranks, is_main_process, wait_for_all
 from inputs import ROOT, digest
 from model.attention import check_device
@@ -31,7 +30,7 @@ def check_world(args: Namespace, world: World) -> None:
     """What only ranks together can know; then each is watched. ValueError or RuntimeError, on every rank."""
     check_shared(Path(args.out_dir))
     check_same_start(vars(args))
-    stall.watch(Path(args.out_dir) / "ranks", world.trainer_rank, stall_limit(args))
+    stall.watch(Path(args.out_dir) / "ranks", world.trainer_rank, args.timeout_minutes)
     check_device(world.device, args.share_prompts)
 
 

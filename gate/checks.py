@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from flags import FLAGS, GROUPS, INF, TINY, Flag, ks_of_pass, ranks_per_engine
 from gate.models import check_path
 from runtime.cards import gpu_figures
+from runtime.files import run_and_step
 from runtime.parts import check_part
 from runtime.start import check_divides, launched_world_size
 from sources import name_of_source
@@ -23,7 +24,7 @@ from sources import name_of_source
 # rewards.
 FIXED_BY_ROLLOUTS = (
     "prompts_per_step", "group_size", "temperature", "max_completion_tokens", "max_prompt_tokens", "stop_tokens",
-    "reward", "reward_timeout", "overlong_cache_tokens", "list_answers", "truncated", "dynamic_sampling",
+    "reward", "reward_timeout", "overlong_cache_tokens", "truncated", "dynamic_sampling",
     "environment", "tools", "max_turns", "max_turn_tokens",
 )  # fmt: skip
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -73,6 +74,7 @@ PARTS = {  # flag -> the part that it needs
     "--environment": "extras.turns.turns",
     "--tools": "extras.turns.turns",
     "--partial_rollouts": "extras.samplers.partial",
+    "--drop_solved": "extras.samplers.solved",
     "--replay": "extras.samplers.replay",
 }
 
@@ -225,16 +227,17 @@ def check_servers(args: argparse.Namespace, flag: SimpleNamespace) -> None:
 def check_replay(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     if not args.replay:
         return
-    if os.path.realpath(args.replay) == os.path.realpath(args.out_dir):
+    folder, step = run_and_step(args.replay)
+    if os.path.realpath(folder) == os.path.realpath(args.out_dir):
         raise ValueError(f"{flag.replay} is --out_dir, too; name another folder for what is trained now.")
-    file = Path(args.replay) / "config.json"
+    file = folder / "config.json"
     try:
         replayed = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError):
         raise ValueError(f"{flag.replay}: {file} cannot be read; name the folder of a run.") from None
-    if args.reference_every and args.from_step > 1 and not replayed.get("reference_every"):
+    if args.reference_every and step and not replayed.get("reference_every"):
         raise ValueError(
-            f"{flag.reference_every} with {flag.from_step}: the checkpoints of --replay hold no reference; begin at 1."
+            f"{flag.reference_every} with {flag.replay}: this checkpoint holds no reference; give {folder}."
         )
     for name in FIXED_BY_ROLLOUTS:
         if name in replayed and replayed[name] != getattr(args, name):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -20,6 +19,7 @@ from gate.machine import check_launch
 from gate.models import check_compile, check_model, check_path
 from inputs import Inputs
 from model.weights import load_config, load_tokenizer, model_of_shapes
+from runtime.files import run_and_step
 from runtime.history import digests_of
 from runtime.machine import choose_interface, local_world_size
 from runtime.parts import part
@@ -93,7 +93,7 @@ def check_loaded(args: Namespace, inputs: Inputs) -> None:
 
 def check_replayed(args: Namespace, weights: str) -> None:
     """Raises ValueError if the run that --replay names began with other weights than --model."""
-    if args.replay and digests_of(Path(args.replay)).get("--model", weights) != weights:
+    if args.replay and digests_of(run_and_step(args.replay)[0]).get("--model", weights) != weights:
         raise ValueError(f"--replay {args.replay} began with other weights than --model {args.model}; give its model.")
 
 

@@ -59,12 +59,12 @@ class Grade:
         return self.status not in ("ok", "truncated", NOT_GRADED)
 
 
-def key_text(value: object, several: str = "any") -> str:
+def key_text(value: object) -> str:
     """The answer of a row as text: numbers and objects as JSON.
 
     A list of texts and numbers, or a text that spells one (`["7"]`, as OlympiadBench and Skywork have), is the answer
-    in it. Of several, `several` says what a completion must give: "any" of them (they stay a JSON list, which
-    `alternatives` reads) or "all" (they are joined by commas). Raises ValueError for a list without an answer.
+    in it. Several, of which a completion must give any, stay a JSON list, which `alternatives` reads. Raises ValueError
+    for a list without an answer.
     """
     answers = _listed(value)
     if answers is None and isinstance(value, str):
@@ -74,9 +74,7 @@ def key_text(value: object, several: str = "any") -> str:
     answers = list(dict.fromkeys(answer for answer in answers if answer.strip()))
     if not answers:
         raise ValueError("a list without an answer")
-    if len(answers) == 1:
-        return answers[0]
-    return json.dumps(answers, ensure_ascii=False) if several == "any" else ", ".join(answers)
+    return answers[0] if len(answers) == 1 else json.dumps(answers, ensure_ascii=False)
 
 
 def alternatives(text: str) -> list[str]:

@@ -53,7 +53,7 @@ def verify_gsm8k(case: Case) -> Verdict:
 def _gsm8k_key(answer: str) -> Fraction:
     _check_is_answer(answer)
     if re.fullmatch(r"(?:(?:#### *)?-?\d[\d.,]*(?:, |$)){2,}", answer):
-        raise ValueError(f"several numbers in the answer {answer[:80]!r}, but one is read; give --list_answers any")
+        raise ValueError(f"several numbers in the answer {answer[:80]!r}, but one is read; write them as a list")
     numbers = _numbers(answer.rpartition("####")[2])
     if not numbers:
         raise ValueError(f"no number in the answer {answer[:80]!r}")

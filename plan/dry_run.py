@@ -30,7 +30,9 @@ from sources import parse_source
 
 TABLE = Path(__file__).parent / "models.json"
 NETWORK_SPEED = 50e9  # bytes per second between nodes, one way, for each GPU: a card of 400 Gbit/s each
-# Share of peak FLOPs in matrix products, without and with links to other GPUs, whose waits it takes up.
+HOST_MEMORY = 1000 * GIB  # of a node
+# Share of peak FLOPs in matrix products, without and with links to other GPUs, whose waits it takes up:
+# measured on one GPU, fitted to published runs on several (benchmarks/README.md).
 FLOPS_SHARE = {False: 0.65, True: 0.42}
 # Data set that is not on the disk -> its rows.
 ROWS = json.loads(TABLE.with_name("data_sets.json").read_text("utf-8"))
@@ -92,11 +94,11 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     if lora.lora_targets:  # peft takes seconds to import
         part("extras.models.lora", "--lora_rank").target_names(model_of_shapes(config), lora.lora_targets)
     check_choices(args)
-    num_rows = args.plan_rows or rows_of(args.train_data)
+    num_rows = rows_of(args.train_data)
     if num_rows is None and args.epochs is not None:
         raise ValueError(
-            f"--epochs {args.epochs}: how many rows --train_data {' '.join(args.train_data)} has is not known here; "
-            "give --plan_rows."
+            f"--epochs {args.epochs}: how many rows each of --train_data {' '.join(args.train_data)} has is not known; "
+            f"give {args.train_data[0]}#ROWS."
         )
     plan = make_plan(args, args.prompts_per_step if num_rows is None else num_rows)
     has_kl = args.kl_coef != 0
@@ -116,8 +118,8 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     gpu_memory, flops, memory_speed, link_speed, host_speed = gpu_figures(args.plan_gpu)
     hardware = Hardware(
         name=args.plan_gpu, gpus=gpus, nodes=nodes,
-        gpu_bytes=gpu_memory * GIB, host_bytes=args.plan_host_memory_gib * GIB,
-        flops=flops * 1e12, flops_share=args.plan_flops_share or FLOPS_SHARE[gpus > 1],
+        gpu_bytes=gpu_memory * GIB, host_bytes=HOST_MEMORY,
+        flops=flops * 1e12, flops_share=FLOPS_SHARE[gpus > 1],
         memory_speed=memory_speed * 1e12,
         link_speed=link_speed * 1e9, network_speed=NETWORK_SPEED, host_speed=host_speed * 1e9,
         generation_gpus=generation_gpus,

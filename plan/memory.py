@@ -158,7 +158,7 @@ def short_of_states(setup: Setup) -> list[str]:
         return []
     return [
         f"GPU, rollout: the cache has {held:g} blocks of {block / 2**20:.0f} MiB for {wanted:g} sequences; "
-        f"{LARGER_SHARE}, or give --enforce_eager"
+        f"{LARGER_SHARE}"
     ]
 
 

@@ -27,7 +27,7 @@ from schedule import Plan
 
 GIB = 1024**3
 NORMS_IN_FP32 = ("gemma3_text", "olmo3", *HYBRIDS)  # these normalize in fp32 to the end
-SMALL_PRODUCTS = 0.4  # share of --plan_flops_share that products with many small experts reach; an assumption
+SMALL_PRODUCTS = 0.4  # share of `FLOPS_SHARE` that products with many small experts reach; an assumption
 
 
 @dataclass(frozen=True, kw_only=True)

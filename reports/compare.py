@@ -23,7 +23,7 @@ from runtime.tables import in_columns
 Side = list[History]  # the runs of A, or of B
 # * stands for any text.
 METRICS = ("reward/mean", "eval/*/avg@*", "completion/tokens_mean", "policy/kl_ref", "policy/entropy")
-GRADED_BY = ("--reward", "--list_answers", "--environment", "--tools")
+GRADED_BY = ("--reward", "--environment", "--tools")
 SAMPLED_BY = ("--temperature", "--max_completion_tokens")
 EVAL_SAMPLED_BY = ("--eval_temperature", "--eval_top_p", "--eval_max_completion_tokens")
 MEASURED_BY = {  # namespace of metrics whose verdict is "better" or "worse" -> flags that decide what they measure

@@ -153,6 +153,13 @@ def checkpoints(out_dir: Path) -> list[tuple[int, Path]]:
     return sorted((int(number), path) for number, path in numbered if number.isdigit())
 
 
+def run_and_step(path: str) -> tuple[Path, int]:
+    """The run folder that --replay names, and 0; or the run of the checkpoint that it names, and the step of that."""
+    folder = Path(path)
+    number = folder.name.removeprefix("step_")
+    return (folder.parent, int(number)) if number != folder.name and number.isdigit() else (folder, 0)
+
+
 def write_sizes(folder: Path) -> None:
     """Writes the size of each file of the folder into SIZES, the last of them. Raises OSError."""
     sizes = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}

@@ -1,4 +1,4 @@
-"""Where this rank is, and where it hangs: after --stall_seconds without a `beat` its stacks are in OUT_DIR/ranks.
+"""Where this rank is, and where it hangs: after `STALL_SECONDS` without a `beat` its stacks are in OUT_DIR/ranks.
 
 `faulthandler` writes them from a thread in C, also while a collective or a lock holds Python. The rank for which the
 others wait is the one that is in no collective. Each rank has a file: on one stream their lines would mix.
@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+STALL_SECONDS = 600.0
+
 
 @dataclass
-class Board:
+class Place:
     """The place of this process in the run, and the limit of its stalls."""
 
     step: int = 0
@@ -24,28 +26,30 @@ class Board:
     stall_seconds: float = 0.0
 
 
-BOARD = Board()
+PLACE = Place()
 
 
-def watch(folder: Path, rank: int, stall_seconds: float) -> None:
+def watch(folder: Path, rank: int, timeout_minutes: float) -> None:
     """From here on this rank is watched."""
     folder.mkdir(exist_ok=True)
-    BOARD.stacks, BOARD.stall_seconds = (folder / f"rank_{rank}.txt").open("w", encoding="utf-8"), stall_seconds
+    PLACE.stacks = (folder / f"rank_{rank}.txt").open("w", encoding="utf-8")
+    # Below the time-out of the collectives, which would end the run without any stacks.
+    PLACE.stall_seconds = min(STALL_SECONDS, 0.8 * 60 * timeout_minutes)
     beat()
 
 
 def beat() -> None:
     """This rank has made progress. It takes 50 microseconds: once a pass, a step of the engine or a tensor."""
-    if BOARD.stacks is not None:
-        faulthandler.dump_traceback_later(BOARD.stall_seconds, file=BOARD.stacks)
+    if PLACE.stacks is not None:
+        faulthandler.dump_traceback_later(PLACE.stall_seconds, file=PLACE.stacks)
 
 
 @contextmanager
 def in_phase(name: str, step: int) -> Iterator[None]:
     """The block is phase `name` of the step. After an exception the phase stays: it is where the rank ended."""
-    outer = BOARD.phase
-    BOARD.phase, BOARD.step = name, step
+    outer = PLACE.phase
+    PLACE.phase, PLACE.step = name, step
     beat()
     yield
-    BOARD.phase = "loop" if outer == "start" else outer
+    PLACE.phase = "loop" if outer == "start" else outer
     beat()

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from runtime.stall import BOARD
+from runtime.stall import PLACE
 
 PR_SET_PDEATHSIG = 1  # Linux: sets the signal that a process gets when its parent dies
 FOLDER, LAUNCHER = "GRPO_LAUNCH_FOLDER", "GRPO_LAUNCHER_PID"  # environment: set by scripts/launch.py
@@ -107,7 +107,7 @@ def note_reason(text: str, kind: str) -> bool:
     with contextlib.suppress(OSError):
         if not file.exists():
             unfinished = file.with_suffix(".unfinished")
-            place = f"step {BOARD.step}, {BOARD.phase}"
+            place = f"step {PLACE.step}, {PLACE.phase}"
             note = {"time": time.time(), "text": text, "kind": kind, "place": place}
             unfinished.write_text(json.dumps(note), "utf-8")
             unfinished.replace(file)

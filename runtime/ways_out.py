@@ -20,7 +20,7 @@ WAYS_OUT = {
     "optimizer": (STATE, BF16),
     "server": (f"{SHARE}, or raise --tensor_parallel_size", RANKS),
     "checkpoint": (BATCH, RANKS),
-    "host": ("use less of --offload, or fewer --reward_workers", f"{RANKS}, or fewer --reward_workers"),
+    "host": (f"use less of --offload, or {RANKS}", RANKS),
 }
 # The engine's share of the GPU holds its weights, but no sequence.
 LARGER_SHARE = "raise --gpu_memory_utilization or --tensor_parallel_size"

@@ -16,7 +16,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from command_line import parser_of
-from flags import FLAGS as TRAINING_FLAGS
 from flags import GROUPS, INF, Grading, flag
 from gate.checks import check_ranges
 from grading import Case, Grade, key_text
@@ -34,7 +33,6 @@ FILES = [
     flag("--max_completion_tokens", None, "reward `length`: for rows without max_tokens", (1, INF), type=int),
     flag("--group_size", 1, "consecutive rows that are completions of one prompt, for a reward that compares them",
          (1, INF)),
-    TRAINING_FLAGS["--list_answers"],
 ]
 # fmt: on
 FLAGS = {"files": FILES, "reward": GROUPS["reward"]}
@@ -42,7 +40,7 @@ FLAGS = {"files": FILES, "reward": GROUPS["reward"]}
 RUN_COLUMNS = ("advantage", "advantages", "is_trained")
 
 
-def read_cases(path: str, max_tokens: int | None, several: str) -> tuple[list[dict[str, object]], list[Case]]:
+def read_cases(path: str, max_tokens: int | None) -> tuple[list[dict[str, object]], list[Case]]:
     """The rows of the file, and a case for each. Raises ValueError, naming the line if one cannot be used.
 
     A prompt that is a list of messages stays a column: the text that the model saw is not known.
@@ -58,7 +56,7 @@ def read_cases(path: str, max_tokens: int | None, several: str) -> tuple[list[di
             if type(value) is not EXTRAS[name]:
                 raise ValueError(f"{where}: `{name}` is {str(value)[:80]!r}, not of the type {EXTRAS[name].__name__}.")
         try:
-            answer = key_text(row["answer"], several)
+            answer = key_text(row["answer"])
         except ValueError as error:
             raise ValueError(f"{where}: the answer is {error}.") from None
         rows.append(row)
@@ -103,10 +101,10 @@ def main() -> None:
     args = parser_of(FLAGS, __doc__.replace("`EXTRAS`", ", ".join(EXTRAS))).parse_args()
     try:
         check_ranges(args, FLAGS)
-        rows, cases = read_cases(args.input, args.max_completion_tokens, args.list_answers)
+        rows, cases = read_cases(args.input, args.max_completion_tokens)
         check_output(Path(args.output), Path(args.input))
         grading = Grading.from_flags(args)
-        grader = Grader(grading, workers_per_engine(grading))
+        grader = Grader(grading, workers_per_engine())
         check_needs(grader, cases, args.group_size)
     except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"error: {error}")

@@ -143,7 +143,7 @@ class Launch:
         where = f" ({next(iter(notes.values()))['place']})" if notes else ""  # the ranks go in step
         stacks = [file.stat() for file in (self.out_dir / "ranks").glob("rank_*.txt")]
         is_stalled = any(stack.st_size and stack.st_mtime >= self.begin for stack in stacks)
-        before = f"no progress for --stall_seconds (stacks: {self.out_dir}/ranks); then " if is_stalled else ""
+        before = f"no progress (stacks: {self.out_dir}/ranks); then " if is_stalled else ""
         return f"{before}rank {rank}{where} {how}"
 
 

@@ -162,7 +162,7 @@ def test_the_shape_fits_the_smallest_gpu(gib, shape, tmp_path, monkeypatch):
     assert f"Qwen2.5-{shape}" in seen[0].model
     config = config_of(seen[0].model)
     config.tie_word_embeddings = False
-    command = f"--model {seen[0].model} --train_data d --out_dir o --dry_run --plan_rows 64 --plan_gpus 1"
+    command = f"--model {seen[0].model} --train_data d#64 --out_dir o --dry_run --plan_gpus 1"
     args = parse_flags([*command.split(), *check_gpu.COMMON.split(), *check_gpu.SIZE[True].split()])
     setup = setup_of(args, config)
     smallest = min(gib, default=23.5) * check_gpu.GIB

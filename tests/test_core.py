@@ -81,6 +81,7 @@ def test_train_grpo_trains_without_extras_plan_and_reports(tree, tmp_path):
     ("--kl_over vocabulary --kl_coef 1", "extras/teacher"),
     ("--hint_column @group --kl_coef 1", "extras/teacher"),
     ("--partial_rollouts --rollout_correction none", "extras/samplers"),
+    ("--drop_solved 0.9", "extras/samplers"),
     ("--tools docs/environments/calculator.py:calculator", "extras/turns"),
     ("--engine server --generation_gpus 0", "extras/servers"),
     ("--router_replay", "extras/models"),

@@ -58,10 +58,10 @@ FREE = """
     reward_timeout stop_after after_step eval_data eval_samples eval_temperature eval_top_p
     eval_max_completion_tokens micro_batch_tokens share_prompts shard_ranks gradient_checkpointing
     compile
-    gpu_memory_utilization enforce_eager offload offload_reference communicate_once tensor_parallel_size
-    reward_workers reward_in_flight max_rollout_gap grace_seconds stall_seconds keep_rollouts quiet
+    gpu_memory_utilization offload offload_reference communicate_once tensor_parallel_size
+    reward_in_flight max_rollout_gap grace_seconds keep_rollouts quiet
     track engine generation_gpus server_urls dry_run json plan_gpus plan_nodes plan_gpu
-    plan_host_memory_gib plan_rows plan_flops_share plan_prompt_tokens plan_completion_tokens
+    plan_prompt_tokens plan_completion_tokens
 """
 
 

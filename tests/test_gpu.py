@@ -75,7 +75,7 @@ def test_the_engine_returns_the_routes_that_the_trainer_replays(tmp_path):
 
 def trained(policy, out_dir, **changes) -> dict:
     """Metrics of a run of `train_grpo.py`."""
-    flags = training_flags(policy, out_dir, enforce_eager=True, gpu_memory_utilization=0.3, **changes)
+    flags = training_flags(policy, out_dir, gpu_memory_utilization=0.3, **changes)
     torchrun(1, "train_grpo.py", *flags, timeout=900)
     return metrics_of(out_dir)
 

@@ -23,7 +23,7 @@ from helpers.runs import GUARD_SECONDS, Forked, begin, copy_at, launched, wait_f
 
 SAID = [
     r"error: rank 1 \(step \d+, \w+\) was ended by signal 9 \(SIGKILL\) by someone", "restart 1 of 2, . steps after",
-    r"error: no progress for --stall_seconds .*; then rank 0 \(step \d+, \w+\) .*[Tt]imed out",
+    r"error: no progress .*; then rank 0 \(step \d+, \w+\) .*[Tt]imed out",
     "restart 2 of 2.*"]  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def test_signals_a_kill_and_a_stall_change_no_result_of_a_run(flags, undisturbed
     out_dir, unsaved = tmp_path / "run", [*flags, "--save_every", "0"]  # what is saved is saved because of the signal
     for number, phase in ((SIGINT, "sample"), (SIGTERM, "update"), (SIGUSR1, "evaluate"), (SIGTERM, "reward")):
         end_by_signal(number, phase, out_dir, unsaved)
-    patience = ["--timeout_minutes", "0.5", "--stall_seconds", "5", "--reward_timeout", "5"]
+    patience = ["--timeout_minutes", "0.5", "--reward_timeout", "5"]
     said = start_again(launched(2, "--max_restarts", 2), [SIGKILL, SIGSTOP], out_dir, [*flags, *patience])
     assert re.fullmatch(".*\n".join(SAID), "\n".join(re.findall("^(?:error|restart).*", said, re.M)))
     assert soak.differences(out_dir, undisturbed[0]) == []

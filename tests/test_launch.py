@@ -34,7 +34,7 @@ SLOWLY_KILLED = f"""if rank:
 note_reason('closed by peer', 'error'); sys.exit(1)"""
 LOST = "note_reason('OSError: lost', 'error') if rank else 0; time.sleep(3600)"
 EXITS = "sys.exit(3) if rank else time.sleep(3600)"
-IN_UPDATE = "stall.BOARD.step, stall.BOARD.phase = 7, 'update'\n"
+IN_UPDATE = "stall.PLACE.step, stall.PLACE.phase = 7, 'update'\n"
 STALLED = "os.utime(folder + '/ranks/rank_1.txt'); "
 SAVES = "while not requested(): time.sleep(0.05)\ntime.sleep(seconds); os.write(1, b'saved\\n')"
 ARMED, BRIEFLY, SAVED = "listen(); arm(30)", "listen(); arm(1)", ["saved", "saved"]
@@ -100,7 +100,7 @@ def test_no_rank_outlives_its_launcher(tmp_path):
     (IN_UPDATE + KILLED + "\nraise RuntimeError('closed')", "rank 1 (step 7, update) was ended by signal 9 ("),
     (SLOWLY_KILLED, "rank 1 (step 0, start) was ended by signal 9 (SIGKILL) by someone, or by Linux"),
     (EXITS, "rank 1 ended with exit status 3."),  # the stacks are of an earlier start
-    (STALLED + EXITS, "no progress for --stall_seconds (stacks: FOLDER/ranks); then rank 1 ended with exit status 3."),
+    (STALLED + EXITS, "no progress (stacks: FOLDER/ranks); then rank 1 ended with exit status 3."),
 ])  # fmt: skip
 def test_the_last_line_is_the_reason_of_the_first_failed_rank(body, last_line, tmp_path):
     """The last line is the reason of the first rank that failed, and all ranks are ended. With its place and the

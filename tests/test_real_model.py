@@ -64,7 +64,7 @@ def runs(smollm2, place) -> Iterator[Runs]:
     common = {
         "model": smollm2, "train_data": write_lines(place / "train.jsonl", rows[:2]), "dtype": "float32",
         "eval_data": write_lines(place / "heldout.jsonl", rows[2:]), "reward": f"{place}/reward.py:score",
-        "reward_workers": 1, "prompts_per_step": 2, "group_size": 4, "max_prompt_tokens": 21,
+        "prompts_per_step": 2, "group_size": 4, "max_prompt_tokens": 21,
         "max_completion_tokens": 16, "micro_batch_tokens": 4 * (21 + 16), "total_steps": 2, "save_every": 1,
         "keep_checkpoints": 1, "eval_temperature": 0, "eval_max_completion_tokens": 8, "quiet": True,
     }  # fmt: skip

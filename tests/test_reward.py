@@ -11,6 +11,7 @@ import pytest
 
 from flags import Grading, Sampling
 from grading import Case
+from helpers.grades import graded
 from helpers.runs import ROOT
 from reward import Grade, Grader, workers_per_engine
 from runtime.start import RunError
@@ -49,7 +50,7 @@ def test_completions_are_graded_with_their_row_and_prompt():
 def test_truncated_completions_are_graded_as_the_flag_says(truncated):
     """Truncated completions are graded or get zero, as the flag says."""
     grader = Grader(Grading("exact", truncated=truncated), num_workers=1)
-    cut, whole = grader.grade([Case("\\boxed{4}", "4", is_truncated=is_truncated) for is_truncated in (True, False)])
+    cut, whole = graded(grader, [Case("\\boxed{4}", "4", is_truncated=is_truncated) for is_truncated in (True, False)])
     grader.close()
     assert whole.reward == 1.0 and not cut.is_failed
     assert cut == (Grade(0.0, "truncated", {"exact": 0.0}) if truncated == "zero" else whole)
@@ -83,7 +84,7 @@ def test_a_group_is_compared_when_its_last_completion_is_there(tmp_path):
 
 def test_a_failed_comparison_costs_its_group(tmp_path):
     grader = compare(tmp_path, ",exact")
-    grades = grader.grade([Case(text, "4", num_tokens=1) for text in ("4", "", "", "")], group_size=2)
+    grades = graded(grader, [Case(text, "4", num_tokens=1) for text in ("4", "", "", "")], group_size=2)
     grader.close()
     assert [grade.reward for grade in grades] == [2.0, 0.0, 0.0, 0.0]
     said = "error: ZeroDivisionError: division by zero (my_reward.py, line 3)"
@@ -176,10 +177,9 @@ def test_a_reward_that_cannot_be_loaded_is_named(tmp_path):
 def test_the_engines_of_a_node_share_its_cores(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(96))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert workers_per_engine(Grading("math"), tensor_parallel_size=1) == 12
-    assert workers_per_engine(Grading("math"), tensor_parallel_size=4) == 48
-    assert workers_per_engine(Grading("math"), tensor_parallel_size=16) == 96
-    assert workers_per_engine(Grading("math", reward_workers=3)) == 3
+    assert workers_per_engine(tensor_parallel_size=1) == 12
+    assert workers_per_engine(tensor_parallel_size=4) == 48
+    assert workers_per_engine(tensor_parallel_size=16) == 96
 
 
 def test_a_reward_loads_only_what_it_names():

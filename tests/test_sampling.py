@@ -16,16 +16,16 @@ from data import PromptData
 from flags import Memory, Sampling
 from grading import Grade
 from helpers.made_up import ALONE, flags, make_grade, make_rollout, make_row
-from sampling import Draws, Sampler, choose_groups, has_signal_P, prompts_to_sample
+from sampling import DrawSettings, Sampler, choose_groups, has_signal_P, prompts_to_sample
 from schedule import make_plan
 from update import add_advantages, pack_updates
 
 RIGHT, WRONG, MIXED = [1, 1], [0, 0], [0, 1]
 
 
-def draws(prompts: int, dynamic_sampling: str = "correct") -> Draws:
+def draws(prompts: int, dynamic_sampling: str = "correct") -> DrawSettings:
     changes = {"prompts_per_step": prompts, "prompts_per_update": prompts, "dynamic_sampling": dynamic_sampling}
-    return Draws.from_flags(flags(group_size=2, **changes))
+    return DrawSettings.from_flags(flags(group_size=2, **changes))
 
 
 def groups(*verdicts: list[int], first_row: int = 0, rewards: list[list[float]] | None = None) -> Rollout:
@@ -136,7 +136,7 @@ class StubGrader:
 def sampler_over(data: PromptData, args: argparse.Namespace, divisor: int = 2) -> Sampler:
     run = SimpleNamespace(phase=lambda _: nullcontext())
     sampling = Sampling.from_flags(args, num_samples=2)
-    return Sampler(StubEngine(3), StubGrader(divisor), data, Draws.from_flags(args), sampling, run)
+    return Sampler(StubEngine(3), StubGrader(divisor), data, DrawSettings.from_flags(args), sampling, run)
 
 
 @pytest.mark.parametrize("dynamic_sampling", ["off", "correct"])
@@ -179,7 +179,7 @@ def test_a_continued_run_uses_every_prompt_once(ahead, stops):
             for step in range(len(used) + 1, last + 1):
                 sampler.collect(step)
                 sampler.start(step, 8)
-                used.append([int(row.ids[0]) for row in sampler.sampled.rows[::2]])
+                used.append([int(row.ids[0]) for row in sampler.rollout.rows[::2]])
             state = sampler.state(last)
             if last < 8:
                 sampler.collect(last + 1)  # and is cut off
@@ -238,7 +238,7 @@ def test_solved_prompts_are_drawn_no_more(ahead, stops, dynamic_sampling):
         for step in range(len(used) + 1, last + 1):
             _, metrics = sampler.collect(step)
             sampler.start(step, 8)
-            used.append([int(row.ids[0]) for row in sampler.sampled.rows[::2]])
+            used.append([int(row.ids[0]) for row in sampler.rollout.rows[::2]])
         state = sampler.state(last)
     # Two steps ahead, row 8 is drawn again before its completions are graded.
     fourth = [5, 7, 8, 9] if ahead else [5, 7, 9, 1]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from batch import Sampled
+from batch import StepRecord
 from fsdp_utils import broadcast_from_main, gather_from_ranks, is_main_process
 from run import Observer
 from runtime.files import atomic_write, best_effort
@@ -68,14 +68,14 @@ class Keeper(Observer):
                 raise
             raise RunError(f"{error} {file} holds the step's tokens, with both log-probs, for --replay.") from error
 
-    def sampled(self, sampled: Sampled) -> None:
+    def rollout(self, record: StepRecord) -> None:
         """Returns soon, unless the disk has not yet taken the step before."""
         logprobs = {}
-        for part in gather_from_ranks(sampled.logprobs):
+        for part in gather_from_ranks(record.logprobs):
             logprobs |= part
         if is_main_process():
             self.wait()
-            self.writing = self.thread.submit(self._write, replace(sampled, logprobs=logprobs))
+            self.writing = self.thread.submit(self._write, replace(record, logprobs=logprobs))
 
     def end(self, how: str) -> None:
         self.wait()
@@ -85,7 +85,7 @@ class Keeper(Observer):
         if self.writing is not None:
             self.writing.result()
 
-    def _write(self, sampled: Sampled) -> None:
+    def _write(self, record: StepRecord) -> None:
         import pyarrow as pa
 
         folder = self.out_dir / FOLDER
@@ -94,7 +94,7 @@ class Keeper(Observer):
             tokens = folder / "tokens.parquet"
             if self.tokens and not tokens.exists():
                 _write_table(pa.table({"bytes": pa.array(self.tokens, pa.binary())}), tokens)
-            _write_table(table_of(sampled), file_of(self.out_dir, sampled.step))
+            _write_table(table_of(record), file_of(self.out_dir, record.step))
             sizes = {step: file_of(self.out_dir, step).stat().st_size for step in steps_in(self.out_dir)}
             room = shutil.disk_usage(self.out_dir).free + sum(sizes.values())
             while sum(sizes.values()) > min(self.max_gib * 2**30, room / 4) and len(sizes) > 1:
@@ -111,24 +111,24 @@ def _write_table(table: pa.Table, file: Path) -> None:
         pyarrow.parquet.write_table(table, unfinished, compression="zstd", write_page_checksum=True)
 
 
-def table_of(sampled: Sampled) -> pa.Table:
+def table_of(record: StepRecord) -> pa.Table:
     """A row for each completion. `advantages` and `old_logprobs` are null where it was not trained on."""
     import pyarrow as pa
 
-    rollout = sampled.rollout
+    rollout = record.rollout
     rows, grades = rollout.rows, rollout.grades
     count = len(rows)
     integers, floats = pa.large_list(pa.int32()), pa.large_list(pa.float32())
     advantages, logprobs = [None] * count, [None] * count
-    for i, b in enumerate(sampled.used_B):
-        advantages[b] = sampled.advantages[i] if sampled.advantages else None
-        logprobs[b] = sampled.logprobs.get(i)
-    is_trained_B = np.isin(np.arange(count), sampled.used_B) & bool(sampled.advantages)
+    for i, b in enumerate(record.used_B):
+        advantages[b] = record.advantages[i] if record.advantages else None
+        logprobs[b] = record.logprobs.get(i)
+    is_trained_B = np.isin(np.arange(count), record.used_B) & bool(record.advantages)
     return pa.table({
-        "step": np.full(count, sampled.step, dtype=np.int32),
+        "step": np.full(count, record.step, dtype=np.int32),
         "b": np.arange(count, dtype=np.int32),
-        "group": np.arange(count, dtype=np.int32) // sampled.group_size,
-        "round": sampled.round_B.astype(np.int32),
+        "group": np.arange(count, dtype=np.int32) // record.group_size,
+        "round": record.round_B.astype(np.int32),
         "row": [row.where for row in rows],
         "prompt": [row.text for row in rows],
         "answer": [row.answer for row in rows],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from batch import Rollout, Sampled
+from batch import Rollout, StepRecord
 from data import PromptData
 from model.special_tokens import describe_tags
 from run import Observer
@@ -21,14 +21,14 @@ class Samples(Observer):
 
     out_dir: Path
 
-    def sampled(self, sampled: Sampled) -> None:
+    def rollout(self, record: StepRecord) -> None:
         """Keeps the first two completions of the first two groups that are trained on."""
-        self.report_failures(sampled.step, sampled.rollout)
-        for i in (0, 1, sampled.group_size, sampled.group_size + 1):
-            if i < len(sampled.used_B):
-                advantage = round(float(sampled.advantages[i].mean()), 4) if sampled.advantages else None
-                record = {"step": sampled.step, "advantage": advantage}
-                self._append("samples.jsonl", record | sampled.rollout.describe(sampled.used_B[i]))
+        self.report_failures(record.step, record.rollout)
+        for i in (0, 1, record.group_size, record.group_size + 1):
+            if i < len(record.used_B):
+                advantage = round(float(record.advantages[i].mean()), 4) if record.advantages else None
+                line = {"step": record.step, "advantage": advantage}
+                self._append("samples.jsonl", line | record.rollout.describe(record.used_B[i]))
 
     def report_failures(self, step: int, rollout: Rollout) -> None:
         """Keeps what could not be graded, and names the first three on the console."""

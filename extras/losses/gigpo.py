@@ -16,16 +16,18 @@ from grpo import centred, divided, grpo
 
 def gigpo(g, *, advantage_ddof, advantage_eps, gamma=0.95, weight=1.0):
     """`grpo` of the episode + weight x `grpo` of the turn's discounted return among turns of the same state."""
-    if g.states_B is None:
-        raise ValueError("--advantage gigpo needs episodes of turns; give --environment or --tools.")
-    last_B = torch.tensor([len(states) - 1 for states in g.states_B])
+    b_T = torch.repeat_interleave(g.lengths_B)
+    # None: every episode of the step is one turn.
+    states_B = g.states_B or [[b""]] * len(g.lengths_B)
+    turns_T = torch.zeros_like(b_T) if g.turns_T is None else g.turns_T
+    last_B = torch.tensor([len(states) - 1 for states in states_B])
     returns_BK = torch.zeros(len(last_B), int(last_B.max()) + 1).scatter(1, last_B[:, None], g.rewards_PG.view(-1, 1))
     if g.turn_rewards_PGK is not None:
         returns_BK = g.turn_rewards_PGK.nan_to_num().flatten(0, 1)
     for k in reversed(range(returns_BK.shape[1] - 1)):
         returns_BK[:, k] += gamma * returns_BK[:, k + 1]
     places = defaultdict(list)  # prompt, state -> its episodes and turns
-    for b, states in enumerate(g.states_B):
+    for b, states in enumerate(states_B):
         for k, state in enumerate(states):
             places[b // g.rewards_PG.shape[1], state].append((b, k))
     step_BK = torch.zeros_like(returns_BK)
@@ -34,5 +36,4 @@ def gigpo(g, *, advantage_ddof, advantage_eps, gamma=0.95, weight=1.0):
         scale = values.std(correction=advantage_ddof) + advantage_eps if len(chosen) > 1 else torch.ones(())
         step_BK[chosen[:, 0], chosen[:, 1]] = divided(centred(values), scale)[0]
     episode_PG = grpo(g, advantage_ddof=advantage_ddof, advantage_eps=advantage_eps)
-    b_T = torch.repeat_interleave(g.lengths_B)
-    return episode_PG.flatten()[b_T] + weight * step_BK[b_T, g.turns_T]
+    return episode_PG.flatten()[b_T] + weight * step_BK[b_T, turns_T]

@@ -74,7 +74,7 @@ class PartialSampler(Sampler):
         rollout, metrics = super().collect(step)
         return rollout, metrics | {"rollout/kept_tokens": float(self.kept_tokens)}
 
-    def sample(self, step: int, number: int, count: int) -> Rollout:
+    def completions(self, step: int, number: int, count: int) -> Rollout:
         """`count` groups, in whatever step they were begun. The grader gets a completion when its place is known.
 
         Raises Stopped, and cannot sample any more, if a signal came meanwhile.

@@ -13,7 +13,7 @@ import numpy as np
 
 from batch import Rollout, Row
 from grading import Grade
-from runtime.files import cause, checkpoints
+from runtime.files import cause, checkpoints, run_and_step
 from runtime.start import RunError
 from sampling import Sampler
 from watch.rollouts import FOLDER, file_of, steps_in
@@ -36,7 +36,7 @@ class ReplaySampler(Sampler):
 
     folder: Path = Path()
 
-    def sample_rounds(self, step: int) -> list[Rollout]:
+    def rounds(self, step: int) -> list[Rollout]:
         rows = {row.where: row for row in self.data.rows}
         rounds = read_rounds(self.folder, step, rows)
         self.seconds_RE = [np.zeros(1) for _ in rounds]
@@ -55,7 +55,7 @@ def read_rounds(out_dir: Path, step: int, rows: dict[str, Row]) -> list[Rollout]
         table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True).read()
     except (OSError, pyarrow.ArrowException) as error:
         raise RunError(
-            f"{file} cannot be read ({cause(error)}); begin later with --from_step, or end earlier."
+            f"{file} cannot be read ({cause(error)}); begin later, with --replay {out_dir}/step_N, or end earlier."
         ) from None
     places = table["row"].to_pylist()
     for where, ids in zip(places, table["prompt_ids"].to_numpy(), strict=True):
@@ -95,24 +95,22 @@ def read_rounds(out_dir: Path, step: int, rows: dict[str, Row]) -> list[Rollout]
     return [step_rollout.select(np.flatnonzero(round_B == number)) for number in range(round_B.max() + 1)]
 
 
-def weights_of(folder: Path, first: int, last: int) -> tuple[int, Path | None]:
-    """The step before `first` and its checkpoint, with which a replay of these steps begins; (0, None): the model.
+def weights_of(replayed: str, last: int) -> tuple[int, Path | None]:
+    """The checkpoint that the replay up to step `last` begins with, and its step; (0, None): the model.
 
-    Raises RunError if not all of these steps are there, or not that checkpoint.
+    Raises RunError if that checkpoint is not there, or not all of the steps after it.
     """
+    folder, done = run_and_step(replayed)
     steps, saved = steps_in(folder), dict(checkpoints(folder))
     if not steps:
         raise RunError(f"--replay {folder}: there are no rollouts in {folder / FOLDER}; name the folder of a run.")
-    for step in range(first, last + 1):
+    for step in range(done + 1, last + 1):
         if step not in steps:
             raise RunError(
                 f"--replay {folder}: the rollouts of step {step} are missing; it has steps {steps[0]} to {steps[-1]}; "
-                "begin later with --from_step, end earlier with --stop_after."
+                f"begin later, with --replay {folder}/step_N, or end earlier, with --stop_after."
             )
-    if first > 1 and first - 1 not in saved:
-        possible = ", ".join(str(step + 1) for step in [0, *saved])
-        raise RunError(
-            f"--from_step {first}: {folder} has no checkpoint of step {first - 1}; "
-            f"steps that can be begun with: {possible}."
-        )
-    return first - 1, saved.get(first - 1)
+    if done and done not in saved:
+        names = ", ".join(path.name for path in saved.values()) or "none"
+        raise RunError(f"--replay {replayed}: there is no such checkpoint; {folder} has {names}.")
+    return done, saved.get(done)

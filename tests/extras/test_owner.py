@@ -172,7 +172,7 @@ def test_gpu_segments_can_expand_without_an_engine_in_the_ranks(replays, tmp_pat
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     log = SimpleNamespace(world=SimpleNamespace(is_main=False, device=torch.device("cpu")), out_dir=tmp_path)
     if replays:
-        train_grpo.build_engine(SimpleNamespace(replay="runs/x"), None, None, log)
+        train_grpo.build_engine(SimpleNamespace(replay="runs/x"), None, log)
     else:
         build_servers("", EngineSettings(96), Servers((), (), 1, in_flight=False), TOKENIZER, None, log, 0)
     assert given == ["expandable_segments:True"]

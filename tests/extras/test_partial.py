@@ -15,7 +15,7 @@ from flags import MOST_LAG, Sampling
 from helpers.distributed import on_ranks
 from helpers.made_up import ALONE, Ear, flags, make_row
 from helpers.runs import metrics_of, torchrun, training_flags
-from sampling import Draws
+from sampling import DrawSettings
 from schedule import make_plan
 from warm_start import build_tokenizer
 
@@ -82,7 +82,7 @@ def sampler_of(lengths, last_step, prompts_per_step=8, **changes) -> PartialSamp
     run = SimpleNamespace(last_step=last_step, phase=lambda _: nullcontext(), reward_failures=lambda *_: None)
     sampling = Sampling.from_flags(args, num_samples=GROUP)
     data = PromptData("data", rows)
-    return PartialSampler(CountingEngine(lengths), Ear(), data, Draws.from_flags(args), sampling, run)
+    return PartialSampler(CountingEngine(lengths), Ear(), data, DrawSettings.from_flags(args), sampling, run)
 
 
 def run_steps(sampler, first, last):
@@ -176,7 +176,7 @@ def test_a_continued_run_samples_unfinished_prompts_anew(stops, dynamic_sampling
         for step in range(state[0] + 1 if state else 1, last + 1):
             sampler.engine.version = step - 1
             sampler.collect(step)
-            used += [int(row.where) for row in sampler.sampled.rows[::GROUP]]
+            used += [int(row.where) for row in sampler.rollout.rows[::GROUP]]
         state = last, json.loads(json.dumps(sampler.state(last)))
         if last < 8:  # the next step has begun and is cut off
             assert state[1]["in_the_air"]

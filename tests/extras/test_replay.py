@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from batch import NO_IDS, Sampled
+from batch import NO_IDS, StepRecord
 from extras.samplers.replay import read_rounds, weights_of
 from grading import Grade
 from helpers.made_up import make_rollout, make_row
@@ -22,7 +22,7 @@ ROWS = [make_row([1, 2, 3], where="a.jsonl:1", text="<user>x"), make_row([4], wh
 GRADES = [Grade(1 / 3, "ok", {"math": 1.0, "length": -1 / 3}, "4"), Grade(0.0, "timeout"), *[Grade(1.0, "ok")] * 2]
 
 
-def sampled(step: int = 3, **changes) -> Sampled:
+def sampled(step: int = 3, **changes) -> StepRecord:
     """Two rounds of a group of two completions each; the second group was trained on."""
     rollout = replace(
         make_rollout([2, 5, 1, 4]), rows=[ROWS[0], ROWS[0], ROWS[1], ROWS[1]], advantages=[], loss_weights_B=NO_IDS,
@@ -30,17 +30,17 @@ def sampled(step: int = 3, **changes) -> Sampled:
         is_truncated_B=np.array([False, True, False, False]),
     )  # fmt: skip
     advantages = [np.full(1, 0.5, np.float32), np.full(4, -0.5, np.float32)]
-    found = Sampled(
+    found = StepRecord(
         step, 2, rollout, round_B=np.array([0, 0, 1, 1]), used_B=np.array([2, 3]), advantages=advantages,
         logprobs={1: np.arange(4, dtype=np.float32)},
     )  # fmt: skip
     return replace(found, **changes)
 
 
-def kept(folder, *steps: Sampled, max_gib: float = 1.0) -> None:
+def kept(folder, *steps: StepRecord, max_gib: float = 1.0) -> None:
     keeper = Keeper(folder, max_gib, [b"a", b"b"])
     for each in steps:
-        keeper.sampled(each)
+        keeper.rollout(each)
     keeper.wait()
 
 
@@ -110,15 +110,15 @@ def test_other_data_is_refused(tmp_path):
 
 def test_steps_and_weights_that_are_not_there_are_named(tmp_path):
     with pytest.raises(RunError, match="there are no rollouts"):
-        weights_of(tmp_path, 1, 1)
+        weights_of(f"{tmp_path}", 1)
     kept(tmp_path, *map(sampled, (1, 2, 3)))
     (tmp_path / "step_1").mkdir()
     with pytest.raises(RunError, match="step 4 are missing; it has steps 1 to 3"):
-        weights_of(tmp_path, 1, 9)
-    with pytest.raises(RunError, match="no checkpoint of step 2; .*with: 1, 2"):
-        weights_of(tmp_path, 3, 3)
-    assert weights_of(tmp_path, 2, 3) == (1, tmp_path / "step_1")
-    assert weights_of(tmp_path, 1, 3) == (0, None)
+        weights_of(f"{tmp_path}", 9)
+    with pytest.raises(RunError, match="no such checkpoint; .* has step_1"):
+        weights_of(f"{tmp_path}/step_2", 3)
+    assert weights_of(f"{tmp_path}/step_1", 3) == (1, tmp_path / "step_1")
+    assert weights_of(f"{tmp_path}", 3) == (0, None)
 
 
 # Whole runs -----------------------------------------------------------------------------------------------------------
@@ -139,10 +139,10 @@ def run(policy, tmp_path_factory):
     return flags_to, folder / "a"
 
 
-@pytest.mark.parametrize("first", [1, 3])
-def test_a_replay_has_the_losses_of_the_run_bit_for_bit(run, first, tmp_path):
+@pytest.mark.parametrize(("begins", "first"), [("", 1), ("step_2", 3)])
+def test_a_replay_has_the_losses_of_the_run_bit_for_bit(run, begins, first, tmp_path):
     flags_to, original = run
-    torchrun(2, "train_grpo.py", *flags_to(tmp_path / "b", replay=original, from_step=first))
+    torchrun(2, "train_grpo.py", *flags_to(tmp_path / "b", replay=original / begins))
     expected, found = metrics_of(original), metrics_of(tmp_path / "b")
     assert sorted(found) == list(range(first, 5))
     kinds = ("policy/", "optim/", "reward/", "completion/", "sampling/")  # what a step's training says of itself

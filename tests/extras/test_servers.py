@@ -27,7 +27,7 @@ from vllm.utils.nccl import unpinned_nccl_env
 
 import serve
 from batch import pack
-from engine.options import Demand, engine_options
+from engine.options import EngineDemand, engine_options
 from extras.servers.fleet import Server
 from extras.servers.start import start_server
 from extras.servers.weights import TENSOR_SECONDS, GlooEngine, NcclEngine, StatelessProcessGroup
@@ -300,7 +300,7 @@ def folder(tmp_path_factory):
 
 def start_real(folder, log):
     settings = EngineSettings(1024, dtype="float32", gpu_memory_utilization=0.5)
-    return start_server(engine_options(str(folder), settings, False, 1, Demand(64)), "gloo", KEY, log)
+    return start_server(engine_options(str(folder), settings, False, 1, EngineDemand(64)), "gloo", KEY, log)
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from algorithm import algorithm_of
 from batch import Completion, Rollout, pack
 from data import check_template, render, tool_schemas
+from extras.turns.credit import states_of
 from extras.turns.episode import EpisodeWorker, Turn
 from extras.turns.tools import Toolbox, read_calls
 from extras.turns.turns import Episode, Template, Turns
@@ -40,7 +41,7 @@ from helpers.runs import copy_at, lines, metrics_of, torchrun, training_flags, w
 from helpers.user_code import DEEDS
 from reports.samples import UNKNOWN, pack_samples
 from runtime.start import RunError
-from update import compute_advantages, states_of
+from update import compute_advantages
 from warm_start import build_tokenizer
 
 LONG = Sampling(1, 1.0, 200)
@@ -479,7 +480,7 @@ def test_rewards_of_turns_become_returns_to_go():
 # Whole runs -----------------------------------------------------------------------------------------------------------
 
 SHORT = {"max_completion_tokens": 100, "max_turn_tokens": 6, "micro_batch_tokens": 512, "total_steps": 2,
-         "reward_workers": 2, "eval_every": 0, "eval_data": None, "eval_before_training": None, "kl_coef": 0,
+         "eval_every": 0, "eval_data": None, "eval_before_training": None, "kl_coef": 0,
          "max_rollout_gap": 1e-5}  # fmt: skip
 
 

@@ -15,12 +15,13 @@ import os, runpy
 from dataclasses import replace
 import sampling
 
-def sample_round(self, *arguments):
-    result = before(self, *arguments)
+def rounds(self, step):
+    result, *later = before(self, step)
     first, *others = result.grades
-    return replace(result, grades=[replace(first, reward=first.reward + int(os.environ["RANK"])), *others])
+    changed = replace(first, reward=first.reward + int(os.environ["RANK"]))
+    return [replace(result, grades=[changed, *others]), *later]
 
-before, sampling.Sampler.sample_round = sampling.Sampler.sample_round, sample_round
+before, sampling.Sampler.rounds = sampling.Sampler.rounds, rounds
 runpy.run_path("train_grpo.py", run_name="__main__")
 """
 

@@ -15,6 +15,7 @@ import pytest
 from flags import Grading
 from grading import Case, verifiers
 from grading.score import RewardWorker
+from helpers.grades import graded
 from reward import Grader
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -96,11 +97,11 @@ def test_a_judge_gets_parallel_requests_and_may_fail(tmp_path):
         + (EXAMPLES / "judge.py").read_text()
     )
     grader = Grader(Grading(f"{tmp_path}/judge.py:score", reward_timeout=6.0, reward_in_flight=20), num_workers=1)
-    grader.grade([Case("7", "7")])  # the worker loads
+    graded(grader, [Case("7", "7")])  # the worker loads
     started = time.monotonic()
-    grades = grader.grade([Case("7", "7")] * 40)
+    grades = graded(grader, [Case("7", "7")] * 40)
     assert time.monotonic() - started < 40 * 0.3 / 2
-    grades += grader.grade([Case("chatter", "7"), Case("silence", "7")])
+    grades += graded(grader, [Case("chatter", "7"), Case("silence", "7")])
     grader.close()
     server.shutdown()
     assert [grade.reward for grade in grades] == [0.8] * 40 + [0.0, 0.0]
@@ -131,10 +132,10 @@ def test_a_reward_model_gets_parallel_requests(tmp_path):
     )
     grading = Grading(f"{tmp_path}/reward_model.py:score", reward_timeout=20.0, reward_in_flight=20)
     grader = Grader(grading, num_workers=1)
-    grader.grade([Case("7", "7", prompt="2+5?")])  # the worker loads
+    graded(grader, [Case("7", "7", prompt="2+5?")])  # the worker loads
     started = time.monotonic()
     cases = [Case("7" * length, "7", prompt="2+5?") for length in range(40)]
-    grades = grader.grade([*cases, Case("7", "7", prompt="another")])
+    grades = graded(grader, [*cases, Case("7", "7", prompt="another")])
     assert time.monotonic() - started < 41 * 0.3 / 2
     grader.close()
     server.shutdown()

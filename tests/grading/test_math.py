@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from flags import Grading
 from grading import Case
 from grading.equality import equal
+from helpers.grades import graded
 from helpers.runs import ROOT
 from reward import Grader
 
@@ -37,7 +38,7 @@ def grader():
 
 
 def test_the_written_cases_are_graded_as_a_careful_reader_would(grader):
-    grades = grader.grade([Case(case["completion"], case["answer"]) for case in CASES])
+    grades = graded(grader, [Case(case["completion"], case["answer"]) for case in CASES])
     wrong = [(case, grade) for case, grade in zip(CASES, grades, strict=True) if grade.is_correct != case["is_right"]]
     paid = [case for case, _ in wrong if not case["is_right"]]
     assert len(paid) <= 1, paid
@@ -58,7 +59,7 @@ HOSTILE += ["(" * 500_000 + "1" + ")" * 500_000, "9" * 100_000, "\0" * 1000 + "\
 @pytest.mark.parametrize("key", ["4", "\\frac{7}{2}"])
 def test_hostile_answers_are_wrong_and_cost_at_most_their_time(answer, key, grader):
     start = time.monotonic()
-    hostile, fine = grader.grade([Case(f"\\boxed{{{each}}}", key) for each in (answer, key)])
+    hostile, fine = graded(grader, [Case(f"\\boxed{{{each}}}", key) for each in (answer, key)])
     assert time.monotonic() - start < TIMEOUT + 2
     assert not hostile.is_correct and hostile.reward == 0.0
     assert fine.is_correct
@@ -95,7 +96,7 @@ def test_generated_completions_cannot_hang_or_crash_the_grader(completions, grad
     """No generated completion hangs the grader, crashes it or escapes the time-out."""
     texts = [f"\\boxed{{{text}}}" if is_boxed else text for text, is_boxed in completions]
     begin = time.monotonic()
-    grades = grader.grade([Case(text, "\\frac{7}{2}") for text in texts])
+    grades = graded(grader, [Case(text, "\\frac{7}{2}") for text in texts])
     assert time.monotonic() - begin < 2 * TIMEOUT + 2, "two workers"
     for text, grade in zip(texts, grades, strict=True):
         assert grade.status in ("ok", "timeout"), (text, grade.status)

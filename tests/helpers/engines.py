@@ -25,7 +25,7 @@ import rollout as rollout_module
 from algorithm import algorithm_of
 from batch import Rollout, Row
 from compare_weights import Comparison
-from engine.options import Demand, stop_ids
+from engine.options import EngineDemand, stop_ids
 from extras.models import lora as adapters
 from extras.samplers.partial import PartialSampler, num_unfinished_prompts
 from flags import MOST_LAG, EngineSettings, Sampling
@@ -63,7 +63,7 @@ from model.weights import load_config
 from policy import Policy
 from rollout import Engine
 from runtime.start import RunError
-from sampling import Draws
+from sampling import DrawSettings
 from update import add_logprobs, logprobs_under
 
 TEMPERATURE = 0.7  # not 1, so that a temperature that only one side applies would show
@@ -206,7 +206,7 @@ def samples(world: World, path: str, dtype: str, head_dtype: str) -> dict[str, o
     policy.dtype, policy.head_dtype = getattr(torch, dtype), getattr(torch, head_dtype)
     sharded(policy, world, policy.dtype)
     most_sequences = 32 if world.num_engines == 2 else None  # 64 are sampled below
-    engine = start_engine(path, world, dtype, head_dtype, demand=Demand(most_sequences))
+    engine = start_engine(path, world, dtype, head_dtype, demand=EngineDemand(most_sequences))
     engine.sync(policy.full_weights())
     tokenizer = engine.tokenizer
     rows = load(f"{path}/heldout.jsonl", tokenizer, max_prompt_tokens=8).rows
@@ -297,7 +297,7 @@ def step_of_family(trial: Trial, adapted: Trial) -> dict[str, object]:
         """The differences of the log-probs of sampled tokens, trainer against sampler."""
         return (trainer_logprobs(policy, rollout) - sampler_logprobs(rollout)).abs()
 
-    trial.begin(demand=Demand(16))
+    trial.begin(demand=EngineDemand(16))
     engine = trial.engine
     (hidden,) = engine.llm.apply_model(hidden_tensors)
     engine.sync(policy.full_weights())
@@ -466,10 +466,10 @@ def partial_rollouts(world: World, path: str) -> None:
     """Each token has the log-prob of the weights that made it, every prompt is used once, each completion graded."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     at_once = num_unfinished_prompts(PROMPTS, world.num_engines) // world.num_engines * GROUP
-    engine = start_engine(path, world, "float32", max_model_len=128, demand=Demand(at_once))
+    engine = start_engine(path, world, "float32", max_model_len=128, demand=EngineDemand(at_once))
     data = load(f"{path}/train.jsonl", engine.tokenizer, max_prompt_tokens=8)
     data.rows[:] = [replace(row, where=f"row {i}") for i, row in enumerate(data.rows[: PROMPTS * STEPS])]
-    draws = Draws.from_flags(flags(prompts_per_step=PROMPTS, group_size=GROUP, partial_rollouts=True))
+    draws = DrawSettings.from_flags(flags(prompts_per_step=PROMPTS, group_size=GROUP, partial_rollouts=True))
     run = SimpleNamespace(last_step=STEPS, phase=lambda _: nullcontext(), reward_failures=lambda *_: None)
     sampler = PartialSampler(engine, Ear(), data, draws, Sampling(GROUP, TEMPERATURE, LIMIT), run)
     models, found, metrics = [], [], []
@@ -576,7 +576,7 @@ def images(world: World, path: str, exported: str) -> dict[str, object]:
 
     data = vision_data(args)
     processor = data.rows[0].images.vision.processor
-    demand = Demand(images=data.rows[0].images.vision.engine_options(3))
+    demand = EngineDemand(images=data.rows[0].images.vision.engine_options(3))
     engine = start_engine(path, world, "float32", max_model_len=48, demand=demand)
     engine.sync(policy.full_weights())
     order = [0, 2, 4, 1, 3]  # the second engine's share is two texts

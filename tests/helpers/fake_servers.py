@@ -29,7 +29,7 @@ from flags import Sampling
 from helpers.made_up import flags, make_grade, make_row
 from policy import Policy
 from runtime.start import RunError
-from sampling import Draws, Sampler
+from sampling import DrawSettings, Sampler
 from warm_start import build_tokenizer
 
 TOKEN = 7
@@ -202,4 +202,4 @@ def sampler_over(engine, **changes) -> Sampler:
     )
     run = SimpleNamespace(phase=lambda _: nullcontext(), reward_failures=lambda *_: None)
     sampling = Sampling.from_flags(args, num_samples=2)
-    return Sampler(engine, StubGrader(), data, Draws.from_flags(args), sampling, run)
+    return Sampler(engine, StubGrader(), data, DrawSettings.from_flags(args), sampling, run)

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from algorithm import algorithm_of
-from batch import IMAGE, NO_IDS, Batch, Rollout, Row, Sampled, Update, pack
+from batch import IMAGE, NO_IDS, Batch, Rollout, Row, StepRecord, Update, pack
 from command_line import parse_flags
 from data import PromptData, load_reader
 from extras.models.lora import add_adapter
@@ -526,5 +526,5 @@ def make_rollouts(run: Path, steps: list[int], prompts: int, tokens: int, vocabu
             is_trained_B=np.ones(count, dtype=bool),
             grades=grades,
         )
-        keeper.sampled(Sampled(step, GROUP_SIZE, rollout, np.zeros(count), np.arange(count), None, {}))
+        keeper.rollout(StepRecord(step, GROUP_SIZE, rollout, np.zeros(count), np.arange(count), None, {}))
     keeper.wait()

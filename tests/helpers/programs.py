@@ -179,7 +179,7 @@ def resolved(kind: str, engines: str, output: str) -> None:
 
     import rollout  # noqa: F401  it sets the environment of vLLM
     from command_line import parse_flags
-    from engine.options import Demand, engine_options, largest_share
+    from engine.options import EngineDemand, engine_options, largest_share
     from flags import EngineSettings
     from fsdp_utils import World
 
@@ -192,7 +192,7 @@ def resolved(kind: str, engines: str, output: str) -> None:
         settings = EngineSettings.from_flags(args, max_model_len=sum(limits))
         vision = SimpleNamespace(size={"shortest_edge": 3136, "longest_edge": args.max_pixels})
         sequences = largest_share([(args.prompts_per_step, args.group_size)], world.num_engines)
-        demand = Demand(sequences, 1, vision) if args.image_column else Demand(sequences)
+        demand = EngineDemand(sequences, 1, vision) if args.image_column else EngineDemand(sequences)
         options = engine_options(engine["folder"], settings, True, world.tp_size, demand)
         found[name] = described(configuration(options, engine["ranks"]))
     Path(output).write_text(json.dumps(found))

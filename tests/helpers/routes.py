@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from batch import Rollout
-from engine.options import Demand
+from engine.options import EngineDemand
 from flags import Sampling
 from fsdp_utils import World, gather_from_ranks
 from helpers.engines import GAP, TEMPERATURE, Trial
@@ -46,7 +46,7 @@ def replayed(world: World, path: str, dtype: str = "float32") -> dict[str, objec
     sizes |= {"gradient_checkpointing": True, "share_prompts": True, "temperature": TEMPERATURE}
     trials = [Trial(world, path, **sizes) for _ in range(2)]
     policy = trials[0].policy
-    trials[0].begin(demand=Demand(16), router_replay=True, enforce_eager=dtype == "float32")
+    trials[0].begin(demand=EngineDemand(16), router_replay=True, enforce_eager=dtype == "float32")
     engine = trials[0].engine
     engine.sync(policy.full_weights())
     rng = np.random.default_rng(0)

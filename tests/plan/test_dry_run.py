@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 
 import pytest
 import torch
@@ -57,6 +58,12 @@ def setup(values: dict, **changes: object) -> Setup:
     return setup_of(args, config_of(args.model))
 
 
+def on_nodes(host_bytes: float, values: dict) -> Setup:
+    """The setup on nodes with this much RAM."""
+    usual = setup(values)
+    return replace(usual, hardware=replace(usual.hardware, host_bytes=host_bytes))
+
+
 def report(values: dict, **changes: object) -> dict:
     """What `--json` prints."""
     with redirect_stdout(io.StringIO()) as printed:
@@ -70,7 +77,7 @@ def test_a_table_that_vllm_pads_is_held_to_the_end_of_a_sync():
     """
     tulu = COMMON | {"model": "allenai/Llama-3.1-Tulu-3-8B-DPO", "train_data": "d", "total_steps": 10}
     table = 128_264 * 4096 * 2
-    servers = {"engine": "server", "generation_gpus": 1, "plan_rows": 100}
+    servers = {"engine": "server", "generation_gpus": 1}
     for changes, phase, without_it in (({}, "sync", 0), (servers, "server", table + 218_112_000 * 2)):
         found = gpu_phases(setup(tulu, **changes))[phase]["weights arriving"]
         assert found == table + without_it
@@ -186,7 +193,8 @@ def test_a_hybrid_has_keys_in_some_layers_and_states_in_the_others():
     small = {"plan_gpu": "RTX4090-24GB", "plan_gpus": 1, "gpu_memory_utilization": 0.75, "lora_rank": 16}
     small |= {"model": "Qwen/Qwen3.5-4B", "offload": "all", "prompts_per_step": 64, "group_size": 8, "total_steps": 1}
     assert "blocks of 17 MiB for 512 sequences; raise" in " ".join(misfits(setup(COMMON | values | small)))
-    assert not misfits(setup(COMMON | values | small, enforce_eager=True))
+    eager = setup(COMMON | values | small)
+    assert not misfits(replace(eager, engine=replace(eager.engine, enforce_eager=True)))
 
 
 @pytest.mark.parametrize(("name", "parameters", "reason"), [
@@ -240,7 +248,7 @@ def test_qwq_as_in_its_source_fits_neither_gpus_nor_the_host():
     on_gpu = " ".join(misfits(setup(QWQ)))
     assert "GPU, rollout" in on_gpu and "GPU, update" in on_gpu and "host" not in on_gpu
     offloads = {"offload": "all", "offload_reference": True}
-    offloaded = misfits(setup(QWQ | offloads, plan_host_memory_gib=512e9 / GIB))
+    offloaded = misfits(on_nodes(512e9, QWQ | offloads))
     assert offloaded and all(words.startswith("host RAM") for words in offloaded)
     assert not misfits(setup(QWQ | offloads)), "with the 1 TB that the document asks for"
 
@@ -267,18 +275,18 @@ def test_communicating_once_moves_less():
 
 def test_each_phase_that_does_not_fit_has_its_flags():
     """A phase that does not fit has its flags, as a run without memory has them; taking them makes it fit."""
-    wide = QWQ | {"plan_host_memory_gib": 300.0, "offload_reference": True, "tensor_parallel_size": 8}
+    wide = QWQ | {"offload_reference": True, "tensor_parallel_size": 8}
     wide |= {"gradient_checkpointing": None, "gpu_memory_utilization": 0.35}
-    (update,) = misfits(setup(wide))
+    (update,) = misfits(on_nodes(300 * GIB, wide))
     assert "GPU, update: needs" in update and f"; {WAYS_OUT['update'][0]}, or --compile without" in update
     fits = wide | {"gradient_checkpointing": True, "param_dtype": "bfloat16"}
-    assert misfits(setup(fits)) == []
-    (rollout,) = misfits(setup(fits, gpu_memory_utilization=0.9))
+    assert misfits(on_nodes(300 * GIB, fits)) == []
+    (rollout,) = misfits(on_nodes(300 * GIB, fits | {"gpu_memory_utilization": 0.9}))
     assert "GPU, rollout: needs" in rollout and rollout.endswith(f"; {WAYS_OUT['sample'][0]}")
     (too_small,) = misfits(setup(SIMPLERL | {"gpu_memory_utilization": 0.14}))
     assert too_small.endswith("; raise --gpu_memory_utilization or --tensor_parallel_size")
-    on_host = misfits(setup(fits, plan_host_memory_gib=200.0))
-    assert on_host and all(words.endswith("; use less of --offload, or fewer --reward_workers") for words in on_host)
+    on_host = misfits(on_nodes(200 * GIB, fits))
+    assert on_host and all(words.endswith("; use less of --offload, or start fewer ranks") for words in on_host)
 
 
 def test_compiled_layers_keep_less_for_the_backward_pass():
@@ -308,15 +316,15 @@ def test_a_command_is_planned_for_the_ranks_that_it_starts(monkeypatch):
     assert (launched.hardware.gpus, launched.hardware.nodes) == (16, 2) and launched == given
 
 
-def test_rows_come_from_the_flag_the_source_the_disk_or_a_table(tmp_path):
-    """The number of rows comes from the flag, the source's text, the disk or the table of known data sets."""
+def test_rows_come_from_the_source_the_disk_or_a_table(tmp_path):
+    """The number of rows comes from the source's text, the disk or the table of known data sets."""
     file = tmp_path / "rows.jsonl"
     file.write_text('{"a": 1}\n\n{"a": 2}\n')
     assert rows_of([str(file)]) == 2
     assert rows_of(["hiyouga/math12k"]) == 12_000
     assert rows_of(["owner/name#70", "hiyouga/math12k@test"]) == 570
     assert rows_of(["owner/name"]) is None
-    assert report(QWQ | {"train_data": "owner/name"}, plan_rows=520)["steps_per_epoch"] == 1
+    assert report(QWQ | {"train_data": "owner/name#520"})["steps_per_epoch"] == 1
     assert report(SIMPLERL | {"train_data": "owner/name"})["steps_per_epoch"] is None
 
 
@@ -327,7 +335,7 @@ def test_rows_come_from_the_flag_the_source_the_disk_or_a_table(tmp_path):
         ({"plan_completion_tokens": 2049}, "2049 is the mean; use at most --max_completion_tokens 2048"),
         ({"plan_gpus": 12, "plan_nodes": 5}, "--plan_gpus 12 is not divisible by --plan_nodes 5"),
         ({"max_completion_tokens": 60_000, "micro_batch_tokens": 70_000}, "the context of --model .*, 40960 tokens"),
-        ({"train_data": "owner/name"}, "give --plan_rows"),
+        ({"train_data": "owner/name"}, "give owner/name#ROWS"),
     ],
 )
 def test_what_could_not_run_anywhere_is_an_error_with_a_way_out(changes, words):
@@ -364,7 +372,7 @@ def test_a_plan_that_does_not_fit_has_no_times():
      ["8 prompts x 2 = 16 completions", "8 engines of 1 GPU, 2 ", "in 1 micro-batch of"]),
     ({"plan_gpus": 2, "tensor_parallel_size": 2, "prompts_per_step": 1, "group_size": 2},
      ["1 prompt x 2 = 2 completions", "1 engine of 2 GPUs, 2 ", "2 steps, 2 updates"]),
-    ({"plan_rows": 8, "total_steps": 1}, ["1 step per epoch of 8 rows; 1 step, 1 update, "]),
+    ({"train_data": "d#8", "total_steps": 1}, ["1 step per epoch of 8 rows; 1 step, 1 update, "]),
 ])  # fmt: skip
 def test_one_is_not_many(changes, words, capsys):
     small = COMMON | {"model": "Qwen/Qwen3-0.6B", "train_data": "d", "total_steps": 2, "prompts_per_step": 8}

@@ -8,7 +8,7 @@ import pytest
 from transformers import Qwen2Config
 
 from command_line import parse_flags
-from engine.options import Demand, engine_options
+from engine.options import EngineDemand, engine_options
 from flags import EngineSettings
 from model.sizes import MOST_ON_GPU
 from plan.dry_run import config_of, setup_of
@@ -29,7 +29,7 @@ COMMON = "--train_data x#10000 --out_dir o --total_steps 1 --gradient_checkpoint
 SETUPS = {
     "short": "Qwen/Qwen2.5-7B --prompts_per_step 1024 --max_prompt_tokens 512 --max_completion_tokens 1024",
     "long": "Qwen/Qwen2.5-7B --prompts_per_step 128 --max_completion_tokens 16384 --micro_batch_tokens 18432",
-    "few": "Qwen/QwQ-32B --prompts_per_step 8 --group_size 4 --tensor_parallel_size 8 --enforce_eager",
+    "few": "Qwen/QwQ-32B --prompts_per_step 8 --group_size 4 --tensor_parallel_size 8",
     "one_gpu": "Qwen/Qwen2.5-1.5B --prompts_per_step 64 --plan_gpus 1 --lora_rank 32 --plan_gpu RTX4090-24GB",
     "servers": "Qwen/Qwen3-4B-Base --prompts_per_step 24 --group_size 16 --max_completion_tokens 8192 "
     "--micro_batch_tokens 10240 --plan_gpus 2",
@@ -76,8 +76,8 @@ def test_each_token_of_the_longest_completion_reads_the_weights():
     Without CUDA graphs the host is the slower of the two.
     """
     lengths = "--plan_completion_tokens 256 --plan_prompt_tokens 1024"
-    eager = plan("few", lengths)
-    setup = replace(eager, engine=replace(eager.engine, enforce_eager=False))
+    setup = plan("few", lengths)
+    eager = replace(setup, engine=replace(setup.engine, enforce_eager=True))
     assert running_sequences(setup) == 32
     weights = 1024 * 2 * setup.model.parameters / 8 / (0.6 * 3.35e12)
     cache = 32 * 256 * (1024 + 256 / 2) * cache_bytes_per_token(setup) / (0.6 * 3.35e12)
@@ -106,7 +106,7 @@ def test_the_plan_has_the_sequences_that_the_engine_starts_with(prompts, running
     for gpu in ("A100-80GB", "H100-80GB"):
         short = "--max_prompt_tokens 64 --max_completion_tokens 64"
         found = plan("short", f"--prompts_per_step {prompts} {short} --plan_gpus 1 --plan_gpu {gpu}")
-        options = engine_options("m", EngineSettings(128), is_cuda=True, tp_size=1, demand=Demand(prompts * 8))
+        options = engine_options("m", EngineSettings(128), is_cuda=True, tp_size=1, demand=EngineDemand(prompts * 8))
         assert running_sequences(found) == options["max_num_seqs"] == running
 
 

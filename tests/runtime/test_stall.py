@@ -1,16 +1,15 @@
 """A rank knows its phase, and leaves its stacks in a file of its own if it makes no progress; never without that."""
 
+import faulthandler
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from flags import stall_limit
-from helpers.made_up import flags
 from helpers.runs import ENVIRONMENT, wait_for
 from runtime import stall
-from runtime.stall import Board, beat, in_phase
+from runtime.stall import Place, beat, in_phase, watch
 
 HANGS = """
 import sys, time
@@ -25,7 +24,7 @@ def work() -> None:
 def hang() -> None:
     time.sleep(600)
 
-watch(Path(sys.argv[1]), 3, stall_seconds=1.0)
+watch(Path(sys.argv[1]), 3, timeout_minutes=1 / 48)  # its stacks come after a second
 work()
 print("has worked", flush=True)
 hang()
@@ -33,7 +32,7 @@ hang()
 
 
 def test_a_rank_that_hangs_leaves_its_stacks(tmp_path):
-    """Work of more than --stall_seconds leaves nothing as long as it has a beat; nor does the run end by a stall."""
+    """Work of more than a stall's seconds leaves nothing as long as it has a beat; nor does the run end by a stall."""
     command = [sys.executable, "-c", HANGS, tmp_path / "ranks"]
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE)
     file = tmp_path / "ranks" / "rank_3.txt"
@@ -48,23 +47,26 @@ def test_a_rank_that_hangs_leaves_its_stacks(tmp_path):
 
 
 @pytest.fixture
-def board(monkeypatch) -> Board:
-    monkeypatch.setattr(stall, "BOARD", Board())
-    return stall.BOARD
+def place(monkeypatch) -> Place:
+    monkeypatch.setattr(stall, "PLACE", Place())
+    return stall.PLACE
 
 
-def test_phases_nest_and_that_of_an_exception_stays(board):
+def test_phases_nest_and_that_of_an_exception_stays(place):
     beat()  # nobody watches
     with in_phase("sample", 3):
         with in_phase("reward", 3):
-            assert (board.phase, board.step) == ("reward", 3)
-        assert board.phase == "sample"
-    assert board.phase == "loop"
+            assert (place.phase, place.step) == ("reward", 3)
+        assert place.phase == "sample"
+    assert place.phase == "loop"
     with pytest.raises(KeyError), in_phase("update", 4):
         raise KeyError
-    assert (board.phase, board.step) == ("update", 4)
+    assert (place.phase, place.step) == ("update", 4)
 
 
-def test_the_stacks_come_before_the_collectives_time_out():
-    given = {}, {"timeout_minutes": 1}, {"timeout_minutes": 1, "stall_seconds": 40}
-    assert [stall_limit(flags(**changes)) for changes in given] == [600, 48, 40]
+def test_the_stacks_come_before_the_collectives_time_out(place, tmp_path):
+    limits = {30: 600, 1: 48}
+    for timeout_minutes, seconds in limits.items():
+        watch(tmp_path, 0, timeout_minutes)
+        assert place.stall_seconds == seconds
+    faulthandler.cancel_dump_traceback_later()

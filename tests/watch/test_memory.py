@@ -121,7 +121,7 @@ def on_gpu(monkeypatch) -> MemoryWatch:
         ("update", torch.AcceleratorError("CUDA error: out of memory\nCUDA"), "GPU or pinned host memory",
          "--offload optimizer or --param_dtype bfloat16; or use less of --offload"),
         ("update", RuntimeError(PINNED), "host memory", "use less of --offload"),
-        ("reward", OSError(12, "Cannot allocate memory"), "host memory", "fewer --reward_workers"),
+        ("reward", OSError(12, "Cannot allocate memory"), "host memory", "start fewer ranks"),
     ],
 )  # fmt: skip
 def test_each_phase_and_each_kind_of_memory_has_its_flags(phase, error, begins, way, on_gpu):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from batch import Rollout, Row, Sampled
+from batch import Rollout, Row, StepRecord
 from data import PromptData
 from helpers.made_up import make_rollout
 from helpers.runs import lines
@@ -30,12 +30,12 @@ def graded(grades: list[Grade]) -> Rollout:
     return replace(rollout, texts=[chr(ord("a") + b) for b in numbers], rows=rows, grades=grades)
 
 
-def sampled_of(rollout: Rollout, step: int, group_size: int = 2) -> Sampled:
+def sampled_of(rollout: Rollout, step: int, group_size: int = 2) -> StepRecord:
     """All but the first group are trained on."""
     count = len(rollout.rows)
     used_B = np.arange(group_size, count)
     advantages = [np.full(1, b, np.float32) for b in used_B]
-    return Sampled(step, group_size, rollout, np.zeros(count), used_B, advantages)
+    return StepRecord(step, group_size, rollout, np.zeros(count), used_B, advantages)
 
 
 def test_rows_that_cannot_be_used_are_listed_once(tmp_path, capsys):
@@ -55,7 +55,7 @@ def test_rows_that_cannot_be_used_are_listed_once(tmp_path, capsys):
 def test_failed_gradings_are_kept_and_the_first_three_named(tmp_path, capsys):
     """What could not be graded is kept, and the first three completions are named."""
     statuses = ["timeout", "error: no", "truncated", "ok", *["timeout"] * 2]
-    Samples(tmp_path).sampled(sampled_of(graded([Grade(0.0, status) for status in statuses]), 3))
+    Samples(tmp_path).rollout(sampled_of(graded([Grade(0.0, status) for status in statuses]), 3))
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "step 3: reward timeout, of train.jsonl, line 7: 'a'" and "error: no" in said[1]
     assert len(said) == 4 and said[-1].startswith("step 3: 4 completions were not graded; all are in")
@@ -66,7 +66,7 @@ def test_failed_gradings_are_kept_and_the_first_three_named(tmp_path, capsys):
 
 def test_two_completions_of_two_trained_groups_are_kept_as_samples(tmp_path):
     grades = [Grade(float(b), "ok", {"math": 1.0}, str(b)) for b in range(9)]
-    Samples(tmp_path).sampled(sampled_of(graded(grades), 5, group_size=3))
+    Samples(tmp_path).rollout(sampled_of(graded(grades), 5, group_size=3))
     records = lines(tmp_path / "samples.jsonl")
     assert [record["completion"] for record in records] == ["d", "e", "g", "h"]
     assert [(record["reward"], record["read_as"]) for record in records] == [(3, "3"), (4, "4"), (6, "6"), (7, "7")]

@@ -15,6 +15,7 @@ this one (`start`).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -28,12 +29,13 @@ from runtime.parts import part
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
     from data import PromptData
-    from extras.teacher.hints import Hints
     from reward import Grader
     from rollout import Engine
     from run import Run
 
 MOST_ROUNDS = 10  # for a step; verl's recipe of DAPO sets max_num_gen_batches to it
+# The rollout with hints in its rows, of groups of this size, and the metrics of these.
+AddHints = Callable[[Rollout, int], tuple[Rollout, Metrics]]
 
 
 class DrawSettings(Settings):
@@ -59,7 +61,7 @@ class Sampler:
     draws: DrawSettings
     sampling: Sampling
     run: Run
-    hints: Hints | None = None  # what makes hints of the completions, for the reference; None: nothing does
+    add_hints: AddHints | None = None  # makes hints of the completions, for the reference; None: nothing does
     num_drawn: int = 0  # prompts drawn or skipped so far, in the order of the data
     solved: dict[str, int] = field(default_factory=dict)  # place of a row that is skipped -> num_drawn at that time
     drawn_ahead: dict[int, int] = field(default_factory=dict)  # step that was begun -> num_drawn before its first round
@@ -115,8 +117,8 @@ class Sampler:
         # The metrics of rewards and lengths are those of all that were sampled: dynamic sampling would flatter them.
         chosen = self.rollout.select(self.used_B)
         self.rollout = self.rollout.with_parts(routes=None)  # they are large, and those of the others are not needed
-        if self.hints:
-            chosen, hint_metrics = self.hints.add(chosen, self.draws.group_size)
+        if self.add_hints:
+            chosen, hint_metrics = self.add_hints(chosen, self.draws.group_size)
             metrics |= hint_metrics
         return chosen, metrics | rollout_metrics(self.rollout, self.draws.group_size) | lag_metrics(chosen)
 

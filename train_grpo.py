@@ -141,7 +141,8 @@ def build_sampler(
         from extras.samplers.replay import ReplaySampler
 
         kind = partial(ReplaySampler, folder=run_and_step(args.replay)[0])
-    return kind(engine, inputs.grader, data, DrawSettings.from_flags(args), sampling, run, inputs.hints)
+    add_hints = inputs.hints.add if inputs.hints else None
+    return kind(engine, inputs.grader, data, DrawSettings.from_flags(args), sampling, run, add_hints)
 
 
 def finish(run: Run, step: int) -> None:

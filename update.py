@@ -194,7 +194,7 @@ def compute_advantages(
     lengths_B = torch.tensor([len(completion) for completion in rollout.completions])
     returns_T = torch.repeat_interleave(rewards_B, lengths_B)
     turn_fields = {}
-    if rollout.has_replies or any("turn_1" in grade.parts for grade in rollout.grades):
+    if rollout.has_replies or any(grade.turn_rewards for grade in rollout.grades):
         turn_fields = part("extras.turns.credit", "--environment").by_turn(rollout, algorithm.group_size)
     if "turn_rewards_PGK" in turn_fields:
         # A token is credited with its own turn and later ones, not with what was earned before it.

@@ -180,6 +180,7 @@ def resolved(kind: str, engines: str, output: str) -> None:
     import rollout  # noqa: F401  it sets the environment of vLLM
     from command_line import parse_flags
     from engine.options import EngineDemand, engine_options, largest_share
+    from extras.models.vision import Vision
     from flags import EngineSettings
     from fsdp_utils import World
 
@@ -192,7 +193,7 @@ def resolved(kind: str, engines: str, output: str) -> None:
         settings = EngineSettings.from_flags(args, max_model_len=sum(limits))
         vision = SimpleNamespace(size={"shortest_edge": 3136, "longest_edge": args.max_pixels})
         sequences = largest_share([(args.prompts_per_step, args.group_size)], world.num_engines)
-        demand = EngineDemand(sequences, 1, vision) if args.image_column else EngineDemand(sequences)
+        demand = EngineDemand(sequences, Vision.engine_options(vision, 1) if args.image_column else {})
         options = engine_options(engine["folder"], settings, True, world.tp_size, demand)
         found[name] = described(configuration(options, engine["ranks"]))
     Path(output).write_text(json.dumps(found))

@@ -1,1 +1,4 @@
-"""What the user gives, read and checked before a model is loaded: the command line, functions of their own, data."""
+"""All that refuses: flags, functions of the user, models, the machine, ranks that differ.
+
+Called by `train_grpo.py`, `evaluate.py` and the dry run alone, before a weight is read.
+"""

@@ -1,1 +1,1 @@
-"""The model behind the door `policy.py`: attention, LoRA, images, weights, optimizer."""
+"""The model behind the door `policy.py`: attention, head, weights, optimizer, sizes."""

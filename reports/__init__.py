@@ -1,0 +1,1 @@
+"""The page and the comparison of `report.py`. This folder may be deleted."""

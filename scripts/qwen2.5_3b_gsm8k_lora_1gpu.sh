@@ -11,7 +11,7 @@
 # MODEL=google/gemma-3-1b-it works, too: windows, tried with a tiny random model; the source has no result of it.
 # MODEL=Qwen/Qwen3.5-0.8B, too: its text model, tried with a tiny random one on a CPU (docs/data.md), without a result.
 # By the dry run 0.5B, 1.5B and 3B fit 24 GB and more as they are, and 7B 48 GB and more. 7B fits 24 GB, with 2 % to
-# spare and 49 GiB of host RAM, with
+# spare and 55 GiB of host RAM, with
 #     --offload all --gpu_memory_utilization 0.85
 # With several GPUs: CUDA_VISIBLE_DEVICES=0 takes one, NGPU=8 all of them.
 set -euo pipefail

@@ -1,0 +1,1 @@
+"""Generation servers on other GPUs: --engine server. Seam: the verbs of `rollout.Engine`."""

@@ -93,7 +93,8 @@ class Parser(argparse.ArgumentParser):
         unknown = re.match(r"unrecognized arguments: -*(?:[^\s=]*\.)?([^\s=]+)", message)
         if unknown:
             name = unknown[1].replace("-", "_")
-            others = (Path(__file__).parent / "docs/from_other_libraries.md").read_text("utf-8")
+            page = Path(__file__).parent / "docs" / "from_other_libraries.md"
+            others = page.read_text("utf-8") if page.exists() else ""
             row = re.search(rf"(?m)^\|.*?`(--\w+).*[`.]{re.escape(name)}`", others)
             near = difflib.get_close_matches(f"--{name}", self._option_string_actions, n=1)
             if row:

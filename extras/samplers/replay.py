@@ -18,6 +18,8 @@ from runtime.start import RunError
 from sampling import Sampler
 from watch.rollouts import FOLDER, file_of, steps_in
 
+GRADE = ("reward", "reward_status", "reward_parts", "read_as", "turn_rewards")  # the columns of a grade
+
 
 class NoEngine:
     """Stands for the engine with --replay, where nothing is sampled."""
@@ -68,17 +70,9 @@ def read_rounds(out_dir: Path, step: int, rows: dict[str, Row]) -> list[Rollout]
             record["reward_status"],
             json.loads(record["reward_parts"]),
             record["read_as"],
-            turn_rewards=tuple(record["turn_rewards"]),
+            turn_rewards=tuple(record.get("turn_rewards", ())),  # older files have none
         )
-        for record in table.select(
-            [
-                "reward",
-                "reward_status",
-                "reward_parts",
-                "read_as",
-                "turn_rewards",
-            ]
-        ).to_pylist()
+        for record in table.select([name for name in GRADE if name in table.column_names]).to_pylist()
     ]
     step_rollout = Rollout(
         rows=[rows[where] for where in places],

@@ -126,6 +126,7 @@ NOT_LOST = {
     "kv_cache",  # in memory of its own; after a sleep it is empty, and vLLM knows that
     "_rope_by_thw_cache",  # Qwen2.5-VL's tower fills it when it runs: not in the memory that a sleep drops
     "_k_scale_cpu", "_v_scale_cpu",  # read by ROCm's kernels alone
+    "_cpu_unpacked_conv_weight",  # read by speculative decoding alone; CPUs with bf16 of their own have it
     "cpu_linear",  # the matrix in the order that the CPU's kernel wants; a GPU has none
 }  # fmt: skip
 

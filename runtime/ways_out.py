@@ -6,7 +6,7 @@ RANKS = "start fewer ranks"
 BATCH = "lower --micro_batch_tokens"
 PASSES = f"{BATCH}, add --gradient_checkpointing"
 SHARE = "lower --gpu_memory_utilization"
-STATE = "give --offload optimizer or --param_dtype bfloat16"
+STATE = "give --offload optimizer or --param_dtype bfloat16, or --offload all, with --communicate_once if it fits"
 ENGINE = f"{SHARE}, raise --tensor_parallel_size, or {STATE}"
 BF16 = "give --param_dtype bfloat16"
 # Phase -> what to change: on a GPU; on a CPU, where there is nothing to offload.

@@ -119,7 +119,7 @@ def on_gpu(monkeypatch) -> MemoryWatch:
         ("pack", torch.OutOfMemoryError(TORCH), "GPU memory", LOWER_BATCH),
         ("logprobs", RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), "GPU memory", "--offload_reference"),
         ("update", torch.AcceleratorError("CUDA error: out of memory\nCUDA"), "GPU or pinned host memory",
-         "--offload optimizer or --param_dtype bfloat16; or use less of --offload"),
+         "--offload all, with --communicate_once if it fits; or use less of --offload"),
         ("update", RuntimeError(PINNED), "host memory", "use less of --offload"),
         ("reward", OSError(12, "Cannot allocate memory"), "host memory", "start fewer ranks"),
     ],

@@ -93,7 +93,7 @@ def helper(): pass
     (["--environment", "env.py:FortyTwo"], "in training with reward 0: WrongReturn: FortyTwo.reply returned 42, not a"),
     (["--environment", "env.py:Ends"], "in training with reward 0: SystemExit: 3 (env.py, line 9)"),
     (["--tools", "env.py:Missing"], "env.py has no function or class 'Missing'; it has Raises"),
-    (["--max_turns", "3"], "--max_turns 3 has no effect here, only with --environment or --tools: leave it at 4, or"),
+    (["--max_turns", "3"], "--max_turns 3 has no effect here, only with --environment or --tools: leave it out, or"),
 ])  # fmt: skip
 def test_an_environment_on_the_terminal_fails_as_in_training(given, words, tmp_path, monkeypatch):
     """An environment on the terminal fails in the words of training."""

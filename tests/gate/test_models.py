@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import sys
 from contextlib import nullcontext
 
@@ -17,9 +16,7 @@ from train_grpo import load_inputs
 
 
 @pytest.mark.parametrize(("given", "saved", "words"), [
-    ("mine", ["step_9", "final"], "--model 'mine' is the folder of a run, not of a model; its policy is mine/final."),
-    ("mine/", ["step_9", "step_10"], "its policy is mine/step_10."),
-    ("mine", [], "not of a model; it has saved no policy yet."),
+    ("mine", ["step_9", "final"], "--model 'mine' is the folder of a run, not of a model; give its final, or one of"),
     ("mine/step_9/trainer", ["step_9"], "is no folder with a model: it has no config.json."),
     ("mine/step_9/adapter", ["step_9"], "it has no config.json; an adapter alone is no model."),
     ("mine/step_8", ["step_9", "final"], "no such folder (FOLDER/mine/step_8)"),
@@ -36,7 +33,6 @@ def test_the_folder_of_a_run_is_refused_and_its_model_named(given, saved, words,
         (folder / "trainer").mkdir()
         (folder / "adapter").mkdir()
         (folder / "adapter" / "adapter_config.json").touch()
-        os.utime(folder, (len(name), len(name)))  # step_10 is newer than step_9
     with pytest.raises(FileNotFoundError) if words else nullcontext() as error:
         check_path(given)
     assert not words or words.replace("FOLDER", str(tmp_path)) in str(error.value)
@@ -58,7 +54,7 @@ def test_an_engine_has_as_many_ranks_as_vllm_can_divide_the_heads_among(heads, k
             check_parallel(config, size)
             continue
         needed = f"--tensor_parallel_size {size} cannot divide {heads} attention heads and {kv} heads of keys and"
-        with pytest.raises(ValueError, match=f"{needed}.*; use one of {', '.join(map(str, fitting))}[.]$"):
+        with pytest.raises(ValueError, match=f"{needed} values; use a smaller one"):
             check_parallel(config, size)
 
 

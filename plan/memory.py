@@ -25,7 +25,6 @@ ENGINE_WORKING = {True: 2.5 * GIB, False: 4.0 * GIB}
 ENGINE_ASLEEP = {True: 0.5 * GIB, False: 2.0 * GIB}
 # Bytes of a parameter -> bytes of an element that the optimizer works on: fp32 copies or moments.
 CHUNK_BYTES = {2: 28, 4: 8}
-SHORT_CACHE = 1 / 8  # share of the sequences: with less the engine reads its weights for a few tokens at a time
 # Host RAM of one rank without weights: libraries, CUDA's host side, pinned buffers, the rollout. One
 # rank on an H100 took 11.2 to 12.4 GiB; several share what they map of libraries.
 PROCESS_HOST = 12 * GIB
@@ -159,15 +158,6 @@ def short_of_states(setup: Setup) -> list[str]:
         f"GPU, rollout: the cache has {held:g} blocks of {block / 2**20:.0f} MiB for {wanted:g} sequences; "
         f"{LARGER_SHARE}"
     ]
-
-
-def short_cache(setup: Setup) -> list[str]:
-    """A warning if the cache holds less than `SHORT_CACHE` of what an engine would run at a time."""
-    wanted = min(setup.completions_per_engine, MOST_ON_GPU)
-    held = sequences_at_once(setup)
-    if 1 <= held < SHORT_CACHE * wanted:
-        return [f"the cache holds {held:.1f} of an engine's {wanted:g} sequences"]
-    return []
 
 
 def misfits(setup: Setup) -> list[str]:

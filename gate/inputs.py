@@ -29,7 +29,6 @@ def check_training(args: Namespace) -> None:
     is_first_node = int(os.environ.get("RANK", "0")) < local_world_size()  # which has the servers
     check_launch(ranks_per_engine(args), args.dtype, len(args.generation_gpus) if is_first_node else 0)
     check_places(args)
-    check_path(args.model)
     check_trained(args, load_config(args.model))
     if args.reference:
         check_reference(args)
@@ -65,12 +64,12 @@ def check_places(args: Namespace) -> None:
     """Raises ValueError if servers are to be started on what this machine lacks, or are out of its reach."""
     for host in [host for url in args.server_urls if (host := urlsplit(url).hostname) not in LOOPBACK]:
         choose_interface(host)  # weights go there; for the ranks of one node the loopback would be chosen
-    if args.engine == "colocated" or args.server_urls:
+    if args.engine == "colocated" or args.server_urls or not torch.cuda.is_available():
         return
     num_ranks, gpus = local_world_size(), args.generation_gpus
-    if torch.cuda.is_available() and not gpus:
+    if not gpus:
         raise ValueError("--engine server: give --generation_gpus, or --server_urls of servers that run.")
-    if torch.cuda.is_available() and min(gpus) < num_ranks:
+    if min(gpus) < num_ranks:
         taken = f"the {num_ranks} ranks of this node train on GPUs 0 to {num_ranks - 1}"
         raise ValueError(f"{FLAGS['--generation_gpus'].written(args)}: {taken}; use {num_ranks} and higher.")
 

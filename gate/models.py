@@ -7,7 +7,6 @@ There is no list of families that trainer and engine compute alike: the gap of t
 from __future__ import annotations
 
 import math
-import re
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,22 +21,11 @@ NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "m
 
 
 def check_path(path: str) -> None:
-    """Raises FileNotFoundError if a model is neither in a folder nor can be on the hub. Asks nobody."""
-    folder = Path(path)
-    config = folder / "config.json"
-    if folder.is_dir() and not config.exists():
-        adapter = "; an adapter alone is no model" if (folder / "adapter_config.json").exists() else ""
-        raise FileNotFoundError(f"--model {path!r} is no folder with a model: it has no config.json{adapter}.")
-    if config.exists() and '"out_dir":' in config.read_text("utf-8", errors="replace"):  # by a run
-        raise FileNotFoundError(
+    """Raises ValueError for the folder of a run; `load_config` refuses what else is no model."""
+    config = Path(path) / "config.json"
+    if config.exists() and '"out_dir":' in config.read_text("utf-8", errors="replace"):
+        raise ValueError(
             f"--model {path!r} is the folder of a run, not of a model; give its final, or one of its step_N."
-        )
-    is_hub_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path)
-    # Beside other folders it is a folder that is misspelt, although a hub id may look like it.
-    is_hub_id = is_hub_id and not (folder.parent.name and folder.parent.is_dir())
-    if not folder.exists() and not is_hub_id:
-        raise FileNotFoundError(
-            f"--model {path!r}: no such folder ({folder.absolute()}), and not of the form of a hub id (owner/name)."
         )
 
 

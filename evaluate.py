@@ -55,6 +55,7 @@ from model.special_tokens import describe_tags
 from model.weights import load_config
 from reward import Grader
 from runtime.files import best_effort, must_write, write
+from runtime.history import read_config
 from runtime.start import RunError, Stopped
 from runtime.tables import in_columns
 from sources import name_of_source, read_system_prompt
@@ -263,10 +264,9 @@ def parse_arguments() -> argparse.Namespace:
     about = "Evaluates a model on held-out sets. Sampling flags take one value for all sets or one for each."
     parser = parser_of(FLAGS, about)
     if run := parser.parse_args().like:
-        try:
-            config = json.loads((Path(run) / "config.json").read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"--like {run}: config.json cannot be read ({error}); name the folder of a run.") from None
+        config = read_config(Path(run))
+        if not config:
+            raise ValueError(f"--like {run} has no config.json; name the folder of a run.")
         shared = [each.name[2:] for each in (*GROUPS["prompts"], *GROUPS["reward"], *GROUPS["turns"])]
         shared += ["stop_tokens", "dtype", "head_dtype"]
         parser.set_defaults(**{name: config[name] for name in shared if name in config})

@@ -45,6 +45,7 @@ from flags import (
 from fsdp_utils import World, close_world, init_world, is_main_process, set_allocator
 from gate.agreement import check_same_step, check_world
 from gate.inputs import check_loaded, check_training
+from gate.models import length_limits
 from grading.user_code import load_reference
 from grpo import Algorithm
 from inputs import Inputs, digest, digest_of_config, digest_of_data, digest_of_weights, digests_of_files, start_grader
@@ -103,8 +104,7 @@ def load_models(
 
 
 def engine_settings(args: Namespace) -> EngineSettings:
-    limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
-    return EngineSettings.from_flags(args, max_model_len=sum(limits))
+    return EngineSettings.from_flags(args, max_model_len=sum(length_limits(args)))
 
 
 def build_engine(args: Namespace, inputs: Inputs, run: Run) -> Engine:

@@ -10,7 +10,6 @@ groups of the shortest completions are assumed.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from model.sizes import HEAD_CHUNK_LOGITS, MOST_ON_GPU, OPTIMIZER_CHUNK
 from plan.setup import GIB, Setup
@@ -26,7 +25,6 @@ ENGINE_WORKING = {True: 2.5 * GIB, False: 4.0 * GIB}
 ENGINE_ASLEEP = {True: 0.5 * GIB, False: 2.0 * GIB}
 # Bytes of a parameter -> bytes of an element that the optimizer works on: fp32 copies or moments.
 CHUNK_BYTES = {2: 28, 4: 8}
-SHORT_CACHE = 1 / 8  # share of the sequences: with less the engine reads its weights for a few tokens at a time
 # Host RAM of one rank without weights: libraries, CUDA's host side, pinned buffers, the rollout. One
 # rank on an H100 took 11.2 to 12.4 GiB; several share what they map of libraries.
 PROCESS_HOST = 12 * GIB
@@ -162,22 +160,13 @@ def short_of_states(setup: Setup) -> list[str]:
     ]
 
 
-def short_cache(setup: Setup) -> list[str]:
-    """A warning if the cache holds less than `SHORT_CACHE` of what an engine would run at a time."""
-    wanted = min(setup.completions_per_engine, MOST_ON_GPU)
-    held = sequences_at_once(setup)
-    if 1 <= held < SHORT_CACHE * wanted:
-        return [f"the cache holds {held:.1f} of an engine's {wanted:g} sequences"]
-    return []
-
-
 def misfits(setup: Setup) -> list[str]:
     """A sentence for each phase that does not fit, with flags to change; [] if all do."""
     room, sentences = setup.hardware.gpu_bytes, []
     for name, parts in gpu_phases(setup).items():
         if (size := needed(parts)) > room:
             lack = f"needs {size / GIB:.1f} GiB of {room / GIB:.1f}, {(size - room) / GIB:.1f} GiB too many"
-            sentences.append(f"GPU, {name}: {lack}; {ways_out(setup, name)}")
+            sentences.append(f"GPU, {name}: {lack}; {WAYS_OUT['sample' if name == 'rollout' else name][0]}")
     if sequences_at_once(setup) < 1:
         share = setup.engine.gpu_memory_utilization
         engine = total(without(engine_parts(setup), "KV cache"))
@@ -194,16 +183,6 @@ def misfits(setup: Setup) -> list[str]:
             lack = f"needs {size / GIB:.0f} GiB of {room / GIB:.0f} on each node"
             sentences.append(f"host RAM, {name}: {lack}; {WAYS_OUT['host'][0]}")
     return sentences
-
-
-def ways_out(setup: Setup, name: str) -> str:
-    """The flags to change for a phase on a GPU."""
-    words, _ = WAYS_OUT["sample" if name == "rollout" else name]
-    memory = replace(setup.memory, compile=True, gradient_checkpointing=False)
-    compiled = needed(gpu_phases(replace(setup, memory=memory))["update"])
-    if name == "update" and compiled < needed(gpu_phases(setup)["update"]):
-        words += f", or --compile without --gradient_checkpointing, which needs {compiled / GIB:.1f} GiB"
-    return words
 
 
 # The passes ----------------------------------------------------------------------------------------------------------

@@ -117,10 +117,7 @@ class Server:
 
 
 def reason_of(error: Exception) -> str:
-    """A fault in words; aiohttp's name its own settings."""
-    if isinstance(error, aiohttp.ClientConnectorError):
-        is_refused = isinstance(error.os_error, ConnectionRefusedError)
-        return "connection refused" if is_refused else f"it cannot be reached ({error.os_error})"
+    """A fault in words."""
     return str(error) or f"no answer ({type(error).__name__})"
 
 

@@ -11,9 +11,8 @@ A suffix names the dimensions: `rewards_B`, `logprobs_N`. Completion b answers p
 samples one `Rollout`; `plan_micro_batches` decides which rank trains which sequences together;
 `pack` makes the `Batch`.
 
-With --share_prompts the completions of a prompt that are packed together share its positions: the
-first one is packed whole, the others from the prompt's last token on, because that predicts another
-token for each.
+With --share_prompts, completions of a prompt that are packed together share its positions: the
+first is packed whole, the others from the prompt's last token on: it predicts a token of each.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ IMAGE = "<image>"  # in a prompt: the place of an image
 Messages = list[dict[str, object]]
 Metrics = dict[str, float]
 State = dict[str, int | list[int] | list[float] | list[tuple[int | str, int]]]  # the loop's, by name: in the checkpoint
-# (index b of the completion, text, sampled token ids, truncated, grade if the environment has given
-# one)
+# Takes b, text, sampled token ids, whether it is truncated, and an environment's grade, if any.
 OnFinished = Callable[[int, str, Sequence[int], bool, Grade | None], None]
 
 
@@ -95,7 +93,7 @@ class Rollout:
     loss_weights_B: np.ndarray = field(default_factory=lambda: np.zeros(0))  # float32: of each of its tokens
     advantages: list[np.ndarray] = field(default_factory=list)  # float32, one per completion token
     # By name, a value of each completion that only an optional part makes or reads:
-    #   versions    int32, per completion token: the steps that the weights were trained which sampled it
+    #   versions    int32, per completion token: steps that its sampler's weights were trained
     #   lags        int32, per completion token: steps between those weights and the ones that are trained
     #   routes      which experts took each position in the engine (extras/models/experts.py)
     #   is_hinted   whether the step has made a hint for it (extras/teacher/hints.py)
@@ -259,12 +257,12 @@ def rollout_of(completions: list[Completion]) -> Rollout:
 
 
 class Part(Protocol):
-    """What an optional part of the model knows of a micro-batch, such as its images."""
+    """The data of a micro-batch that an optional part of the model reads, such as images."""
 
     is_for_reference: bool  # whether the reference reads it, too
 
     def to(self, device: torch.device) -> Part:
-        """The same on the device."""
+        """The part on the device."""
 
     def inputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor | None]:
         """Arguments of the decoder, beside those of every batch or in their place."""
@@ -294,7 +292,7 @@ class Batch:
     distilled: Distilled | None = None  # for a KL over the vocabulary; None: it is not known yet
 
     def reference_batch(self) -> Batch:
-        """What the reference reads: with hints, if there are any."""
+        """The batch as the reference reads it: with hints, if there are any."""
         return self.hinted or replace(self, parts=tuple(part for part in self.parts if part.is_for_reference))
 
     @property

@@ -39,9 +39,8 @@ from runtime.history import read_metrics
 from runtime.progress import progress
 from runtime.start import RunError
 
-Companions = list[
-    PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig
-]  # what belongs to the model, in its folder
+# The other files of a model, in its folder.
+Companions = list[PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig]
 Weights = dict[str, Tensor]  # by name, in the engine's dtype
 
 REFUSED = (OSError, SafetensorError, CheckpointException)  # what a full disk ends in; the last is of `dcp`
@@ -240,7 +239,7 @@ def load(folder: Path, policy: Policy, optimizer: Optimizer) -> State:
 
 
 def shards_of(policy: Policy, optimizer: Optimizer) -> dict[str, dict[str, object]]:
-    """What is trained, its optimizer state, and the reference if it moves. The rest is read from --model again."""
+    """Trained parameters, optimizer state, and a reference that moves. --model has the rest."""
     parameters, state = get_state_dict(policy, optimizer)
     for name, parameter in policy.named_parameters(remove_duplicate=False):  # tied: both names
         if not parameter.requires_grad:

@@ -219,7 +219,7 @@ FLAGS = {
 
 
 def new_folder(out_dir: str | None, model: str) -> Path:
-    """Where the results go. Raises ValueError if it is there already and not empty."""
+    """The folder of the results. Raises ValueError if it is there already and not empty."""
     place = Path(model).resolve() if Path(model).is_dir() else Path(model.replace("/", "--"))  # `best` is a link
     folder = Path(out_dir) if out_dir else place.parent / "eval" / place.name / time.strftime("%Y-%m-%d_%H-%M-%S")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -1,11 +1,10 @@
 """The algorithm: advantages, policy losses, KL, correction of the sampler's mismatch, aggregation, and the total loss.
 
-Each choice is one function, which `algorithm.py` finds by its name in `NAMES`.
-Rare ones are in `extras/losses/`, one paper a file. To add one, write the function and name it there, or
-keep it in a file of your own: `--policy_loss my_loss.py:f`, `--advantage my_advantage.py:f`,
-`--kl_estimator my_kl.py:f`. The parameters after `*` are the flags of the same names: only those
-have an effect. `--help` and the log show the first sentence of its docstring. How the choices
-compare with TRL's and verl's: `docs/algorithm.md`.
+Each choice is one function, which `algorithm.py` finds by its name in `NAMES`. Rare ones are in
+`extras/losses/`, one paper a file. To add one, write the function and name it there, or keep it in
+a file of your own: `--policy_loss my_loss.py:f` (also --advantage, --kl_estimator). The parameters
+after `*` are the flags of the same names: only those have an effect. `--help` and the log show the
+first sentence of its docstring. How the choices compare with TRL's and verl's: `docs/algorithm.md`.
 
 The functions are pure: tensors in, tensors out, no model, device or rank. Dimensions: `batch.py`,
 and T: the completion tokens of a step, one completion after the other.
@@ -244,10 +243,10 @@ def no_kl(x: Tensor) -> Tensor:
 
 
 # Sampler-trainer mismatch ---------------------------------------------------------------------------------------------
-# Weights of the policy loss, per token: its probability by the trainer / by the sampler. The trainer's model is that at
+# Weights of the policy loss, per token: its probability by the trainer / by the sampler. The trainer's weights are from
 # the beginning of the step; the sampler's may be older (--steps_ahead, --partial_rollouts).
 class Correction(NamedTuple):
-    """What `--rollout_correction` makes of each token."""
+    """The result of --rollout_correction for each token."""
 
     weights: Tensor
     is_outside: Tensor  # bool: the weight is truncated, or 0

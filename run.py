@@ -112,7 +112,7 @@ def _by_digest(name: str, value: object, inputs: dict[str, str]) -> object:
 
 
 class Observer:
-    """Sees a run from beside it, on the ranks that have one; each method may be left out. Deleted, nothing changes."""
+    """Watches a run on the ranks that have one; a run computes the same without it. Each method may be left out."""
 
     def phase(self, name: str, step: int) -> AbstractContextManager[None]:
         """Goes around a phase of the loop; "load" comes before the first step."""
@@ -295,7 +295,7 @@ def _own_files(inputs: Iterable[str]) -> str:
 
 
 def _git(*arguments: str, folder: str = "") -> str:
-    """What git says of this folder, by default the code's; "" without git or a repository."""
+    """The answer of git about this folder, by default the code's; "" without git or a repository."""
     if not (git := shutil.which("git")):
         return ""
     command = [git, "-C", folder or str(Path(__file__).parent), *arguments]

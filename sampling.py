@@ -8,8 +8,7 @@ over all epochs; the checkpoint keeps how far (`state`).
 
 With --drop_solved (ScaleRL, arXiv 2510.13786) a prompt whose group was correct often enough is skipped from then on.
 
-With --steps_ahead generation servers sample the first round of coming steps while the ranks train
-this one (`start`).
+With --steps_ahead servers sample the first round of coming steps while the ranks train (`start`).
 """
 
 from __future__ import annotations
@@ -219,8 +218,7 @@ def choose_groups(sampled: Rollout, num_rounds: int, draws: DrawSettings) -> tup
     has_signal = has_signal_P(sampled, draws)
     with_signal, without_signal = np.flatnonzero(has_signal), np.flatnonzero(~has_signal)
     kept = with_signal[: draws.prompts_per_step]
-    # Only after `MOST_ROUNDS`: they teach nothing, but the step has the size that the learning rate
-    # was chosen for.
+    # Only after `MOST_ROUNDS`: they teach nothing, but the learning rate is for a step of this size.
     filling = without_signal[: draws.prompts_per_step - len(kept)]
     counts = {
         "sampling/rounds": num_rounds,

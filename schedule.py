@@ -92,7 +92,7 @@ class UpdateStep(NamedTuple):
 
 
 def counted(number: float, noun: str) -> str:
-    """For example: 1 step, 2.5 steps, 3 micro-batches."""
+    """The number with its noun: 1 step, 2.5 steps, 3 micro-batches."""
     plural = "es" if noun.endswith("batch") else "s"
     return f"{round(number, 2):.15g} {noun}{plural * (number != 1)}"
 

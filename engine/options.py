@@ -62,14 +62,12 @@ def engine_options(
     if is_cuda:
         options |= {
             "gpu_memory_utilization": settings.gpu_memory_utilization,
-            # vLLM's own default depends on the kind of GPU (256 or 1,024), and batches above 512
-            # have no CUDA graph.
+            # vLLM's default differs by GPU (256 or 1,024); batches above 512 have no CUDA graph.
             "max_num_seqs": min(MOST_ON_GPU, demand.sequences or MOST_ON_GPU),
             "enable_return_routed_experts": settings.router_replay,
             "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},  # FlashInfer's: see vllm_setup.py
-            # Nor are its kernels tried out, with a barrier of all ranks: a node without nvcc would
-            # not come to it. Experts are Triton's: FlashInfer's kernels change the layout of their
-            # weights, which a sync would write into.
+            # FlashInfer tries kernels before a barrier, which a node without nvcc never reaches.
+            # It also changes the layout of experts, into which a sync writes: theirs are Triton's.
             "kernel_config": {"enable_flashinfer_autotune": False, "moe_backend": "triton"},
             "gdn_prefill_backend": "triton",  # linear attention: FlashInfer's would be compiled, by nvcc
         }

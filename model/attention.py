@@ -92,8 +92,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence, as transformers calls it; `options` has packing and window.
 
-    Shapes: query [1, heads, N, head_dim], key and value [1, kv_heads, N, head_dim] -> [1, N, heads,
-    head_dim].
+    Query [1, heads, N, head_dim], key and value [1, kv_heads, N, head_dim] -> [1, N, heads, head_dim].
     """
     packing = options.get("packing")
     assert isinstance(packing, Packing), "call the model through Policy, which passes the packing"
@@ -134,8 +133,7 @@ def _attend_rectangles(
 ) -> Tensor:
     """CPU: padded rectangles, exact because a causal query of a right-padded row sees no padding.
 
-    A shared prompt has queries for each of its sequences: the kernel's causal mask needs as many
-    queries as keys.
+    A shared prompt has queries for each sequence: the causal mask needs as many queries as keys.
     """
     sizes = [count * length for count, length in packing.rectangles]
     in_slots = (x.index_select(0, packing.positions_M).split(sizes) for x in (query, key, value))
@@ -168,10 +166,9 @@ def check_alignment(device: torch.device) -> None:
 
 
 def check_device(device: torch.device, share_prompts: bool) -> None:
-    """CUDA: FlashAttention 3 where the GPU can run it (H100, H200) and its module `flash_attn_interface` is installed.
+    """CUDA: takes FlashAttention 3 where the GPU can run it (H100, H200) and `flash_attn_interface` is installed.
 
-    Elsewhere torch's own FlashAttention 2 stays. Raises RuntimeError if the kernel cannot do
-    --share_prompts.
+    Elsewhere torch's own (2) stays. Raises RuntimeError if the kernel cannot do --share_prompts.
     """
     if device.type != "cuda":
         return

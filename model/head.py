@@ -16,8 +16,7 @@ of the logits to the weight's dtype for two matrix products, as in every other l
 0.2 % of its norm with one chunk, 0.5 % with 16, 0.6 to 0.8 % with 64 (against float64). A sum in
 fp32 would take 4 more bytes a number: 2 GiB for a 7B model.
 
-With a `Teacher`, a reference that is followed over the whole vocabulary, there is a chunk of its
-logits, too.
+With a `Teacher`, a reference followed over the vocabulary, there is a chunk of its logits, too.
 """
 
 from __future__ import annotations

@@ -84,8 +84,7 @@ class PartialSampler(Sampler):
         self.begin(step, count)
         own = self.engine.world.engine_index
         shares_E = shares_of(count, self.num_unfinished_E)
-        # Groups of short completions are finished first: a place by lot, so that all updates of a
-        # step get the same.
+        # Groups of short completions end first: places by lot give all updates the same mix.
         places = sum(shares_E[:own]) + np.random.default_rng([*seed, own]).permutation(shares_E[own])
         start = time.perf_counter()
         finished = self.finish([group for group in self.groups if group.engine == own], places.tolist(), step - 1)

@@ -331,7 +331,7 @@ class Fleet:
 
     @property
     def weight_version(self) -> str:
-        """What servers call the weights that are sent; `weights_of_run` reads it."""
+        """The name of the weights that are sent, to servers; `weights_of_run` reads it."""
         return f"{self.run}:{self.version}"
 
     async def _check_run(self, server: Server) -> None:

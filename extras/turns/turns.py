@@ -47,7 +47,7 @@ TOKEN_CHARACTERS = 64  # of a token, at most: a reply of more than so many for e
 
 
 class EpisodeState(Enum):
-    """What an episode waits for after a reply."""
+    """The event that an episode waits for after a reply."""
 
     TURN = auto()  # the policy's
     REPLY = auto()  # another one from the environment
@@ -99,7 +99,7 @@ class Template:
             raise ValueError("a reply could hold special tokens: the tokenizer of --model cannot write them as text.")
 
     def _after(self, *messages: tuple[str, str], continues: bool = True) -> str:
-        """What is written after the first Mark-A: the rest of the answer, then messages, each (role, content)."""
+        """The text after the first Mark-A: the rest of the answer, then messages, each (role, content)."""
         pairs = (("user", "Mark-Q"), ("assistant", "Mark-A"), *messages)
         conversation = [{"role": role, "content": content} for role, content in pairs]
         return render(conversation, self.prompt_format, self.tokenizer, continues).partition("Mark-A")[2]

@@ -35,7 +35,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Grade:
-    """What a completion got. `reward` is the weighted sum of the scores, and 0.0 unless the status is "ok"."""
+    """The grade of a completion. `reward` is the weighted sum of the scores, and 0.0 unless the status is "ok"."""
 
     reward: float
     status: str  # "ok", "truncated", "timeout", "error: ..." or, with --reward none, NOT_GRADED
@@ -101,7 +101,7 @@ def _whole(value: object) -> object:
 
 
 def spelled(text: str) -> object:
-    """What the text spells in JSON, Python or NumPy's print, else None. A single backslash of LaTeX is kept."""
+    """The value that the text spells in JSON, Python or NumPy's print, else None. LaTeX's single backslash is kept."""
     text = re.sub(r"(?<=['\"])\s+(?=['\"])", ", ", text)  # NumPy writes no commas
     commands = r"n(?:eq?|eg|abla|u|i|ot|otin)\b|(?!n|u[0-9a-fA-F]{4})[A-Za-z]"  # not a new line or \u00e9
     text = re.sub(rf"(?<!\\)\\(?={commands})", r"\\\\", text)

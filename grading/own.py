@@ -85,7 +85,7 @@ FORMS = {  # by the parameter that tells the form
 
 
 class Score(NamedTuple):
-    """What a function of one's own returned for a completion."""
+    """The score that a function of one's own returned for a completion."""
 
     reward: float
     parts: dict[str, float]  # sub-scores
@@ -190,7 +190,7 @@ LOCK = threading.Lock()  # several threads may be the first that need the event 
 
 
 def awaited(result: object) -> object:
-    """What an async function returns; of another one, what it returned."""
+    """The result of a function, which is awaited if the function is async."""
     if not inspect.isawaitable(result):
         return result
     with LOCK:

@@ -48,7 +48,7 @@ LIBRARIES = (*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platl
 
 
 class Outcome(NamedTuple):
-    """What became of an item: `value` with status "ok", or None with status "timeout" or "error: ..."."""
+    """The outcome of an item: `value` with status "ok", or None with status "timeout" or "error: ..."."""
 
     value: object
     status: str

@@ -169,7 +169,7 @@ def parts_of_layer(
         # Each rank holds some columns of all rows, or all columns of some rows.
         is_cut = tensor.ndim > 1 and list(tensor.shape[1:]) != shapes[parts[0]][1:]
         first_column = tp_rank * tensor.shape[1] if is_cut else 0
-        start, before_part = 0, Counter()  # the latter: rows of the policy's tensor before this part of it
+        start, before_part = 0, Counter()  # before_part: rows of the policy's tensor before this part
         for part, num_rows in zip(parts, rows_of_parts, strict=True):
             size = min(shapes[part][0], num_rows * tp_size)
             has_copies = num_rows == size or len(parts) > 1

@@ -24,8 +24,7 @@ GIB = 2**30
 # Phases with a figure of their own. What comes before the first one is "load": also the engine's start.
 PHASES = ("load", "sample", "logprobs", "update", "sync", "evaluate", "checkpoint")
 INNER_PHASES = {"pack": "update", "sleep": "sync"}  # phase without figures of its own -> the one that has its flags
-# torch, its allocators and CUDA's libraries have no common class of errors; cudaError 2 is
-# cudaErrorMemoryAllocation.
+# torch, its allocators and CUDA's libraries have no common class of errors; cudaError 2 is one.
 NO_MEMORY = re.compile(
     r"out of memory|can(?:no|')t allocate memory|unable to allocate|bad_alloc|CUBLAS_STATUS_ALLOC_FAILED"
     r"|Registering memory failed with cudaError: 2\b",
@@ -57,8 +56,7 @@ class MemoryWatch(Observer):
         try:
             yield
         except (MemoryError, RuntimeError, OSError) as error:
-            # A MemoryError with a cause is such a sentence: the engine's, or that of a phase
-            # inside.
+            # A MemoryError with a cause is such a sentence: of the engine, or of an inner phase.
             is_sentence = isinstance(error, MemoryError) and error.__cause__ is not None
             if is_sentence or not lacks_memory(error):
                 raise

@@ -1,4 +1,4 @@
-"""What a run leaves at its end: curves.png and, if its set-up is a documented one, the verdict."""
+"""The end of a run: it leaves curves.png and, if its set-up is a documented one, the verdict."""
 
 from __future__ import annotations
 

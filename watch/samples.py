@@ -1,4 +1,4 @@
-"""What goes into a run and what comes out, to look at: samples.jsonl, reward_failures.jsonl, excluded_rows.jsonl."""
+"""Inputs and outputs of a run, to look at: samples.jsonl, reward_failures.jsonl, excluded_rows.jsonl."""
 
 from __future__ import annotations
 

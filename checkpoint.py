@@ -141,7 +141,7 @@ class Writer:
     def _together(self, work: Callable[[], None]) -> None:
         """Does the work of each rank. Raises DiskError on all ranks if the disk of one refuses something.
 
-        What there is of the checkpoint is removed before: a full disk needs the room.
+        The unfinished checkpoint is removed before: a full disk needs the room.
         """
         refused = ""
         try:

@@ -178,7 +178,7 @@ class Run:
 
     @contextmanager
     def observed(self, name: str) -> Iterator[None]:
-        """The block is a phase to the observers alone: the clock does not run yet."""
+        """Runs the block as a phase of the observers alone: the clock does not run yet."""
         with ExitStack() as stack:
             stack.enter_context(in_phase(name, self.step))
             for observer in self.observers:
@@ -187,7 +187,7 @@ class Run:
 
     @contextmanager
     def shown(self, step_record: Callable[[], StepRecord]) -> Iterator[None]:
-        """The block is the update: after it observers get the record of the step, also if it ends in a sentence.
+        """Runs the block, the update. Then observers get the record of the step, also if it ends in a sentence.
 
         Raises Stopped, before the block, if a signal came.
         """

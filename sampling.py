@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come 
     from run import Run
 
 MOST_ROUNDS = 10  # for a step; verl's recipe of DAPO sets max_num_gen_batches to it
-# The rollout with hints in its rows, of groups of this size, and the metrics of these.
+# (rollout, group size) -> the rollout with hints in its rows, and metrics of the hints.
 AddHints = Callable[[Rollout, int], tuple[Rollout, Metrics]]
 
 
@@ -72,7 +72,7 @@ class Sampler:
     used_B: np.ndarray | None = None  # the indices of those that are trained on
 
     def state(self, step: int) -> State:
-        """For the checkpoint: the position after `step`, which is the last step or the one before.
+        """The position after `step` (the last step or the one before), for the checkpoint.
 
         A run that continues samples again what was begun ahead, from the same prompts.
         """
@@ -92,7 +92,7 @@ class Sampler:
         self.solved = dict(state.get("solved", ()))
 
     def start(self, step: int, last_step: int) -> None:
-        """Servers begin to sample the first round of the steps after this one; an engine in the ranks does nothing.
+        """Has servers sample the first round of the steps after this one; an engine in the ranks does nothing.
 
         The bound is on what is begun, so no sampled token is thrown away.
         """

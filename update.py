@@ -331,9 +331,9 @@ def add_gradients(
 
 # Which updates are left out ------------------------------------------------------------------------------------------
 #
-# What is not finite. An update is judged when its gradient is there, before the optimizer's step, by metrics that are
-# the same on every rank. Left out, it changes no bit of policy and optimizer. It does not end the run, because a
-# resumed one would meet it again; many in a row do.
+# Those that are not finite. An update is judged between its gradient and the optimizer's step, by metrics that are the
+# same on every rank. Left out, it changes no bit of policy and optimizer. It does not end the run, because a resumed
+# run would meet it again; several in a row do.
 
 MOST_SKIPPED = 3  # updates in a row; one more ends the run
 

@@ -86,7 +86,7 @@ def check_same_step(step: int, sampled: Rollout) -> None:
 def differences(ranks: list[dict[str, str]]) -> str:
     """The ranks that differ: "rank 3 has --seed 2 (the other ranks: 1)"; "" if all say the same.
 
-    What most ranks say counts as right; if as many say something else, what the first of them says.
+    The majority counts as right; where as many say something else, the side of the first rank does.
     """
     deviations: dict[int, list[str]] = defaultdict(list)  # by rank
     for name in dict.fromkeys(chain.from_iterable(ranks)):

@@ -42,7 +42,7 @@ class Teacher(NamedTuple):
 
     hidden_TD: Tensor  # its own width D
     weight_VD: Tensor  # its head's; rows beyond the policy's are left out, as if their probability was 0
-    divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # one of `DIVERGENCES`
+    divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # of `divergences.py`
     temperature: float  # with the divisor of its own logits in it
 
 

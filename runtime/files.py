@@ -154,7 +154,7 @@ def checkpoints(out_dir: Path) -> list[tuple[int, Path]]:
 
 
 def run_and_step(path: str) -> tuple[Path, int]:
-    """The run folder that --replay names, and 0; or the run of the checkpoint that it names, and the step of that."""
+    """(run folder, step) that --replay names: a run, with step 0, or a checkpoint of one."""
     folder = Path(path)
     number = folder.name.removeprefix("step_")
     return (folder.parent, int(number)) if number != folder.name and number.isdigit() else (folder, 0)

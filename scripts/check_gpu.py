@@ -435,7 +435,7 @@ def alone(g):
 
 
 def kill_server(process: Popen, out_dir: Path) -> None:
-    """While weights are on their way to it."""
+    """Kills a server while weights are on their way to it."""
     with contextlib.suppress(OSError, ValueError, psutil.Error):
         status = json.loads((out_dir / "status.json").read_text("utf-8"))
         if status["now"] == "sync" and status["in_step"] > 1 and not (out_dir / "killed").exists():

@@ -32,7 +32,7 @@ IDLE_STEPS = 5  # in a row, of which the console warns
 
 @dataclass
 class Console(Observer):
-    """Of the main process."""
+    """Prints a line a step, and keeps status.json, on the main process."""
 
     out_dir: Path
     total_steps: int

@@ -17,7 +17,7 @@ from runtime.files import append, best_effort, write
 
 @dataclass
 class Samples(Observer):
-    """Of the main process: appends a few completions of each step, and those that could not be graded."""
+    """Appends a few completions of each step, and those that could not be graded, on the main process."""
 
     out_dir: Path
 

@@ -62,7 +62,7 @@ class PartialSampler(Sampler):
     waiting: list[int] = field(default_factory=list)  # numbers of prompts that were unfinished at the checkpoint
 
     def position(self) -> State:
-        """A run that continues samples anew what is unfinished, from the same prompts."""
+        """How far prompts are drawn. A run that continues samples the unfinished ones anew."""
         numbers = [group.number for group in self.groups] + self.waiting
         return super().position() | {"in_the_air": sorted(numbers)}
 
@@ -99,7 +99,7 @@ class PartialSampler(Sampler):
         return [engines.count(e) for e in range(self.engine.world.num_engines)]
 
     def begin(self, step: int, count: int) -> None:
-        """First prompts that were unfinished at the checkpoint. Each goes to the engine that has the fewest."""
+        """Begins prompts, first those that were unfinished at the checkpoint, in the engine with the fewest."""
         still_needed = count + (self.run.last_step - step) * self.draws.prompts_per_step
         most = min(num_unfinished_prompts(count, self.engine.world.num_engines), still_needed)
         numbers = self.waiting[: max(most - len(self.groups), 0)]
@@ -140,7 +140,7 @@ class PartialSampler(Sampler):
         return chosen
 
     def report(self, group: Group, place: int) -> None:
-        """The grader hears of the completions of a group, by its place among all of the step."""
+        """Tells the grader of the completions of a group, by its place among all of the step."""
         on_finished = None
         if self.engine.world.is_engine_leader:
             on_finished = self.grader.callback_for({place: group.row}, self.sampling)

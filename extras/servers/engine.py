@@ -57,7 +57,7 @@ class ServerEngine:
     last_progress: object = None  # as the ranks last heard it
 
     def begin(self, rows: list[Row], sampling: Sampling, seed: tuple[int, ...], is_first: bool = False) -> None:
-        """The servers sample these rows, for a later call of `sample` with this seed. `is_first`: before all others."""
+        """Has servers sample these rows, for a later call of `sample` with this seed. `is_first`: before all others."""
         if self.fleet is not None and seed not in self.begun:
             self.begun[seed] = [Request(row, sampling) for row in rows for _ in range(sampling.num_samples)]
             self.fleet.call(self.fleet.enqueue(self.begun[seed], is_first))
@@ -107,7 +107,7 @@ class ServerEngine:
             time.sleep(LOOK_SECONDS)
 
     def sync(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """All servers take new weights, one full tensor at a time; the first call waits until they have started."""
+        """Sends new weights to all servers, a full tensor at a time; the first call waits until they have started."""
         fleet = self.fleet
         self.wait(lambda: fleet.call(fleet.pause_dispatch(self.in_flight)))
         if fleet is not None:
@@ -122,7 +122,7 @@ class ServerEngine:
         self.version += 1
 
     def sleep(self) -> None:
-        """The servers have GPUs of their own."""
+        """Does nothing: the servers have GPUs of their own."""
 
     def close(self) -> None:
         if self.fleet is not None:

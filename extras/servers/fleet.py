@@ -303,9 +303,9 @@ class Fleet:
     # Weights: the main rank calls prepare, then send for each tensor, then finish -------------------------------------
 
     async def prepare(self, weights: dict[str, list], device: torch.device, version: int) -> None:
-        """All servers stand still now, and wait for these weights.
+        """Stops all servers, which then wait for these weights.
 
-        Those that have them all sample on, and say of what follows that this version made it.
+        A server that has all of them samples on, and marks what follows with this version.
         """
         self.phase, self.version = "sending", version
         await self._with_all(lambda server: self._prepare(server, weights, device))
@@ -356,7 +356,7 @@ class Fleet:
 
     def send(self, tensor: Tensor) -> None:
         """From another thread: the next tensor goes to all servers. Raises RunError after a fault."""
-        stream = torch.cuda.current_stream() if tensor.is_cuda else None  # that of the gather before, the free after
+        stream = torch.cuda.current_stream() if tensor.is_cuda else None  # on it the tensor was gathered, and is freed
         for server in self.servers:
             try:
                 server.link.broadcast(tensor.contiguous(), src=0, stream=stream)
@@ -366,7 +366,7 @@ class Fleet:
         self.raise_fault()
 
     async def finish(self) -> None:
-        """The servers have been sent all weights."""
+        """Ends the transfer: all weights have been sent."""
         await self._with_all(lambda server: server.update)
         self.phase = "open"
         self._dispatch()
@@ -378,7 +378,7 @@ class Fleet:
         self.raise_fault()
 
     def progress(self) -> list[tuple[bool, int, float]]:
-        """It changes with all that servers do."""
+        """A value that changes with all that servers do."""
         return [(server.is_ready, server.num_requests, server.tokens) for server in self.servers]
 
     # Faults -----------------------------------------------------------------------------------------------------------
@@ -448,7 +448,7 @@ class Fleet:
             self._start(self._hold_to(server, self._watch(server)))
 
     async def _try(self, server: Server) -> None:
-        """Nobody listens before a server is up: that is said, and no fault yet."""
+        """Checks whether the server fits. That nobody listens is said, but is no fault before it is up."""
         try:
             await self._check_fit(server)
         except UNREACHABLE as error:

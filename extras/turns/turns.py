@@ -76,7 +76,7 @@ class Episode(Completion):
             self.routes = np.concatenate([before, part.routes[len(before) :]])
 
     def finish(self, b: int, tokenizer: Tokenizer, on_finished: OnFinished | None) -> None:
-        """The grader gets the text of the last turn, and all that was sampled."""
+        """Gives the grader the text of the last turn, and all that was sampled."""
         self.text = self.transcript
         sampled = list(itertools.compress(self.token_ids, self.is_sampled))
         if on_finished is not None:

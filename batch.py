@@ -464,7 +464,7 @@ def plan_micro_batches(
     group_size: int = 1,
     shared: np.ndarray | None = None,
 ) -> list[list[list[int]]]:
-    """Which rank trains which sequences together: plan[rank][micro] is a list of indices into `lengths`.
+    """The sequences that each rank trains together: plan[rank][micro] is a list of indices into `lengths`.
 
     No micro-batch holds more than `max_tokens` positions. Every rank gets the same number of micro-batches, about the
     fewest that the cap allows; some may be empty. Every rank computes the whole plan: nothing is communicated.

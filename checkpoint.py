@@ -181,7 +181,7 @@ class Writer:
 
 
 def reason(error: BaseException) -> str:
-    """Why the disk refused something; for a failure in `dcp`, the reason of the first rank."""
+    """The reason why the disk refused something; for a failure in `dcp`, that of the first rank."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     # torch does not pass on what the system said.

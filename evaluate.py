@@ -132,7 +132,7 @@ def evaluate(
 
 
 def samplings_of(sources: list[str], prefix: str, flags: Sequence[list[int] | list[float]]) -> list[Sampling]:
-    """How each set is sampled, by the values of the flags --<prefix>samples, ... of `SET_FLAGS`. Raises ValueError."""
+    """The sampling of each set, by the values of the flags --<prefix>samples, ... of `SET_FLAGS`. Raises ValueError."""
     names, columns, samplings = [name_of_source(source) for source in sources], [], []
     if len(set(names)) < len(names):
         raise ValueError(f"the sets {', '.join(names)} are reported under their names, which must differ; rename one.")

@@ -467,7 +467,7 @@ def ranks_per_engine(args: argparse.Namespace, num_ranks: int | None = None) -> 
 
 
 def most_lag(args: argparse.Namespace) -> int:
-    """How many steps the weights that sample may be behind the trained ones."""
+    """The number of steps that the weights that sample may be behind the trained ones."""
     return MOST_LAG if args.partial_rollouts else args.steps_ahead
 
 

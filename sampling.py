@@ -38,7 +38,7 @@ AddHints = Callable[[Rollout, int], tuple[Rollout, Metrics]]
 
 
 class DrawSettings(Settings):
-    """Which prompts a step samples, and which of its groups it trains on."""
+    """The choice of the prompts that a step samples, and of the groups that it trains on."""
 
     prompts_per_step: int
     group_size: int
@@ -79,7 +79,7 @@ class Sampler:
         return self.before.get(step + 1) or self.position()
 
     def position(self) -> State:
-        """How far prompts are drawn from the data at this moment."""
+        """The place in the data up to which prompts are drawn at this moment."""
         state: State = {"prompts_drawn": self.num_drawn}
         if self.drawn_ahead:
             state["drawn_ahead"] = sorted(self.drawn_ahead.items())
@@ -196,7 +196,7 @@ def has_signal_P(rollout: Rollout, draws: DrawSettings) -> np.ndarray:
 
 
 def prompts_to_sample(rounds: list[Rollout], draws: DrawSettings) -> int:
-    """How many prompts the next round of the step samples, given the rounds so far; 0: the step is complete.
+    """The number of prompts of the step's next round, given the rounds so far; 0: the step is complete.
 
     As many as are expected to fill the gap, at the share of groups with a signal seen so far, but at most P.
     """

@@ -354,7 +354,7 @@ class UpdateGuard:
         self.num_skipped = state.get("skipped_in_a_row", 0)
 
     def judge(self, metrics: Metrics, step: UpdateStep) -> Metrics:
-        """How often the update was left out, 0 or 1, as a metric.
+        """The metric of an update that was left out: 0 or 1.
 
         Raises RunError if it is one too many, or if sampler and policy differ (`check_gap`).
         """

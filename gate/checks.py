@@ -329,7 +329,7 @@ def all_given(args: argparse.Namespace) -> SimpleNamespace:
 
 
 def leave(flag: Flag) -> str:
-    """How to say that the default should stay."""
+    """The words for: let the default stay."""
     return f"leave it at {flag.default}" if flag.default else "leave it out"
 
 

@@ -1,4 +1,4 @@
-"""Which part of a completion is its final answer: `read_answer`. The last mark counts, whatever stands around it."""
+"""The final answer of a completion: `read_answer`. The last mark counts, whatever stands around it."""
 
 from __future__ import annotations
 

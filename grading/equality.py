@@ -5,8 +5,7 @@ by element, with their brackets. What is left, a formula, an equation or a matri
 way of math-verify. The first two are there because math-verify alone accepts too much (a set for a
 tuple), and because it takes milliseconds.
 
-Nothing here has a time limit: a formula that SymPy cannot finish is ended with the worker process
-(`pool.py`).
+Nothing here has a time limit: a formula that SymPy cannot finish ends with the worker (`pool.py`).
 """
 
 from __future__ import annotations

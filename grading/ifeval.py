@@ -130,7 +130,7 @@ def holds(count: int, relation: str, wanted: int, around: int | None = None) -> 
 
 
 def occurrences(text: str, word: str, whole: bool = False) -> int:
-    """How often the word stands in the text, in either case; `whole`: not inside a longer word. "C++" works, too."""
+    """The count of the word in the text, in either case; `whole`: not inside a longer word. "C++" works, too."""
     return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)" if whole else re.escape(word), text, re.IGNORECASE))
 
 

@@ -121,7 +121,7 @@ class RewardWorker:
         return grades
 
     def problem(self, case: Case) -> str | None:
-        """Why the row cannot be used, or None."""
+        """The reason why the row cannot be used, or None."""
         case = replace(case, completion="", num_tokens=0, max_tokens=1)
         try:
             for name in self.weights:

@@ -63,7 +63,7 @@ class TokenScores(NamedTuple):
 
 
 class HeadSettings(NamedTuple):
-    """How the head computes, in both passes."""
+    """The settings of the head, in both passes."""
 
     temperature: float
     has_entropy_gradient: bool

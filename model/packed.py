@@ -1,4 +1,4 @@
-"""Where the sequences of a micro-batch lie: in its positions, and in the slots of its attention. See `batch.py`."""
+"""The places of a micro-batch's sequences: in its positions, and in the slots of attention. See `batch.py`."""
 
 from __future__ import annotations
 

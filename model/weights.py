@@ -5,8 +5,7 @@
     fill(root, model, path, device)       # rank 0 reads, every rank keeps its shard
 
 The files are mapped into memory: a model costs no host RAM beyond its shards, one full parameter,
-and a copy of that on the way. The parameters get the same bits as by `from_pretrained`
-(tests/model/test_weights.py).
+and a copy of that on the way. The parameters get the same bits as by `from_pretrained`.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class DiskError(RunError):
 
 
 def cause(error: BaseException) -> str:
-    """Why something could not be written, in a few words. Libraries hide the reason of the system in their own."""
+    """The reason why a file was not written, in a few words. Libraries hide the system's in their own."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     hidden = error.__cause__ or error.__context__

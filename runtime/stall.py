@@ -1,4 +1,4 @@
-"""Where this rank is, and where it hangs: after `STALL_SECONDS` without a `beat` its stacks are in OUT_DIR/ranks.
+"""The place of this rank in the run. After `STALL_SECONDS` without a `beat` its stacks are in OUT_DIR/ranks.
 
 `faulthandler` writes them from a thread in C, also while a collective or a lock holds Python. The rank for which the
 others wait is the one that is in no collective. Each rank has a file: on one stream their lines would mix.

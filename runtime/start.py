@@ -1,4 +1,4 @@
-"""How a rank starts and ends: it ends with its launcher, hears signals, and leaves its reason. Standard library only.
+"""The start and the end of a rank: it ends with its launcher, hears signals, leaves its reason. Standard library only.
 
 A signal is heard in `_hear_signals`. scripts/launch.py passes it on to all ranks as SIGTERM. A rank that gets one by
 itself tells the launcher by SIGUSR2. The launcher obeys a second signal; without it (torchrun, by hand) each rank does.

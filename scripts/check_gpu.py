@@ -97,7 +97,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the checks run."""
+    """The place where the checks run."""
 
     folder: Path
     model: str | None  # the shape: a name of plan/models.json or a folder; None: a tiny one
@@ -457,7 +457,7 @@ def check_ends(place: Place) -> Iterator[Line]:
 
 
 def end_line(what: str, mark: Path, most: float) -> Line:
-    """How long after the mark was written the run ended, which is now."""
+    """The time from the writing of the mark to the end of the run, which is now."""
     if not mark.exists():
         raise RuntimeError(f"{what}: the run ended before; its log tells why")
     seconds = time.time() - mark.stat().st_mtime

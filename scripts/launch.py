@@ -128,7 +128,7 @@ class Launch:
         return dict(sorted(notes.items(), key=lambda item: item[1]["time"]))
 
     def reason(self, failed: dict[int, int], notes: dict[int, dict[str, str]]) -> str:
-        """Why the first rank ended, in a sentence: by its own words, else by how it ended."""
+        """The reason of the first rank, in a sentence: by its own words, else by how it ended."""
         killed = [rank for rank, status in failed.items() if status < 0 and rank not in notes]
         rank = [*killed, *notes, *failed][0]  # a killed one is why the others fail
         if rank in notes and notes[rank]["kind"] == "mistake":

@@ -91,7 +91,7 @@ class MemoryWatch(Observer):
         return on_gpu if self.is_cuda else on_cpu
 
     def _sentence(self, name: str, error: BaseException) -> str:
-        """Where memory ran out, which flag to change, and what the error says, for example of the size."""
+        """The place where memory ran out, the flags to change, and what the error says of the size."""
         kind = memory_kind(error, self.is_cuda)
         advice = self._ways_out("host" if kind == "host" and self.is_cuda else name)
         if kind == "GPU or pinned host":
@@ -148,7 +148,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def memory_kind(error: BaseException, is_cuda: bool) -> str:
-    """Which memory ran out: "GPU", "host", or "GPU or pinned host" where CUDA does not tell."""
+    """The memory that ran out: "GPU", "host", or "GPU or pinned host" where CUDA does not tell."""
     text = str(error)
     if not is_cuda or "Registering memory" in text:
         return "host"

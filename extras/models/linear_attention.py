@@ -3,8 +3,7 @@
 A recurrence has no mask: over packed sequences it would go on from one into the next. transformers
 has `cu_seq_lens_q` for them, which its own code drops without a word: only flash-linear-attention
 reads it. So a module runs on rows, one for each whole sequence, whichever code computes it. The
-padding is on the right, where no token looks. A shared prompt is computed for each of its
-completions. Dimensions: `batch.py`.
+padding is on the right, where no token looks. A shared prompt is computed for each completion.
 """
 
 from __future__ import annotations

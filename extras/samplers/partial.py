@@ -62,7 +62,7 @@ class PartialSampler(Sampler):
     waiting: list[int] = field(default_factory=list)  # numbers of prompts that were unfinished at the checkpoint
 
     def position(self) -> State:
-        """How far prompts are drawn. A run that continues samples the unfinished ones anew."""
+        """The place in the data. A run that continues samples the unfinished prompts anew."""
         numbers = [group.number for group in self.groups] + self.waiting
         return super().position() | {"in_the_air": sorted(numbers)}
 
@@ -94,7 +94,7 @@ class PartialSampler(Sampler):
 
     @property
     def num_unfinished_E(self) -> list[int]:
-        """How many prompts each engine has that are not trained on."""
+        """The number of prompts of each engine that are not trained on."""
         engines = [group.engine for group in self.groups]
         return [engines.count(e) for e in range(self.engine.world.num_engines)]
 
@@ -186,7 +186,7 @@ class PartialSampler(Sampler):
 
 
 def shares_of(count: int, num_unfinished_E: list[int]) -> list[int]:
-    """How many of `count` groups each engine finishes: those with the most unfinished ones, the most."""
+    """The number of groups, of `count`, that each engine finishes: the most where most are unfinished."""
     shares_E = [0] * len(num_unfinished_E)
     for _ in range(count):
         left_E = np.subtract(num_unfinished_E, shares_E)

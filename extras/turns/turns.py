@@ -84,7 +84,7 @@ class Episode(Completion):
 
 
 class Template:
-    """How the chat template writes what stands between two turns of the policy: learned from a text with marks."""
+    """The chat template between two turns of the policy, learned from a text with marks."""
 
     def __init__(self, prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
         """Raises ValueError, with the reason, if the template cannot be continued."""

@@ -97,7 +97,7 @@ class Rollout:
     #   lags        int32, per completion token: steps between those weights and the ones that are trained
     #   routes      which experts took each position in the engine (extras/models/experts.py)
     #   is_hinted   whether the step has made a hint for it (extras/teacher/hints.py)
-    #   kl_weights  the KL's weight over that of the loss; without them it is 1
+    #   kl_weights  the weight of its KL over its weight in the loss; without them it is 1
     parts: dict[str, list] = field(default_factory=dict)
 
     @property
@@ -132,7 +132,7 @@ class Rollout:
         return np.array([len(row.ids) + len(completion) - 1 for row, completion in pairs])
 
     def sampled_only(self, per_token: list[np.ndarray]) -> list[np.ndarray]:
-        """Leaves out, of values per completion token, those of tokens that an environment said."""
+        """The values per completion token, without the tokens that an environment said."""
         return [values[is_sampled] for values, is_sampled in zip(per_token, self.is_sampled, strict=True)]
 
     @property
@@ -155,7 +155,7 @@ class Rollout:
         return replace(self, rows=rows)
 
     def first_position(self, b: int) -> int:
-        """The position that predicts the first token of completion b: that of the prompt's last token."""
+        """The position that predicts the first token of completion b: the prompt's last token."""
         return len(self.rows[b].ids) - 1
 
     def describe(self, b: int) -> dict[str, object]:
@@ -265,7 +265,7 @@ class Part(Protocol):
         """The part on the device."""
 
     def inputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor | None]:
-        """Arguments of the decoder, beside those of every batch or in their place."""
+        """Arguments of the decoder that this part adds or replaces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,8 +281,8 @@ class Batch:
     sequence_ids_N: Tensor  # int64, 0 to S - 1
     rollout_logprobs_N: Tensor  # float32, the engine's; zero where the label is no completion token
     segments_S: tuple[Segment, ...]  # their lengths add up to N
-    lags_N: Tensor  # float32, those of `Rollout.parts`; zero where none are known
-    kl_weights_N: Tensor  # float32, the KL's weight over that of the loss
+    lags_N: Tensor  # float32, from `Rollout.parts`; zero where none are known
+    kl_weights_N: Tensor  # float32, from `Rollout.parts`; 1 without them
     parts: tuple[Part, ...] = ()  # of this model
     packing: Packing | None = None  # for its attention, on the device; None: each pass makes it
     advantages_N: Tensor | None = None  # float32, zero where the label is no completion token; None: not known yet
@@ -306,7 +306,7 @@ class Batch:
         return float((stops - starts).sum())
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on the device, but for pixel values: those of a whole step would be gigabytes."""
+        """The batch on the device, but for pixel values, which are gigabytes in a whole step."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
         return replace(self, **moved, parts=tuple(part.to(device) for part in self.parts))

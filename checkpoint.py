@@ -181,7 +181,7 @@ class Writer:
 
 
 def reason(error: BaseException) -> str:
-    """The reason why the disk refused something; for a failure in `dcp`, that of the first rank."""
+    """The reason why the disk refused something; for a failure in `dcp`, the first rank's."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     # torch does not pass on what the system said.
@@ -213,7 +213,7 @@ def export(policy: Policy, weights: Weights, companions: dict[str, bytes], folde
     """Writes the policy with these weights in Hugging Face format. `companions`: of `files_of`."""
     policy.model.save_pretrained(folder, state_dict=weights)
     config = copy.deepcopy(policy.model.config)
-    config.dtype = policy.dtype  # save_pretrained wrote that of the fp32 masters
+    config.dtype = policy.dtype  # save_pretrained wrote the masters' float32
     config.save_pretrained(folder)
     for name, content in companions.items():
         (folder / name).parent.mkdir(exist_ok=True)

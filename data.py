@@ -60,7 +60,7 @@ class PromptData:
     rows: list[Row]
     num_too_long: int = 0
     excluded: list[tuple[str, str]] = field(default_factory=list)  # (where, reason) of rows that cannot be used
-    is_shuffled: bool = True  # in each epoch anew; else the order of the rows is that of all epochs
+    is_shuffled: bool = True  # in each epoch anew; else all epochs keep the order of the rows
 
     def __post_init__(self) -> None:
         if not self.rows:
@@ -72,7 +72,7 @@ class PromptData:
         source: str, prompt_format: PromptFormat, tokenizer: Tokenizer, seed: int, vision: ImageReader | None = None,
         hint_column: str | None = None, is_shuffled: bool = True,
     ) -> PromptData:  # fmt: skip
-        """The usable rows whose prompt has at most `max_prompt_tokens` tokens, those of images and hint included.
+        """The usable rows whose prompt has at most `max_prompt_tokens` tokens, with its images and its hint.
 
         Without `vision` images count as the template writes them: enough to look at data, not to train.
         Raises ValueError or FileNotFoundError if the source or a column is not there, or no row is left.

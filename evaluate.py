@@ -75,7 +75,7 @@ class Result:
     figures: dict[str, Figure]
 
     def metrics(self) -> Metrics:
-        """`eval/<set>/<figure>`, and `..._stderr` beside it; `stderr` alone is that of avg@k."""
+        """`eval/<set>/<figure>`, and `..._stderr` beside it; `stderr` alone belongs to avg@k."""
         metrics, prefix = {}, f"eval/{self.data.name}"
         for name, (mean, stderr) in self.figures.items():
             metrics[f"{prefix}/{name}"] = mean
@@ -259,7 +259,7 @@ def results_json(given: dict[str, object], results: list[Result]) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The flags; with --like the defaults are those of that run. Raises ValueError if it has no config.json."""
+    """The flags; --like takes the defaults from that run. Raises ValueError if it has no config.json."""
     about = "Evaluates a model on held-out sets. Sampling flags take one value for all sets or one for each."
     parser = parser_of(FLAGS, about)
     if run := parser.parse_args().like:

@@ -287,7 +287,7 @@ def begin_gather(parameter: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
     assert local.placements[dim].is_shard(0), "FSDP2 shards the rows, over one dimension of the mesh"
     # Converted before it is sent: bf16 is half the bytes of an fp32 master.
     own = moved(local.to_local(), mesh.device_type, dtype)
-    # A collective wants as many rows of each rank: those of the last are padded, and cut off again.
+    # A collective wants as many rows of each rank: the last ranks' are padded, and cut off again.
     rows = -(-num_rows // mesh.size(dim))
     if len(own) < rows:
         own = torch.cat([own, own.new_zeros(rows - len(own), *own.shape[1:])])
@@ -329,7 +329,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     if mesh is not None and mesh.ndim > 1:
         dist.broadcast(norm, src=0)
     # Scaled without asking whether it has to be: the host would wait for the GPU's answer. 1e-6 is
-    # that of torch's own clipping.
+    # from torch's own clipping.
     torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 

@@ -33,11 +33,11 @@ class Graded:
 
     rewards_PG: Tensor  # float32; with --kl_in reward, minus the KL penalties of all tokens of the completion
     returns_T: Tensor  # from the token's turn on; with --kl_in reward, minus the KL penalties of these tokens
-    lengths_B: Tensor  # completion tokens, those of an environment included
+    lengths_B: Tensor  # completion tokens, with what an environment said
     mask_T: Tensor  # bool: the token is trained
     step: int = 1  # 1, 2, ..., total_steps
     total_steps: int = 1
-    columns: list[dict[str, object]] = field(default_factory=list)  # those of each prompt's row, P of them
+    columns: list[dict[str, object]] = field(default_factory=list)  # of each prompt's row: P
     # From the grades, as they were given:
     parts: dict[str, Tensor] = field(default_factory=dict)  # verifier or sub-score -> [P, G], without its weight
     is_correct_PG: Tensor | None = None  # bool: full marks from the first verifier of the reward

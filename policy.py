@@ -64,7 +64,7 @@ class Policy(nn.Module):
 
     # For `fsdp_utils.shard`: these, too, need gathered parameters.
     forward_methods = ("hidden_states",)
-    head_dtype: torch.dtype | None = None  # the logits'; None: that of the head's weights
+    head_dtype: torch.dtype | None = None  # the logits'; None: as the head's weights
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> None:
         """`dtype`: of the arithmetic, the engine and the exported weights. The parameters may have another."""
@@ -105,7 +105,7 @@ class Policy(nn.Module):
         """
         trained_K, head = batch.trained_K, self.model.get_output_embeddings()
         hidden_KD, labels_K = self._trained_hidden(batch), batch.labels_N.index_select(0, trained_K)
-        temperature *= self.logits_divisor  # a teacher's has that of its own logits
+        temperature *= self.logits_divisor  # a teacher's has its own divisor in it
         # Not `head(hidden)`: the logits of all positions would take more memory than the model.
         scores = chunked_logprobs(hidden_KD, head, labels_K, temperature, trains_entropy, self.head_dtype, teacher)
         # Back to all positions, so that whatever adds up over them needs one kind of index.
@@ -139,7 +139,7 @@ class Policy(nn.Module):
 
     @property
     def has_dropout(self) -> bool:
-        """Whether the update drops inputs, so that its log-probs are not those of the policy that sampled."""
+        """Whether the update drops inputs, so that its log-probs differ from the sampling policy's."""
         return self.adapter is not None and self.adapter.has_dropout
 
     def adapter_off(self) -> AbstractContextManager[None]:

@@ -247,7 +247,7 @@ class Engine:
         if was_asleep:
             torch.cuda.empty_cache()  # what torch holds in reserve is what vLLM needs back
             self.llm.wake_up(tags=["weights"])
-        # vLLM fuses and divides them as it does with those of files, whose names they have.
+        # vLLM fuses and divides them as if they came from files: they have the names of these.
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_parameters)})
         if self.world.device.type == "cpu":
             self.llm.apply_model(repack)

@@ -165,7 +165,7 @@ class Run:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the wall time of the block, less that of phases inside it; on CUDA with the work that it queued."""
+        """Adds the wall time of the block, less the phases inside it; on CUDA with the work that it queued."""
         start = time.perf_counter()
         self.start = self.start or start  # the clock of a run starts with its first phase
         before = sum(self.seconds.values())

@@ -69,7 +69,7 @@ class Sampler:
     seconds_RE: list[np.ndarray] = field(default_factory=list)  # the time of each engine in each round
     rollout: Rollout | None = None  # all its completions, also those that are not trained on
     round_B: np.ndarray | None = None  # the round of each
-    used_B: np.ndarray | None = None  # the indices of those that are trained on
+    used_B: np.ndarray | None = None  # the indices of the completions that are trained on
 
     def state(self, step: int) -> State:
         """The position after `step` (the last step or the one before), for the checkpoint.
@@ -113,9 +113,9 @@ class Sampler:
         self.used_B, metrics = choose_groups(self.rollout, len(rounds), self.draws)
         if self.draws.drop_solved:
             metrics |= part("extras.samplers.solved", "--drop_solved").drop_solved(self)
-        # The metrics of rewards and lengths are those of all that were sampled: dynamic sampling would flatter them.
+        # Metrics of rewards and lengths count all that were sampled: dynamic sampling would flatter them.
         chosen = self.rollout.select(self.used_B)
-        self.rollout = self.rollout.with_parts(routes=None)  # they are large, and those of the others are not needed
+        self.rollout = self.rollout.with_parts(routes=None)  # they are large, and the others' are not needed
         if self.add_hints:
             chosen, hint_metrics = self.add_hints(chosen, self.draws.group_size)
             metrics |= hint_metrics

@@ -107,7 +107,7 @@ def engine_settings(args: Namespace) -> EngineSettings:
 
 
 def build_engine(args: Namespace, inputs: Inputs, run: Run) -> Engine:
-    """The engine in the ranks, with random weights until the first `sync`, which brings those of `run.step`."""
+    """The engine in the ranks, with random weights until the first `sync`, which brings the weights of `run.step`."""
     if args.replay:
         from extras.samplers.replay import NoEngine
 
@@ -216,7 +216,7 @@ def load_inputs(args: Namespace) -> Inputs:
     named = [args.environment, args.tools, args.advantage, args.policy_loss, args.kl_estimator, args.optimizer]
     named = ",".join(filter(None, [*named, args.after_step])).split(",")
     digests |= digests_of_files([*grader.weights, *named])
-    if prompt_format.system_prompt != args.system_prompt:  # that of a file
+    if prompt_format.system_prompt != args.system_prompt:  # the content of a file
         digests["--system_prompt"] = digest([prompt_format.system_prompt.encode()])
     if is_main_process():  # downloads weights that are not on the disk, while nobody waits in a collective
         print(*describe_template(prompt_format, tokenizer), sep="\n", flush=True)

@@ -15,7 +15,7 @@ from flags import EngineSettings
 from model.sizes import CPU_BLOCK, HYBRIDS, MOST_ON_GPU, TEXT_ALONE, cpu_cache_bytes
 from model.weights import load_config
 
-# torch and vLLM's allocator say the one, vLLM's checks of its share of the GPU the other.
+# First torch and vLLM's allocator, then vLLM's checks of its share of the GPU.
 LACK_OF_MEMORY = re.compile(r"out of memory|gpu.memory.utilization", re.IGNORECASE)
 
 
@@ -23,7 +23,7 @@ class EngineDemand(NamedTuple):
     """The most that the calls of a run ask of one engine."""
 
     sequences: int | None = None  # completions of a call; None: any number
-    images: dict[str, object] = {}  # noqa: RUF012  arguments for those of prompts: `data.image_options`
+    images: dict[str, object] = {}  # noqa: RUF012  arguments for images: `data.image_options`
 
 
 ANY_TEXT = EngineDemand()

@@ -41,7 +41,7 @@ def prepare_vllm() -> None:
 
 
 def name_shared_memory() -> None:
-    """CPU: adds the run's name to that of the memory which the ranks of an engine share.
+    """CPU: adds the run's name to the name of the memory that the ranks of an engine share.
 
     vLLM gives it the same name in every run on a machine: another run, or what a killed one has
     left, would get in the way.

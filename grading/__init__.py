@@ -25,7 +25,7 @@ class Case:
     columns: dict[str, object] = field(default_factory=dict)  # the whole data row
     _: KW_ONLY
     prompt: str = ""  # as the model saw it, template included
-    token_ids: tuple[int, ...] = ()  # those of the completion, if the reward asks for them
+    token_ids: tuple[int, ...] = ()  # the completion's, if the reward asks for them
     num_tokens: int | None = None  # the completion's
     max_tokens: int | None = None  # what it could have had
     is_truncated: bool = False  # it ended at max_tokens, not by itself
@@ -42,7 +42,7 @@ class Grade:
     parts: dict[str, float] = field(default_factory=dict)  # verifier -> its score; then sub-score -> its value
     answer: str | None = None  # what the first verifier that reads one read as the final answer
     feedback: str = ""  # what functions of one's own say about it in words
-    turn_rewards: tuple[float, ...] = ()  # those of an environment that gives one for each turn
+    turn_rewards: tuple[float, ...] = ()  # from an environment that gives one for each turn
 
     @property
     def score(self) -> float:

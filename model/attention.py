@@ -48,7 +48,7 @@ def varlen_packing(segments: tuple[Segment, ...]) -> Packing:
 
 
 def padded_packing(segments: tuple[Segment, ...]) -> Packing:
-    """For the CPU: each sequence whole, with the prompt that it shares; those of similar length share a rectangle."""
+    """For the CPU: each sequence whole, with the prompt that it shares; similar lengths share a rectangle."""
     stops_S = torch.tensor([segment.stop for segment in segments])
     rectangles, positions, is_real = [], [], []
     for group in group_by_length(stops_S.tolist()):
@@ -86,7 +86,7 @@ def _positions(segments: tuple[Segment, ...], sequences: Tensor, offsets: Tensor
     return offsets + torch.where(offsets < before_S[sequences], prefix_S[sequences], own_S[sequences])
 
 
-@torch.compiler.disable  # with --compile the layers' graphs end here: lengths and places are those of a micro-batch
+@torch.compiler.disable  # with --compile the layers' graphs end here: lengths and places differ by micro-batch
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: object
 ) -> tuple[Tensor, None]:

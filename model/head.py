@@ -57,7 +57,7 @@ class Distilled(NamedTuple):
 class TokenScores(NamedTuple):
     """The results of a pass, float32, at each of N places."""
 
-    logprobs_N: Tensor  # those of the labels
+    logprobs_N: Tensor  # of the labels
     entropies_N: Tensor  # in nats
     distilled: Distilled | None = None  # None: without a teacher
 
@@ -81,7 +81,7 @@ def chunked_logprobs(
     head_dtype: torch.dtype | None = None,
     teacher: Teacher | None = None,
 ) -> TokenScores:
-    """The scores of the labels, one per row of `hidden` [T, D]. `head_dtype`: None: that of the head's weight."""
+    """The scores of the labels, one per row of `hidden` [T, D]. `head_dtype`: None: as the head's weight."""
     assert head.bias is None, "no supported model has a head with a bias"
     settings = HeadSettings(temperature, with_entropy_gradient, head_dtype or head.weight.dtype)
     if teacher is None:
@@ -209,7 +209,7 @@ def score(settings: HeadSettings, logits: Tensor, labels: Tensor, teacher_logits
 def replace_by_gradient(
     settings: HeadSettings, logits: Tensor, labels: Tensor, teacher_logits: Tensor | None, *gradients: Tensor
 ) -> list[Tensor]:
-    """Writes over the logits their gradient, by those of what `score` returns; returns nothing more."""
+    """Writes over the logits their gradient, by the gradients of what `score` returns; returns nothing more."""
     temperature, divergence = settings.temperature, settings.divergence
     grad_logprob, slopes = gradients[0][:, None], None
     log_p = log_probabilities(logits, temperature)

@@ -27,7 +27,7 @@ class Segment(NamedTuple):
 class Packing:
     """The places of the sequences of a micro-batch. Attention works on M slots, which hold the N packed positions."""
 
-    max_length: int  # that of the longest sequence
+    max_length: int  # of the longest sequence
     # CUDA: sequence s has queries cu_seqlens[s] .. [s + 1], keys in slots cu_seqlens_k[s] .. [s + 1].
     cu_seqlens: Tensor | None = None
     cu_seqlens_k: Tensor | None = None

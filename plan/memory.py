@@ -232,14 +232,14 @@ def update_peak(setup: Setup) -> Parts:
         {kept_name: m.layers * kept} | in_layer | {"reduction": head_gradient},
         {kept_name: (m.layers - 1) * kept} | in_layer | {"reduction": head_gradient + REDUCE * trained_per_layer},
     ]
-    if setup.run.over_vocabulary:  # the pass of the reference, before that of the policy
+    if setup.run.over_vocabulary:  # the reference's pass, before the policy's
         moments.append(logprobs_peak(setup.reference_setup))
     if not setup.has_lora:
         moments.append({"gathered": is_once * one, "reduction": root_reduction(setup)})
         if m.is_tied:  # two gradients, and their sum
             reduction = 3 * setup.table_bytes + REDUCE * m.layer_parameters
             moments.append({"gathered": one if is_once else root, "reduction": reduction})
-    if is_once:  # shards of them come only as whole ones go, in the last backward pass
+    if is_once:  # their shards come only as the whole ones go, in the last backward pass
         return largest(moments) | {"gradients, whole": REDUCE * setup.trainable}
     return {"gradients": gradients_in_passes(setup)} | largest(moments)
 

@@ -46,7 +46,7 @@ class Launch:
 
     def __init__(self, out_dir: Path) -> None:
         self.out_dir, self.signals = out_dir, SignalRecord()
-        self.processes: dict[int, subprocess.Popen] = {}  # those of the last start, by rank
+        self.processes: dict[int, subprocess.Popen] = {}  # of the last start, by rank
         for number in (*HEARD, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
                 signal.signal(number, self.hear)

@@ -39,7 +39,7 @@ class Console(Observer):
     quiet: bool  # a line only for steps that have an evaluation, or updates that were left out
     # The time of each of the last steps.
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_OF_FORECAST))
-    now: str = ""  # the phase; "" between those of the loop
+    now: str = ""  # the phase; "" between two phases
     done: dict[str, object] = field(default_factory=dict)  # the last step that is done, in status.json
     num_idle: int = 0  # steps in a row without an advantage or a gradient
 

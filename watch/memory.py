@@ -49,7 +49,7 @@ class MemoryWatch(Observer):
         Raises MemoryError with a sentence in the place of an error that says that memory ran out.
         """
         outer = self.current
-        if name == "sync" and self.is_cuda:  # as the engine does when it wakes: the peak is that of what follows
+        if name == "sync" and self.is_cuda:  # as the engine does when it wakes: the peak counts what follows
             torch.cuda.empty_cache()
         self._note()
         self.current = name if name in PHASES else outer

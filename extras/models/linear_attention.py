@@ -39,7 +39,7 @@ def forward_in_rows(
 
 
 def leave_tower_out() -> None:
-    """Has vLLM's text model of Qwen3.5 skip the weights of a tower in published files, as it skips those of MTP."""
+    """Has vLLM's text model of Qwen3.5 skip the tower's weights in published files, as it skips MTP's."""
     from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM
     from vllm.model_executor.models.utils import WeightsMapper
 

@@ -57,7 +57,7 @@ class PartialSampler(Sampler):
     The same on every rank.
     """
 
-    groups: list[Group] = field(default_factory=list)  # those of all engines, the oldest first
+    groups: list[Group] = field(default_factory=list)  # of all engines, the oldest first
     kept_tokens: int = 0  # sampled, of all engines, but not trained on yet
     waiting: list[int] = field(default_factory=list)  # numbers of prompts that were unfinished at the checkpoint
 

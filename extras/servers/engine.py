@@ -44,12 +44,12 @@ LOOK_SECONDS = 0.1  # between two looks of ranks that wait for servers
 
 @dataclass(kw_only=True)
 class ServerEngine:
-    """Every rank has one; that of the main rank has the servers."""
+    """Every rank has one; the main rank's has the servers."""
 
     seconds_E = np.zeros(1)  # not measured: servers sample while the ranks do other things
     fleet: Fleet | None  # None: this is not the main rank
     tokenizer: PreTrainedTokenizerBase
-    device: torch.device  # that of the weights
+    device: torch.device  # where the weights are
     version: int  # number of the weights that the next `sync` brings
     in_flight: bool  # unfinished completions go on under new weights; otherwise a sync waits for them
     weights: dict[str, list] = field(default_factory=dict)  # names, dtypes and shapes of what `sync` sends

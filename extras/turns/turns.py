@@ -138,7 +138,7 @@ class Template:
 
 
 class Turns(Observer):
-    """Plays episodes. Every rank has one; that of the first rank of an engine has the workers, and counts errors."""
+    """Plays episodes. Every rank has one; the one on an engine's first rank has the workers, and counts errors."""
 
     def __init__(
         self, limits: TurnLimits, grading: Grading, prompt_format: PromptFormat, tokenizer: Tokenizer, num_workers: int

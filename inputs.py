@@ -117,6 +117,6 @@ def digests_of_files(named: Iterable[str]) -> dict[str, str]:
     """
     from grading.user_code import files_of
 
-    files = [file for each in named if ".py:" in each for file in files_of(Path(each.rpartition(":")[0]))]
+    files = [file for each in named if ".py:" in each for file in files_of(Path(each.partition(".py:")[0] + ".py"))]
     ours = {file.resolve() for file in files_of(ROOT / "train_grpo.py")} if files else ()
     return {str(file): digest([file.read_bytes()]) for file in files if file.resolve() not in ours}

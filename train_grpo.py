@@ -219,7 +219,8 @@ def load_inputs(args: Namespace) -> Inputs:
     if prompt_format.system_prompt != args.system_prompt:  # the content of a file
         digests["--system_prompt"] = digest([prompt_format.system_prompt.encode()])
     if is_main_process():  # downloads weights that are not on the disk, while nobody waits in a collective
-        print(*describe_template(prompt_format, tokenizer), sep="\n", flush=True)
+        for line in describe_template(prompt_format, tokenizer):
+            print(line, flush=True)
         for flag, path in {"--model": args.model, "--reference": args.reference}.items():
             if path:
                 digests |= {flag: digest_of_weights(path), f"config of {flag}": digest_of_config(path, generation)}

@@ -194,7 +194,7 @@ def _figure(per_problem: list[float] | np.ndarray) -> Figure:
     return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
-# The command
+# The command ----------------------------------------------------------------------------------------------------------
 
 
 AS_IN_TRAINING = ("stop_tokens", "seed", "dtype", "head_dtype", "tensor_parallel_size")

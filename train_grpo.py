@@ -308,7 +308,7 @@ def main(args: Namespace) -> None:
                 rollout, metrics = sampler.collect(step)
                 check_same_step(step, sampler.rollout)
                 sampler.start(step, last_step)  # servers work ahead; an engine in these ranks samples when it is asked
-            # Engine and trainer share a GPU: the engine's weights and cache leave room.
+            # The trainer needs the memory of the GPU: the engine gives weights and cache back.
             with run.phase("sleep"):
                 engine.sleep()
 

@@ -354,7 +354,7 @@ class UpdateGuard:
         self.num_skipped = state.get("skipped_in_a_row", 0)
 
     def judge(self, metrics: Metrics, step: UpdateStep) -> Metrics:
-        """The metric of an update that was left out: 0 or 1.
+        """The metric of updates that are left out: 0 or 1 for this one.
 
         Raises RunError if it is one too many, or if sampler and policy differ (`check_gap`).
         """

@@ -329,7 +329,7 @@ def all_given(args: argparse.Namespace) -> SimpleNamespace:
 
 
 def leave(flag: Flag) -> str:
-    """The words for: let the default stay."""
+    """The words that ask for the default."""
     return f"leave it at {flag.default}" if flag.default else "leave it out"
 
 

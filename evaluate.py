@@ -76,7 +76,7 @@ class Result:
     figures: dict[str, Figure]
 
     def metrics(self) -> Metrics:
-        """`eval/<set>/<figure>`, and `..._stderr` beside it; `stderr` alone is that of avg@k."""
+        """`eval/<set>/<figure>`, and `..._stderr` beside it; `stderr` alone belongs to avg@k."""
         metrics, prefix = {}, f"eval/{self.data.name}"
         for name, (mean, stderr) in self.figures.items():
             metrics[f"{prefix}/{name}"] = mean
@@ -133,7 +133,7 @@ def evaluate(
 
 
 def samplings_of(sources: list[str], prefix: str, flags: Sequence[list[int] | list[float]]) -> list[Sampling]:
-    """How each set is sampled, by the values of the flags --<prefix>samples, ... of `SET_FLAGS`. Raises ValueError."""
+    """The sampling of each set, by the values of the flags --<prefix>samples, ... of `SET_FLAGS`. Raises ValueError."""
     names, columns, samplings = [name_of_source(source) for source in sources], [], []
     if len(set(names)) < len(names):
         raise ValueError(f"the sets {', '.join(names)} are reported under their names, which must differ; rename one.")
@@ -195,7 +195,7 @@ def _figure(per_problem: list[float] | np.ndarray) -> Figure:
     return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
-# The command
+# The command ----------------------------------------------------------------------------------------------------------
 
 
 AS_IN_TRAINING = ("stop_tokens", "seed", "dtype", "head_dtype", "tensor_parallel_size")
@@ -220,7 +220,7 @@ FLAGS = {
 
 
 def new_folder(out_dir: str | None, model: str) -> Path:
-    """Where the results go. Raises ValueError if it is there already and not empty."""
+    """The folder of the results. Raises ValueError if it is there already and not empty."""
     place = Path(model).resolve() if Path(model).is_dir() else Path(model.replace("/", "--"))  # `best` is a link
     folder = Path(out_dir) if out_dir else place.parent / "eval" / place.name / time.strftime("%Y-%m-%d_%H-%M-%S")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -260,7 +260,7 @@ def results_json(given: dict[str, object], results: list[Result]) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The flags; with --like the defaults are those of that run. Raises ValueError if it has no config.json."""
+    """The flags; --like takes the defaults from that run. Raises ValueError if it has no config.json."""
     about = "Evaluates a model on held-out sets. Sampling flags take one value for all sets or one for each."
     parser = parser_of(FLAGS, about)
     if run := parser.parse_args().like:

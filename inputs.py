@@ -1,4 +1,4 @@
-"""What a run reads before its weights: tokenizer, data, reward; and digests of all that its flags name."""
+"""The inputs of a run but weights: tokenizer, data, reward; digests of all that its flags name."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def start_grader(
     turns = part("extras.turns.turns", "--environment or --tools").Turns(
         limits,
         grading,
-        replace(prompt_format, system_prompt=None),
+        replace(prompt_format, system_prompt=None),  # it is in the messages
         tokenizer,
-        num_workers,  # it is in the messages
+        num_workers,
     )
     kind = f"--reward {grading.reward}: the class of --environment"
     if turns.environments and turns.environments.has_reward:

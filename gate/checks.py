@@ -19,8 +19,7 @@ from runtime.parts import check_part
 from runtime.start import check_divides, launched_world_size
 from sources import name_of_source
 
-# What stored rollouts hold: who is compared with whom, tokens sampled under these limits, and their
-# rewards.
+# Flags that stored rollouts depend on: groups, tokens sampled under these limits, their rewards.
 FIXED_BY_ROLLOUTS = (
     "prompts_per_step", "group_size", "temperature", "max_completion_tokens", "max_prompt_tokens", "stop_tokens",
     "reward", "reward_timeout", "overlong_cache_tokens", "truncated", "dynamic_sampling",
@@ -65,10 +64,8 @@ NEEDS = (
     ("--advantage=gigpo", "--environment --tools", "it compares turns"),
     ("--advantage=mt_grpo", "--environment", "it compares the rewards of turns"),
 )
-
-
-# A flag, and the part that it asks for: its folder may have been deleted.
-PARTS = {  # flag -> the part that it needs
+# Flag -> the part that it asks for, whose folder may have been deleted.
+PARTS = {
     "--lora_rank": "extras.models.lora",
     "--image_column": "extras.models.vision",
     "--router_replay": "extras.models.routes",
@@ -106,8 +103,7 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     check_tracker(args.track)
 
 
-# Contradictions, by topic: each check raises ValueError for the first one. `flag.NAME` is the flag
-# as it was written.
+# Contradictions, by topic: each check raises ValueError for the first. `flag.NAME`: as written.
 
 
 def check_loss(args: argparse.Namespace, flag: SimpleNamespace) -> None:

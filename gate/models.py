@@ -101,7 +101,7 @@ def check_context(path: str, config: PretrainedConfig, limits: tuple[int, int]) 
     longest = sum(limits)
     most = getattr(config, "model_max_length", None) or getattr(config, "max_position_embeddings", None) or math.inf
     given = getattr(config, "rope_parameters", None) or {}
-    by_kind = [each for each in given.values() if isinstance(each, dict)]  # those of each kind of layer, as in Gemma 3
+    by_kind = [each for each in given.values() if isinstance(each, dict)]  # one for each kind of layer, as in Gemma 3
     for rope in by_kind or [given]:
         kind = rope.get("rope_type")
         context = rope.get("original_max_position_embeddings", 0) if kind == "yarn" else most

@@ -61,7 +61,7 @@ def config_of(model: str) -> PretrainedConfig:
 
 
 def rows_of(train_data: list[str]) -> int | None:
-    """Training rows by #ROWS, lines on the disk and the table; None if those of a source are not known."""
+    """Training rows by #ROWS, lines on the disk and the table; None if a source's are not known."""
     total = 0
     for source in train_data:
         path, split, count = parse_source(source)

@@ -18,8 +18,7 @@ from runtime.ways_out import LARGER_SHARE, WAYS_OUT
 REDUCE = 4  # gradients are reduced in fp32
 FRAGMENTATION = 1.05  # what torch's allocator holds, over the live tensors
 CONTEXT = 2.5 * GIB  # per GPU: CUDA context, NCCL buffers, workspaces of the matrix products
-# The engine beside weights and cache, without and with CUDA graphs. vLLM's pull request 11743
-# logged 2.95 + 1.27 GiB.
+# The engine beside weights and cache, without and with CUDA graphs (vLLM #11743: 2.95 + 1.27 GiB).
 ENGINE_WORKING = {True: 2.5 * GIB, False: 4.0 * GIB}
 # NCCL buffers, graphs. vLLM's issue 47654 logged 1.4 GiB of these.
 ENGINE_ASLEEP = {True: 0.5 * GIB, False: 2.0 * GIB}
@@ -67,11 +66,9 @@ def gpu_phases(setup: Setup) -> dict[str, Parts]:
     loaded = tensor * (setup.compute_bytes if setup.has_lora else setup.trained_bytes)
     if setup.has_reference_model:
         loaded = max(loaded, tensor * setup.reference_itemsize)
-    # The largest parameter and its shard; the next one is gathered while the engine copies this
-    # one.
+    # The largest parameter and its shard; the next is gathered while the engine copies this one.
     gathered = setup.compute_bytes * (tensor * (1 + 1 / setup.num_shards) + m.largest)
-    # vLLM pads a table whose rows are no multiple of 64, and keeps it to the end of a sync: the
-    # head comes beside it.
+    # vLLM pads a table of no multiple of 64 rows, until a sync ends: the head comes beside it.
     padded = 0 if m.is_tied or m.vocab % 64 == 0 else setup.table_bytes
     passes = largest([logprobs_peak(setup), logprobs_peak(setup.reference_setup)])
     phases = {
@@ -132,7 +129,7 @@ def cache_bytes_per_token(setup: Setup) -> float:
 
 
 def sequence_bytes(setup: Setup, length: float) -> float:
-    """What a sequence of this length takes of the cache on one GPU of its engine."""
+    """Bytes that a sequence of this length takes of the cache on one GPU of its engine."""
     return length * cache_bytes_per_token(setup) + setup.model.state_bytes / setup.run.tensor_parallel_size
 
 
@@ -214,14 +211,14 @@ def update_peak(setup: Setup) -> Parts:
         {kept_name: m.layers * kept} | in_layer | {"reduction": head_gradient},
         {kept_name: (m.layers - 1) * kept} | in_layer | {"reduction": head_gradient + REDUCE * trained_per_layer},
     ]
-    if setup.run.over_vocabulary:  # the pass of the reference, before that of the policy
+    if setup.run.over_vocabulary:  # the reference's pass, before the policy's
         moments.append(logprobs_peak(setup.reference_setup))
     if not setup.has_lora:
         moments.append({"gathered": is_once * one, "reduction": root_reduction(setup)})
         if m.is_tied:  # two gradients, and their sum
             reduction = 3 * setup.table_bytes + REDUCE * m.layer_parameters
             moments.append({"gathered": one if is_once else root, "reduction": reduction})
-    if is_once:  # shards of them come only as whole ones go, in the last backward pass
+    if is_once:  # their shards come only as the whole ones go, in the last backward pass
         return largest(moments) | {"gradients, whole": REDUCE * setup.trainable}
     return {"gradients": gradients_in_passes(setup)} | largest(moments)
 
@@ -290,8 +287,7 @@ def backward_of_layer(setup: Setup) -> float:
         mlp += matrix
         matrices = matrix * (1.5 if m.experts else 3)  # gate and up are one stack of experts
         weights = max(compute * m.layer_parameters, matrices + 30 * tokens * m.hidden)
-    # Copies of keys and values, and their gradients; with grouped queries first a gradient for each
-    # query head.
+    # Copies of keys and values, and their gradients; of grouped queries first one a query head.
     copies = setup.keys_per_position * (8 * m.kv + (4 * m.q if m.kv < m.q else 0))
     attention = tokens * (copies + 12 * m.q + 4 * m.head_dim + norms * m.hidden + head_norms(setup))
     attention = max(attention, row_tokens(setup) * (7 * m.hidden + 8 * m.linear_keys + 100 * m.linear_values))
@@ -326,8 +322,7 @@ def saved_per_layer(setup: Setup) -> float:
     linear = row_tokens(setup) * (2 * m.hidden + 8 * m.linear_keys + 84 * m.linear_values)
     saved = tokens * mlp + max(attention, linear)
     if setup.has_lora and setup.lora.lora_dropout:
-        # An adapter keeps its input after dropout, and the mask (one byte a number), not the input
-        # before.
+        # An adapter keeps its input after dropout, not before, and the mask (one byte a number).
         inputs = sum(m.projections[name][0] for name in setup.lora_targets)
         saved += tokens * (3 * inputs - 2 * m.intermediate - 4 * m.hidden)
     return saved + tokens * 2 * setup.lora.lora_rank * len(setup.lora_targets)

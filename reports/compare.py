@@ -178,7 +178,7 @@ def compare(a: Side, b: Side) -> str:
 
 
 def not_alike(kind: str, runs: Side, differences: dict[str, list[object]]) -> list[str]:
-    """The differences that change what these metrics measure; for contents, those of a file that such a flag names.
+    """The differences that change what these metrics measure; contents count if such a flag names the file.
 
     A held-out accuracy is the score of the first verifier of --reward, without its weight.
     """

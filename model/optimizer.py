@@ -112,8 +112,8 @@ class ChunkedAdamW(torch.optim.AdamW):
         generator = torch.Generator(device).manual_seed(int(state["step"]))  # a resumed run rounds as it would have
         tensors = {"parameter": parameter, "gradient": parameter.grad} | state
         del tensors["step"]
-        size = sizes.OPTIMIZER_CHUNK // len(self.streams)  # so that the chunks in flight are as large together
-        chunks = [local_shard(tensor).view(-1).split(size) for tensor in tensors.values()]
+        # Chunks draw their noise in turn: another size, as with more streams, would give other bits.
+        chunks = [local_shard(tensor).view(-1).split(sizes.OPTIMIZER_CHUNK) for tensor in tensors.values()]
         for pieces in zip(*chunks, strict=True):
             with torch.cuda.stream(next(turns)):
                 # `fused_adamw` counts it up. Filled on the device: the host would wait for a copy.

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 HEAD_CHUNK_LOGITS = 1024 * 152_064  # logits made at a time: 0.6 GiB in fp32. At most two such tensors exist at once.
 MERGED_ROWS = 1024  # rows of a matrix that are in fp32 at a time, where LoRA is merged into it
-OPTIMIZER_CHUNK = 2**24  # elements updated at a time, of about 30 bytes each: at most 0.5 GiB
+OPTIMIZER_CHUNK = 2**23  # elements updated at a time, of about 30 bytes each: 0.25 GiB, and two chunks are in flight
 
 MOST_AT_ONCE = 256  # sequences that run at a time, for each rank of an engine: vLLM's default for offline use on CPU
 MOST_ON_GPU = 512  # sequences that an engine runs at a time on GPUs: vLLM's largest batch that has a CUDA graph

@@ -369,9 +369,10 @@ def optimizer_peak(setup: Setup) -> Parts:
     m = setup.model
     offload = setup.memory.offload
     if offload == "all" or (offload == "none" and setup.trained_bytes == 4):
-        return {"one chunk": 0}
-    chunk = min(OPTIMIZER_CHUNK, max(m.table, m.largest) / setup.num_shards)
-    return {"one chunk": CHUNK_BYTES[setup.trained_bytes] * chunk}
+        return {"chunks": 0}
+    in_flight = 2 if offload == "optimizer" else 1
+    elements = min(in_flight * OPTIMIZER_CHUNK, max(m.table, m.largest) / setup.num_shards)
+    return {"chunks": CHUNK_BYTES[setup.trained_bytes] * elements}
 
 
 # Host RAM and disk ---------------------------------------------------------------------------------------------------

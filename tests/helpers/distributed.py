@@ -63,7 +63,7 @@ from helpers.made_up import (
     whole_update,
 )
 from helpers.runs import largest_file, torchrun
-from model.optimizer import ChunkedAdamW
+from model.optimizer import ChunkedAdamW, join, parameters_of
 from policy import Policy, empty_policy, shard_and_fill
 from runtime.files import DiskError
 from schedule import make_plan
@@ -116,6 +116,40 @@ def kept_gradients(policy: Policy, optimizer: torch.optim.Optimizer) -> Tensors:
 
     optimizer.register_step_pre_hook(keep)
     return gradients
+
+
+def kept_masters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The fp32 numbers that this rank trains, as one vector on the host: those of now, and those after each step."""
+    masters: list[torch.Tensor] = []
+
+    def keep(*_: object) -> None:
+        vectors = []
+        for parameter in parameters_of(optimizer):
+            local = local_shard(parameter.detach())
+            if local.dtype == torch.bfloat16:
+                local = join(local.cpu(), local_shard(optimizer.state[parameter]["remainder"]).cpu())
+            vectors.append(local.flatten().to("cpu", copy=True))
+        masters.append(torch.cat(vectors))
+
+    keep()
+    optimizer.register_step_post_hook(keep)
+    return masters
+
+
+def check_same_training(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    """Two kernels of AdamW gave these `kept_masters` of three steps, on the same gradients in the first.
+
+    They differ in the last place. Key biases have gradients of rounding noise alone, which AdamW makes as large as
+    others: from the second step on, single numbers of two right programs are steps apart. So the bounds are 8 units in
+    the last place (of the larger of a number and its change) after one step, and 5 % of the whole change after three.
+    """
+    start, first, _, last = wanted
+    assert found[0].equal(start)
+    unit = torch.maximum(start.abs(), first.abs()).clamp(min=1e-12) * 2**-23
+    units = ((found[1] - first).abs() / unit).max().item()
+    assert units <= 8, f"{units:.0f} units in the last place after one step"
+    share = ((found[3] - last).norm() / (last - start).norm()).item()
+    assert share < 0.05, f"{share:.3f} of the change after three steps"
 
 
 def recorded(
@@ -284,12 +318,17 @@ def is_on_host(policy: Policy) -> bool:
     return answer
 
 
-def memory_policies(world: World, path: str) -> dict[str, tuple[list[Metrics], Tensors, Tensors, list[int]]]:
-    """Flags -> (metrics of the updates, parameters, optimizer state, numbers of reduce-scatters and all-gathers)."""
+PolicyResult = tuple[list[Metrics], Tensors, Tensors, list[int], list[torch.Tensor]]
+
+
+def memory_policies(world: World, path: str) -> dict[str, PolicyResult]:
+    """Flags -> (metrics of the updates, parameters, optimizer state, numbers of reduce-scatters and all-gathers,
+    `kept_masters`).
+    """
     return {words: under_policy(path, words, world) for words in MEMORY_POLICIES}
 
 
-def under_policy(path: str, words: str, world: World) -> tuple[list[Metrics], Tensors, Tensors, list[int]]:
+def under_policy(path: str, words: str, world: World) -> PolicyResult:
     args = parsed(f"--model {path} --group_size 2 --kl_coef 0.1 {words}", world.num_trainers)
     policy, reference, optimizer = build(args, world)
     assert isinstance(optimizer, ChunkedAdamW) is (args.offload != "none" or args.param_dtype == "bfloat16")
@@ -297,7 +336,7 @@ def under_policy(path: str, words: str, world: World) -> tuple[list[Metrics], Te
         assert optimizer.is_state_on_host is (args.offload == "optimizer")
     assert is_on_host(policy) is (args.offload == "all")
     assert is_on_host(reference) is args.offload_reference
-    calls = Counter()
+    calls, masters = Counter(), kept_masters(optimizer)
     with ExitStack() as watches:
         for name in ("reduce_scatter_single", "all_gather_single"):  # what FSDP calls
             watches.enter_context(watched(name, lambda *_, name=name: calls.update([name])))
@@ -310,7 +349,8 @@ def under_policy(path: str, words: str, world: World) -> tuple[list[Metrics], Te
         assert args.offload != "optimizer" or all(tensor.is_pinned() for tensor in big)
     policy.dtype = torch.float32
     state = {name: tensor.cpu() for name, tensor in state.items()}
-    return metrics, weights_of(policy), state, [calls["reduce_scatter_single"], calls["all_gather_single"]]
+    counts = [calls["reduce_scatter_single"], calls["all_gather_single"]]
+    return metrics, weights_of(policy), state, counts, masters
 
 
 def with_optimizer(world: World, path: str, optimizer: str) -> tuple[list[Metrics], Tensors]:

@@ -1,12 +1,16 @@
 """The memory policies train the same policy. How one continues another: test_reshard.py."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from batch import pack
 from gate.checks import check_flags
-from helpers.distributed import ONCE, SMALL, on_ranks
-from helpers.made_up import flags
+from helpers.distributed import ONCE, SMALL, check_same_training, kept_masters, on_ranks
+from helpers.made_up import RAGGED, flags, load_policy, make_rollout
+from update import with_advantages
 
 
 @pytest.fixture(scope="module")
@@ -16,17 +20,52 @@ def results(policy):
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 def test_offloading_changes_no_bit(param_dtype, results):
-    metrics, parameters, state, _ = results[f"--param_dtype {param_dtype} --offload none"]
+    metrics, parameters, state, _, masters = results[f"--param_dtype {param_dtype} --offload none"]
     assert all(update["optim/grad_norm"] > 0.05 for update in metrics)
     for other in ("optimizer", "all --offload_reference"):
         other = f"--param_dtype {param_dtype} --offload {other}"
         assert results[other][0] == metrics, other
         torch.testing.assert_close(results[other][1:3], (parameters, state), atol=0, rtol=0)
+        check_same_training(results[other][-1], masters)
+
+
+def trained_alone(path: Path, fused: bool = True, fault: str = "") -> list[torch.Tensor]:
+    """`kept_masters` of three steps without FSDP, by one of AdamW's kernels, with a fault."""
+    policy = load_policy(path)
+    parameters = [*policy.parameters()]
+    groups = [{"params": parameters[1:], "lr": 1e-3}, {"params": parameters[:1], "lr": 1e-3}]
+    if fault == "one rate a fifth too low":
+        groups[1]["lr"] = 0.8e-3
+    optimizer = torch.optim.AdamW(groups, fused=fused, foreach=False)
+    masters = kept_masters(optimizer)
+    for _ in range(3):
+        rollout = make_rollout(RAGGED * 2, group_size=2)
+        batch = with_advantages(rollout, pack(rollout, [*range(len(rollout.rows))], 2))
+        logprobs = policy(batch, 1.0)[0]
+        (logprobs * batch.advantages_N)[batch.loss_mask_N].mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if fault == "no first moment":
+            for state in optimizer.state.values():
+                state["exp_avg"].zero_()
+    return masters
+
+
+def test_other_kernels_train_the_same_and_faults_do_not(policy):
+    """The comparison that the GPU's tests make finds a lost first moment, and one tensor that is updated too little."""
+    wanted = trained_alone(policy)
+    other = trained_alone(policy, fused=False)
+    assert not other[3].equal(wanted[3])
+    check_same_training(other, wanted)
+    with pytest.raises(AssertionError, match="of the change after three steps"):
+        check_same_training(trained_alone(policy, fault="no first moment"), wanted)
+    with pytest.raises(AssertionError, match="units in the last place after one step"):
+        check_same_training(trained_alone(policy, fault="one rate a fifth too low"), wanted)
 
 
 def test_bf16_parameters_follow_the_fp32_ones_and_take_10_bytes(results, policy):
     (_, fp32, fp32_state, _), (_, bf16, bf16_state, _) = (
-        results[f"--param_dtype {dtype} --offload none"] for dtype in ("float32", "bfloat16")
+        results[f"--param_dtype {dtype} --offload none"][:4] for dtype in ("float32", "bfloat16")
     )
     start = dict(AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32).named_parameters())
     moved = torch.cat([(fp32[name] - start[name]).flatten() for name in start])
@@ -43,8 +82,8 @@ def test_bf16_parameters_follow_the_fp32_ones_and_take_10_bytes(results, policy)
 
 def test_sharded_communication_happens_once_an_update(results):
     """Parameters are gathered, and gradients reduced, once an update."""
-    metrics, parameters, _, (num_reductions, num_gathers) = results[SMALL]
-    found, found_parameters, _, (reductions, gathers) = results[ONCE]
+    metrics, parameters, _, (num_reductions, num_gathers), _ = results[SMALL]
+    found, found_parameters, _, (reductions, gathers), _ = results[ONCE]
     assert reductions == 3 * 3, "three updates, two layers and the rest"
     assert num_reductions > reductions and num_reductions % reductions == 0, "otherwise once for each micro-batch"
     reference = 2 * num_reductions // 3 + 3  # its layers in each micro-batch, the rest once an update

@@ -170,7 +170,7 @@ def first_sentence(docstring: str | None) -> str:
 
 
 def choices_in_words(flag: str) -> list[str]:
-    """For example "reinforce = -A x logprob, without a ratio", of each name that the flag can have."""
+    """The names that the flag can have, in words: "reinforce = -A x logprob, without a ratio"."""
     words = []
     for name, place in places_of(flag).items():
         module, _, function = place.partition(":")

@@ -11,9 +11,8 @@ A suffix names the dimensions: `rewards_B`, `logprobs_N`. Completion b answers p
 samples one `Rollout`; `plan_micro_batches` decides which rank trains which sequences together;
 `pack` makes the `Batch`.
 
-With --share_prompts the completions of a prompt that are packed together share its positions: the
-first one is packed whole, the others from the prompt's last token on, because that predicts another
-token for each.
+With --share_prompts, completions of a prompt that are packed together share its positions: the
+first is packed whole, the others from the prompt's last token on: it predicts a token of each.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ IMAGE = "<image>"  # in a prompt: the place of an image
 Messages = list[dict[str, object]]
 Metrics = dict[str, float]
 State = dict[str, int | list[int] | list[float] | list[tuple[int | str, int]]]  # the loop's, by name: in the checkpoint
-# (index b of the completion, text, sampled token ids, truncated, grade if the environment has given
-# one)
+# Takes b, text, sampled token ids, whether it is truncated, and an environment's grade, if any.
 OnFinished = Callable[[int, str, Sequence[int], bool, Grade | None], None]
 
 
@@ -95,11 +93,11 @@ class Rollout:
     loss_weights_B: np.ndarray = field(default_factory=lambda: np.zeros(0))  # float32: of each of its tokens
     advantages: list[np.ndarray] = field(default_factory=list)  # float32, one per completion token
     # By name, a value of each completion that only an optional part makes or reads:
-    #   versions    int32, per completion token: the steps that the weights were trained which sampled it
+    #   versions    int32, per completion token: steps that its sampler's weights were trained
     #   lags        int32, per completion token: steps between those weights and the ones that are trained
     #   routes      which experts took each position in the engine (extras/models/experts.py)
     #   is_hinted   whether the step has made a hint for it (extras/teacher/hints.py)
-    #   kl_weights  the KL's weight over that of the loss; without them it is 1
+    #   kl_weights  the weight of its KL over its weight in the loss; without them it is 1
     parts: dict[str, list] = field(default_factory=dict)
 
     @property
@@ -134,7 +132,7 @@ class Rollout:
         return np.array([len(row.ids) + len(completion) - 1 for row, completion in pairs])
 
     def sampled_only(self, per_token: list[np.ndarray]) -> list[np.ndarray]:
-        """Leaves out, of values per completion token, those of tokens that an environment said."""
+        """The values per completion token, without the tokens that an environment said."""
         return [values[is_sampled] for values, is_sampled in zip(per_token, self.is_sampled, strict=True)]
 
     @property
@@ -157,7 +155,7 @@ class Rollout:
         return replace(self, rows=rows)
 
     def first_position(self, b: int) -> int:
-        """The position that predicts the first token of completion b: that of the prompt's last token."""
+        """The position that predicts the first token of completion b: the prompt's last token."""
         return len(self.rows[b].ids) - 1
 
     def describe(self, b: int) -> dict[str, object]:
@@ -259,15 +257,15 @@ def rollout_of(completions: list[Completion]) -> Rollout:
 
 
 class Part(Protocol):
-    """What an optional part of the model knows of a micro-batch, such as its images."""
+    """The data of a micro-batch that an optional part of the model reads, such as images."""
 
     is_for_reference: bool  # whether the reference reads it, too
 
     def to(self, device: torch.device) -> Part:
-        """The same on the device."""
+        """The part on the device."""
 
     def inputs(self, model: nn.Module, batch: Batch) -> dict[str, Tensor | None]:
-        """Arguments of the decoder, beside those of every batch or in their place."""
+        """Arguments of the decoder that this part adds or replaces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,8 +281,8 @@ class Batch:
     sequence_ids_N: Tensor  # int64, 0 to S - 1
     rollout_logprobs_N: Tensor  # float32, the engine's; zero where the label is no completion token
     segments_S: tuple[Segment, ...]  # their lengths add up to N
-    lags_N: Tensor  # float32, those of `Rollout.parts`; zero where none are known
-    kl_weights_N: Tensor  # float32, the KL's weight over that of the loss
+    lags_N: Tensor  # float32, from `Rollout.parts`; zero where none are known
+    kl_weights_N: Tensor  # float32, from `Rollout.parts`; 1 without them
     parts: tuple[Part, ...] = ()  # of this model
     packing: Packing | None = None  # for its attention, on the device; None: each pass makes it
     advantages_N: Tensor | None = None  # float32, zero where the label is no completion token; None: not known yet
@@ -294,7 +292,7 @@ class Batch:
     distilled: Distilled | None = None  # for a KL over the vocabulary; None: it is not known yet
 
     def reference_batch(self) -> Batch:
-        """What the reference reads: with hints, if there are any."""
+        """The batch as the reference reads it: with hints, if there are any."""
         return self.hinted or replace(self, parts=tuple(part for part in self.parts if part.is_for_reference))
 
     @property
@@ -308,7 +306,7 @@ class Batch:
         return float((stops - starts).sum())
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on the device, but for pixel values: those of a whole step would be gigabytes."""
+        """The batch on the device, but for pixel values, which are gigabytes in a whole step."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
         return replace(self, **moved, parts=tuple(part.to(device) for part in self.parts))
@@ -466,7 +464,7 @@ def plan_micro_batches(
     group_size: int = 1,
     shared: np.ndarray | None = None,
 ) -> list[list[list[int]]]:
-    """Which rank trains which sequences together: plan[rank][micro] is a list of indices into `lengths`.
+    """The sequences that each rank trains together: plan[rank][micro] is a list of indices into `lengths`.
 
     No micro-batch holds more than `max_tokens` positions. Every rank gets the same number of micro-batches, about the
     fewest that the cap allows; some may be empty. Every rank computes the whole plan: nothing is communicated.

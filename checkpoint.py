@@ -39,9 +39,8 @@ from runtime.history import read_metrics
 from runtime.progress import progress
 from runtime.start import RunError
 
-Companions = list[
-    PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig
-]  # what belongs to the model, in its folder
+# The other files of a model, in its folder.
+Companions = list[PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig]
 Weights = dict[str, Tensor]  # by name, in the engine's dtype
 
 REFUSED = (OSError, SafetensorError, CheckpointException)  # what a full disk ends in; the last is of `dcp`
@@ -142,7 +141,7 @@ class Writer:
     def _together(self, work: Callable[[], None]) -> None:
         """Does the work of each rank. Raises DiskError on all ranks if the disk of one refuses something.
 
-        What there is of the checkpoint is removed before: a full disk needs the room.
+        The unfinished checkpoint is removed before: a full disk needs the room.
         """
         refused = ""
         try:
@@ -182,7 +181,7 @@ class Writer:
 
 
 def reason(error: BaseException) -> str:
-    """Why the disk refused something; for a failure in `dcp`, the reason of the first rank."""
+    """The reason why the disk refused something; for a failure in `dcp`, the first rank's."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     # torch does not pass on what the system said.
@@ -214,7 +213,7 @@ def export(policy: Policy, weights: Weights, companions: dict[str, bytes], folde
     """Writes the policy with these weights in Hugging Face format. `companions`: of `files_of`."""
     policy.model.save_pretrained(folder, state_dict=weights)
     config = copy.deepcopy(policy.model.config)
-    config.dtype = policy.dtype  # save_pretrained wrote that of the fp32 masters
+    config.dtype = policy.dtype  # save_pretrained wrote the masters' float32
     config.save_pretrained(folder)
     for name, content in companions.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -240,7 +239,7 @@ def load(folder: Path, policy: Policy, optimizer: Optimizer) -> State:
 
 
 def shards_of(policy: Policy, optimizer: Optimizer) -> dict[str, dict[str, object]]:
-    """What is trained, its optimizer state, and the reference if it moves. The rest is read from --model again."""
+    """Trained parameters, optimizer state, and a reference that moves. --model has the rest."""
     parameters, state = get_state_dict(policy, optimizer)
     for name, parameter in policy.named_parameters(remove_duplicate=False):  # tied: both names
         if not parameter.requires_grad:

@@ -39,14 +39,14 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         args.gpu_memory_utilization = 0.9 if args.engine == "server" else 0.6
     if args.rollout_correction is None:
         default = "token_truncate" if most_lag(args) else "none"
-        if args.replay:  # that of the run that has sampled
+        if args.replay:  # as in the run that has sampled
             from runtime.history import read_config
 
             default = read_config(Path(args.replay)).get("rollout_correction", "none")
         args.rollout_correction = default if args.old_logprobs == "trainer" else "none"
     if args.quiet:
         os.environ[OFF] = "1"
-    if args.replay:  # the command is that of a run, with one flag more
+    if args.replay:  # the run's own command, with one flag more
         args.eval_every, args.eval_before_training, args.keep_best = 0, False, None
     args.eval_max_completion_tokens = args.eval_max_completion_tokens or [args.max_completion_tokens]
     return args

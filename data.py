@@ -1,8 +1,7 @@
 """Data: source -> records -> rows. A row carries its prompt, so a prompt cannot come apart from its answer.
 
-Records are read in `sources.py`. Read from the top: `PromptData.load` loads a source,
-`indices_of_step` says which rows a step draws, `make_row` makes a row. `python
-scripts/show_data.py` shows data before training.
+`sources.py` reads records. Read from the top: `PromptData.load` loads a source, `indices_of_step`
+draws the rows of a step, `make_row` makes a row. scripts/show_data.py shows data before training.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ HINT = "\n\nHere is a reference solution:\n{}\n\nAfter understanding it, solve t
 
 
 class ImageReader(Protocol):
-    """What reads images for a model: `Vision` of extras/models/vision.py."""
+    """A reader of images for a model: `Vision` of extras/models/vision.py."""
 
     image_token: int
 
@@ -61,7 +60,7 @@ class PromptData:
     rows: list[Row]
     num_too_long: int = 0
     excluded: list[tuple[str, str]] = field(default_factory=list)  # (where, reason) of rows that cannot be used
-    is_shuffled: bool = True  # in each epoch anew; else the order of the rows is that of all epochs
+    is_shuffled: bool = True  # in each epoch anew; else all epochs keep the order of the rows
 
     def __post_init__(self) -> None:
         if not self.rows:
@@ -73,7 +72,7 @@ class PromptData:
         source: str, prompt_format: PromptFormat, tokenizer: Tokenizer, seed: int, vision: ImageReader | None = None,
         hint_column: str | None = None, is_shuffled: bool = True,
     ) -> PromptData:  # fmt: skip
-        """The usable rows whose prompt has at most `max_prompt_tokens` tokens, those of images and hint included.
+        """The usable rows whose prompt has at most `max_prompt_tokens` tokens, with its images and its hint.
 
         Without `vision` images count as the template writes them: enough to look at data, not to train.
         Raises ValueError or FileNotFoundError if the source or a column is not there, or no row is left.
@@ -161,7 +160,7 @@ def order_of_epoch(num_rows: int, seed: int, epoch: int) -> np.ndarray:
 def load_reader(
     path: str, config: PretrainedConfig | None, prompt_format: PromptFormat
 ) -> tuple[Tokenizer, ImageReader | None]:
-    """The tokenizer of a model, and what reads images; None without a config, or where nothing has to do with images.
+    """The tokenizer of a model, and its reader of images: None without a config, or where nothing concerns images.
 
     Raises ValueError for image flags that do not suit the model, and if it has no tokenizer.
     """
@@ -279,13 +278,12 @@ def _text(value: object, name: str) -> str:
 
 
 def _messages(value: object, name: str, prompt_format: PromptFormat) -> Messages:
-    """The conversation with suffix and system prompt; the latter takes the place of the data's own."""
+    """The conversation with its suffix. A system prompt takes the place of the data's own."""
     value = _spelled_messages(value, name)
     messages = value if isinstance(value, list) else [{"role": "user", "content": _text(value, name)}]
     if not messages or not all(isinstance(message, dict) for message in messages):
         raise UnusableRow(f"{name} is no list of messages")
-    # Without the nulls that parquet files add; a new dictionary each, because the row's columns
-    # stay as read.
+    # Without the nulls that parquet files add. New dictionaries: the row's columns stay as read.
     messages = [{key: part for key, part in message.items() if part is not None} for message in messages]
     for message in messages:
         if not {"role", "content"} <= message.keys():

@@ -55,6 +55,7 @@ from model.special_tokens import describe_tags
 from model.weights import load_config
 from reward import Grader
 from runtime.files import best_effort, must_write, write
+from runtime.history import read_config
 from runtime.start import RunError, Stopped
 from runtime.tables import in_columns
 from sources import name_of_source, read_system_prompt
@@ -75,7 +76,7 @@ class Result:
     figures: dict[str, Figure]
 
     def metrics(self) -> Metrics:
-        """`eval/<set>/<figure>`, and `..._stderr` beside it; `stderr` alone is that of avg@k."""
+        """`eval/<set>/<figure>`, and `..._stderr` beside it; `stderr` alone belongs to avg@k."""
         metrics, prefix = {}, f"eval/{self.data.name}"
         for name, (mean, stderr) in self.figures.items():
             metrics[f"{prefix}/{name}"] = mean
@@ -132,7 +133,7 @@ def evaluate(
 
 
 def samplings_of(sources: list[str], prefix: str, flags: Sequence[list[int] | list[float]]) -> list[Sampling]:
-    """How each set is sampled, by the values of the flags --<prefix>samples, ... of `SET_FLAGS`. Raises ValueError."""
+    """The sampling of each set, by the values of the flags --<prefix>samples, ... of `SET_FLAGS`. Raises ValueError."""
     names, columns, samplings = [name_of_source(source) for source in sources], [], []
     if len(set(names)) < len(names):
         raise ValueError(f"the sets {', '.join(names)} are reported under their names, which must differ; rename one.")
@@ -194,7 +195,7 @@ def _figure(per_problem: list[float] | np.ndarray) -> Figure:
     return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
-# The command
+# The command ----------------------------------------------------------------------------------------------------------
 
 
 AS_IN_TRAINING = ("stop_tokens", "seed", "dtype", "head_dtype", "tensor_parallel_size")
@@ -219,7 +220,7 @@ FLAGS = {
 
 
 def new_folder(out_dir: str | None, model: str) -> Path:
-    """Where the results go. Raises ValueError if it is there already and not empty."""
+    """The folder of the results. Raises ValueError if it is there already and not empty."""
     place = Path(model).resolve() if Path(model).is_dir() else Path(model.replace("/", "--"))  # `best` is a link
     folder = Path(out_dir) if out_dir else place.parent / "eval" / place.name / time.strftime("%Y-%m-%d_%H-%M-%S")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -259,14 +260,13 @@ def results_json(given: dict[str, object], results: list[Result]) -> str:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The flags; with --like the defaults are those of that run. Raises ValueError if it has no config.json."""
+    """The flags; --like takes the defaults from that run. Raises ValueError if it has no config.json."""
     about = "Evaluates a model on held-out sets. Sampling flags take one value for all sets or one for each."
     parser = parser_of(FLAGS, about)
     if run := parser.parse_args().like:
-        try:
-            config = json.loads((Path(run) / "config.json").read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"--like {run}: config.json cannot be read ({error}); name the folder of a run.") from None
+        config = read_config(Path(run))
+        if not config:
+            raise ValueError(f"--like {run} has no config.json; name the folder of a run.")
         shared = [each.name[2:] for each in (*GROUPS["prompts"], *GROUPS["reward"], *GROUPS["turns"])]
         shared += ["stop_tokens", "dtype", "head_dtype"]
         parser.set_defaults(**{name: config[name] for name in shared if name in config})

@@ -19,7 +19,7 @@ from typing import NamedTuple, Self, dataclass_transform
 from runtime.cards import GPUS
 from runtime.start import launched_world_size
 
-MORE_UNFINISHED = 0.5  # --partial_rollouts: unfinished prompts beside those of a step, as a share of them
+MORE_UNFINISHED = 0.5  # --partial_rollouts: unfinished prompts beyond a step's, as a share of a step's
 MOST_LAG = 4  # --partial_rollouts: steps that the oldest token may be behind; its group is then waited for
 
 INF = math.inf
@@ -33,7 +33,7 @@ class Flag(NamedTuple):
     default: object  # its value where it is not given
     help: str
     within: tuple[float, float] | None  # smallest and largest value
-    type: type  # that of a single value
+    type: type  # of a single value
     is_list: bool = False  # any number of values
     choices: tuple[str, ...] | None = None
     is_required: bool = False
@@ -60,7 +60,7 @@ class Flag(NamedTuple):
 def flag(
     name: str, default: object, help: str, within: tuple[float, float] | None = None, type: type = str, **more: object
 ) -> Flag:
-    """A flag, whose default shows its type. `type`: that of a single value where the default is None or []."""
+    """A flag, whose default shows its type. `type`: of a single value, where the default is None or []."""
     example = default
     if isinstance(default, list):
         more["is_list"] = True
@@ -431,7 +431,7 @@ class Sampling(Settings):  # how often and how a set of prompts is sampled: the 
     temperature: float
     max_completion_tokens: int
     top_p: float = 1.0  # of an evaluation; training samples from the whole distribution
-    router_replay: bool  # the routes of what is sampled are kept; those of an evaluation never
+    router_replay: bool  # the routes of what is sampled are kept; never in an evaluation
 
     def for_vllm(self, max_tokens: int) -> dict[str, object]:
         """vLLM's parameters of a request for one completion of at most `max_tokens` tokens, by their names there.
@@ -467,7 +467,7 @@ def ranks_per_engine(args: argparse.Namespace, num_ranks: int | None = None) -> 
 
 
 def most_lag(args: argparse.Namespace) -> int:
-    """How many steps the weights that sample may be behind the trained ones."""
+    """The number of steps that the weights that sample may be behind the trained ones."""
     return MOST_LAG if args.partial_rollouts else args.steps_ahead
 
 

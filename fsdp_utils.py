@@ -81,7 +81,7 @@ class World:
         return self.trainer_rank % self.tp_size == 0
 
     def describe(self) -> str:
-        """For example: 16 ranks on cuda, 2 copies of the policy, 8 engines of 2."""
+        """The log's line: 16 ranks on cuda, 2 copies of the policy, 8 engines of 2."""
         text = f"{self.num_trainers} rank{'s' * (self.num_trainers > 1)} on {self.device.type}"
         if self.shard_ranks not in (None, self.num_trainers):
             text += f", {self.num_trainers // self.shard_ranks} copies of the policy"
@@ -136,7 +136,7 @@ def init_world(tp_size: int, timeout_minutes: float, shard_ranks: int | None = N
 def allocator_settings(is_expandable: bool) -> str:
     """The settings of torch's allocators: the user's PYTORCH_ALLOC_CONF, and expandable segments.
 
-    Those keep micro-batches of many sizes from fragmenting the GPU's memory. vLLM cannot capture
+    Segments keep micro-batches of many sizes from fragmenting the GPU's memory. vLLM cannot capture
     its CUDA graphs with them where engines span GPUs, so they are off until the engine is built.
     pinned_max_round_threshold_mb is not set: with it torch 2.13 hands out blocks of pinned memory
     that are too small.
@@ -287,8 +287,7 @@ def begin_gather(parameter: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
     assert local.placements[dim].is_shard(0), "FSDP2 shards the rows, over one dimension of the mesh"
     # Converted before it is sent: bf16 is half the bytes of an fp32 master.
     own = moved(local.to_local(), mesh.device_type, dtype)
-    # A collective wants as many rows of each rank; the last ones may have fewer, which are padded
-    # and cut off again.
+    # A collective wants as many rows of each rank: the last ranks' are padded, and cut off again.
     rows = -(-num_rows // mesh.size(dim))
     if len(own) < rows:
         own = torch.cat([own, own.new_zeros(rows - len(own), *own.shape[1:])])
@@ -311,8 +310,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     """The global gradient norm before clipping, an fp32 scalar, the same on every rank. Scales gradients in place.
 
-    It works on the shards of all at once, and sums over the ranks once: DTensor would go one by
-    one.
+    It works on the shards of all at once, and sums over ranks once: DTensor would go one by one.
     """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     shards = [local_shard(gradient) for gradient in gradients]
@@ -331,7 +329,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     if mesh is not None and mesh.ndim > 1:
         dist.broadcast(norm, src=0)
     # Scaled without asking whether it has to be: the host would wait for the GPU's answer. 1e-6 is
-    # that of torch's own clipping.
+    # from torch's own clipping.
     torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
@@ -371,7 +369,7 @@ def gather_from_ranks(item: Item) -> list[Item]:
 
 
 def exchange_with_ranks(items: list[Item]) -> list[Item]:
-    """What each rank has sent to this one, in rank order. `items`: for each rank; picklable host data."""
+    """Each rank's item for this one, in rank order. `items`: for each rank; picklable host data."""
     if is_alone():
         return items
     received: list[Item] = []
@@ -384,8 +382,7 @@ def exchange_with_ranks(items: list[Item]) -> list[Item]:
 
 def end_if_requested() -> None:
     """Raises Stopped on every rank if a signal has asked any of them to end. All ranks call it together."""
-    # Each rank hears its own signals: one that left alone would keep the others waiting in a
-    # collective.
+    # Each rank hears its own signals: if one left alone, the others would wait in a collective.
     if any(gather_from_ranks(requested())):
         raise Stopped
 

@@ -1,11 +1,10 @@
 """The algorithm: advantages, policy losses, KL, correction of the sampler's mismatch, aggregation, and the total loss.
 
-Each choice is one function, which `algorithm.py` finds by its name in `NAMES`.
-Rare ones are in `extras/losses/`, one paper a file. To add one, write the function and name it there, or
-keep it in a file of your own: `--policy_loss my_loss.py:f`, `--advantage my_advantage.py:f`,
-`--kl_estimator my_kl.py:f`. The parameters after `*` are the flags of the same names: only those
-have an effect. `--help` and the log show the first sentence of its docstring. How the choices
-compare with TRL's and verl's: `docs/algorithm.md`.
+Each choice is one function, which `algorithm.py` finds by its name in `NAMES`. Rare ones are in
+`extras/losses/`, one paper a file. To add one, write the function and name it there, or keep it in
+a file of your own: `--policy_loss my_loss.py:f` (also --advantage, --kl_estimator). The parameters
+after `*` are the flags of the same names: only those have an effect. `--help` and the log show the
+first sentence of its docstring. How the choices compare with TRL's and verl's: `docs/algorithm.md`.
 
 The functions are pure: tensors in, tensors out, no model, device or rank. Dimensions: `batch.py`,
 and T: the completion tokens of a step, one completion after the other.
@@ -34,11 +33,11 @@ class Graded:
 
     rewards_PG: Tensor  # float32; with --kl_in reward, minus the KL penalties of all tokens of the completion
     returns_T: Tensor  # from the token's turn on; with --kl_in reward, minus the KL penalties of these tokens
-    lengths_B: Tensor  # completion tokens, those of an environment included
+    lengths_B: Tensor  # completion tokens, with what an environment said
     mask_T: Tensor  # bool: the token is trained
     step: int = 1  # 1, 2, ..., total_steps
     total_steps: int = 1
-    columns: list[dict[str, object]] = field(default_factory=list)  # those of each prompt's row, P of them
+    columns: list[dict[str, object]] = field(default_factory=list)  # of each prompt's row: P
     # From the grades, as they were given:
     parts: dict[str, Tensor] = field(default_factory=dict)  # verifier or sub-score -> [P, G], without its weight
     is_correct_PG: Tensor | None = None  # bool: full marks from the first verifier of the reward
@@ -244,10 +243,10 @@ def no_kl(x: Tensor) -> Tensor:
 
 
 # Sampler-trainer mismatch ---------------------------------------------------------------------------------------------
-# Weights of the policy loss, per token: its probability by the trainer / by the sampler. The trainer's model is that at
+# Weights of the policy loss, per token: its probability by the trainer / by the sampler. The trainer's weights are from
 # the beginning of the step; the sampler's may be older (--steps_ahead, --partial_rollouts).
 class Correction(NamedTuple):
-    """What `--rollout_correction` makes of each token."""
+    """The result of --rollout_correction for each token."""
 
     weights: Tensor
     is_outside: Tensor  # bool: the weight is truncated, or 0

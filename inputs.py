@@ -1,4 +1,4 @@
-"""What a run reads before its weights: tokenizer, data, reward; and digests of all that its flags name."""
+"""The inputs of a run but weights: tokenizer, data, reward; digests of all that its flags name."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def start_grader(
     turns = part("extras.turns.turns", "--environment or --tools").Turns(
         limits,
         grading,
-        replace(prompt_format, system_prompt=None),
+        replace(prompt_format, system_prompt=None),  # it is in the messages
         tokenizer,
-        num_workers,  # it is in the messages
+        num_workers,
     )
     kind = f"--reward {grading.reward}: the class of --environment"
     if turns.environments and turns.environments.has_reward:
@@ -117,6 +117,6 @@ def digests_of_files(named: Iterable[str]) -> dict[str, str]:
     """
     from grading.user_code import files_of
 
-    files = [file for each in named if ".py:" in each for file in files_of(Path(each.rpartition(":")[0]))]
+    files = [file for each in named if ".py:" in each for file in files_of(Path(each.partition(".py:")[0] + ".py"))]
     ours = {file.resolve() for file in files_of(ROOT / "train_grpo.py")} if files else ()
     return {str(file): digest([file.read_bytes()]) for file in files if file.resolve() not in ours}

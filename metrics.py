@@ -136,7 +136,7 @@ def pass_metrics(batch: Batch, total: TotalLoss, loss: Tensor, num_tokens: int, 
 
 
 def token_metrics(batch: Batch, total: TotalLoss, algorithm: Algorithm) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(the values that metrics average over tokens, those of which they take the maximum)."""
+    """(values that metrics average over tokens, values of which they take the maximum)."""
     t, loss = total.tokens, total.policy_loss
     weights_N, is_outside_N = total.correction
     # What compares the two engines needs the trainer's log-probs.
@@ -177,7 +177,7 @@ def kl_metrics(batch: Batch, x_N: Tensor, algorithm: Algorithm) -> dict[str, Ten
         means["policy/kl_clamp_frac"] = k3(x_N, kl_clamp=0.0) != k3(x_N, kl_clamp=algorithm.kl_clamp)
     if algorithm.has_teacher:
         kl_N = k1(x_N) if batch.distilled is None else batch.distilled.kl_N
-        means["distill/kl"] = kl_N * batch.kl_weights_N  # so its mean is that of the completions with a hint
+        means["distill/kl"] = kl_N * batch.kl_weights_N  # so its mean is over the completions with a hint
     if batch.distilled is not None:
         means["distill/agreement"] = batch.distilled.agrees_N * batch.kl_weights_N
     return means
@@ -285,7 +285,7 @@ def work_of_step(
     num_iterations: int,
     flops_of: Callable[[list[Batch]], float],
 ) -> Work:
-    """The work of a step, the same on every rank; all ranks call it. `updates`: those of one pass over `trained`.
+    """The work of a step, the same on every rank; all ranks call it. `updates`: of one pass over `trained`.
 
     `flops_of`: `Policy.update_flops`.
     """

@@ -3,7 +3,7 @@
     python scripts/launch.py --ranks 2 minimal.py --model scripts/tiny_policy --out_dir - --total_steps 3 \
         --train_data scripts/tiny_policy/train.jsonl --max_prompt_tokens 16 --max_completion_tokens 48
 
-Left out is what lets a run survive, what refuses, what watches, and dynamic sampling, servers, turns, images, replay.
+Left out: checkpoints, evaluation, the gate, the observers, dynamic sampling, servers, turns, images, replay.
 The rest gives the same numbers, to the last bit, also where all files are deleted that this one does not import
 (tests/test_core.py). Each verb has one file: sample `rollout.py`, grade `reward.py`, pack and update `update.py`,
 equations `grpo.py`, log-probs `policy.py`, ranks `fsdp_utils.py`; records are in `batch.py`. Copy this file, hack it.

@@ -44,10 +44,10 @@ class Adapter(Protocol):
     has_dropout: bool
 
     def off(self) -> AbstractContextManager[None]:
-        """Within it the policy is its base model."""
+        """Makes the policy its base model in the block."""
 
     def dropout_on(self, seed: tuple[int, ...], world: World) -> AbstractContextManager[None]:
-        """Within it the adapter drops inputs."""
+        """Has the adapter drop inputs in the block."""
 
     def merged(self, layer: nn.Module, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight with the layer's adapter in it."""
@@ -64,7 +64,7 @@ class Policy(nn.Module):
 
     # For `fsdp_utils.shard`: these, too, need gathered parameters.
     forward_methods = ("hidden_states",)
-    head_dtype: torch.dtype | None = None  # the logits'; None: that of the head's weights
+    head_dtype: torch.dtype | None = None  # the logits'; None: as the head's weights
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> None:
         """`dtype`: of the arithmetic, the engine and the exported weights. The parameters may have another."""
@@ -84,13 +84,11 @@ class Policy(nn.Module):
         matrices = model.get_output_embeddings().weight.numel()
         for layer in self.layers:
             matrices += sum(weight.numel() * active_share(config, weight.ndim) for weight in layer.parameters())
-        # FLOPs of a forward pass: 2 x numbers of the matrices x tokens; causal attention 2 x
-        # length^2 x width a layer.
+        # FLOPs forwards: matrices 2 x numbers x tokens; attention 2 x length^2 x width a layer.
         self.flops_per_token = 2 * matrices
         # Granite divides its logits. Here the temperature does it, in one division.
         self.logits_divisor = config.logits_scaling if config.model_type == "granite" else 1.0
-        # At this length attention costs as much as the matrices: flops_per_token x
-        # `batch.training_costs` is the sum.
+        # Length at which attention costs as much as the matrices, for `batch.training_costs`.
         self.parity_length = matrices / (attention_layers(config) * config.num_attention_heads * head_dim(config))
 
     @property
@@ -107,7 +105,7 @@ class Policy(nn.Module):
         """
         trained_K, head = batch.trained_K, self.model.get_output_embeddings()
         hidden_KD, labels_K = self._trained_hidden(batch), batch.labels_N.index_select(0, trained_K)
-        temperature *= self.logits_divisor  # a teacher's has that of its own logits
+        temperature *= self.logits_divisor  # a teacher's has its own divisor in it
         # Not `head(hidden)`: the logits of all positions would take more memory than the model.
         scores = chunked_logprobs(hidden_KD, head, labels_K, temperature, trains_entropy, self.head_dtype, teacher)
         # Back to all positions, so that whatever adds up over them needs one kind of index.
@@ -141,15 +139,15 @@ class Policy(nn.Module):
 
     @property
     def has_dropout(self) -> bool:
-        """Whether the update drops inputs, so that its log-probs are not those of the policy that sampled."""
+        """Whether the update drops inputs, so that its log-probs differ from the sampling policy's."""
         return self.adapter is not None and self.adapter.has_dropout
 
     def adapter_off(self) -> AbstractContextManager[None]:
-        """Within it a policy with an adapter is its base model, which is the reference."""
+        """Makes a policy with an adapter its base model, the reference, in the block."""
         return self.adapter.off() if self.adapter else nullcontext()
 
     def dropout_on(self, seed: tuple[int, ...], world: World) -> AbstractContextManager[None]:
-        """Within it a policy with dropout drops inputs, drawn from the seed and the rank."""
+        """Has a policy with dropout drop inputs in the block, drawn from the seed and the rank."""
         return self.adapter.dropout_on(seed, world) if self.adapter else nullcontext()
 
     @torch.no_grad()
@@ -246,12 +244,10 @@ def build_policy(
 def compile_layers(policy: Policy) -> None:
     """Puts the decoder layers under torch.compile, in place. One compilation serves all of them and all lengths.
 
-    It is their `forward` alone: FSDP's hooks and the recomputation stay around it, and no parameter
-    gets another name.
+    Only their `forward`: FSDP's hooks and recomputation stay around it; no parameter is renamed.
     """
     for layer in policy.layers:
-        # A graph for each state: gradients, adapter on or off, kind of layer, some ranges of
-        # lengths.
+        # A graph for each state: gradients, adapter on or off, kind of layer, range of lengths.
         compiled = torch.compile(layer.forward, dynamic=True, recompile_limit=64)
         # On CPUs `Engine` disables compilation in the whole process, for vLLM.
         layer.forward = torch._dynamo.config.patch(disable=False)(compiled)
@@ -268,14 +264,12 @@ def empty_policy(
     """The model at `path` (folder or hub id), without storage yet. `dtype`: the policy's, not of its parameters."""
     if os.environ.get(OFF) or not sys.stderr.isatty():  # a bar would fill a log file
         transformers.utils.logging.disable_progress_bar()
-    # A tower has images of its own, which are not packed: it keeps torch's attention. "" is a
-    # model of one part.
+    # A tower keeps torch's attention: its images are not packed. "" is a model of one part.
     attention = {"": "packed", "text_config": "packed", "vision_config": "sdpa"}
     with without_storage():
         model = model_from_config(load_config(path), dtype=param_dtype, attn_implementation=attention)
     model.eval()  # as from_pretrained leaves it: no dropout
-    # For some families vLLM runs transformers' decoder: it changes that class, in this process, to
-    # compile its calls.
+    # vLLM, where it runs transformers' decoder, changes that class, in this process, to compile it.
     model.get_decoder().do_not_compile = True
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

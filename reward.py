@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from fsdp_utils import World
 
 
-# Texts for a trial of one's own functions: all marks of an answer at once, the answer alone, and
-# nothing
+# Texts for a trial of one's own functions: all marks of an answer, the answer alone, nothing
 TRIAL = ("<think>\nSo.\n</think>\n<answer>\\boxed{KEY}\nAnswer: KEY\n#### KEY</answer>", "KEY", "")
 KEYS_AT_ONCE = 64  # answer keys in a request to a worker: a request costs more than a check
 
@@ -199,7 +198,7 @@ class Grader:
         return {i: reason for i, reason in sorted(reasons.items()) if reason is not None}
 
     def _trial(self, case: Case) -> str:
-        """What is wrong with functions of one's own: they return no reward for some text, or fail for each; else ""."""
+        """The fault of functions of one's own, which return no reward for some text, or fail for each; else ""."""
         texts = [text.replace("KEY", case.answer) for text in TRIAL]
         for kind in ["grade"] * self.inputs.cases + ["compare"] * self.inputs.groups:
             for b, text in enumerate(texts):

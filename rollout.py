@@ -82,8 +82,7 @@ class Engine:
         options = engine_options(model_path, settings, is_cuda, world.tp_size, demand)
         if "architectures" in options.get("hf_overrides", {}):
             part("extras.models.linear_attention", "--model: linear attention").leave_tower_out()
-        # vLLM collects garbage at each stage of its start: a second in all, if it looks at all that
-        # is imported.
+        # vLLM collects garbage at each stage of its start: a second, if it looks at all imports.
         gc.freeze()
         beat()
         routes = part("extras.models.routes", "--router_replay") if settings.router_replay else None
@@ -116,12 +115,10 @@ class Engine:
         self.prepare(seed)
         self.keeps_routes = sampling.router_replay
         rows_B = [row for row in rows for _ in range(sampling.num_samples)]
-        # Whole groups: the completions of a prompt share its keys and values in the cache of one
-        # engine.
+        # Whole groups: completions of a prompt share its keys and values in one engine's cache.
         indices_PG = np.arange(len(rows_B)).reshape(-1, sampling.num_samples)
         own = np.array_split(indices_PG, self.world.num_engines)[self.world.engine_index].flatten().tolist()
-        # All ranks of an engine have the same completions: one of them tells the grader and the
-        # other engines.
+        # All ranks of an engine have the same completions: one tells the grader and other engines.
         is_leader = self.world.is_engine_leader
         finished: dict[int, Completion] = {}
         start = time.perf_counter()
@@ -191,8 +188,7 @@ class Engine:
                 continue
             number, (sampled,) = int(output.request_id), output.outputs
             row, ids = self.requests.pop(number)
-            # vLLM puts the tokens of images into a prompt by itself: the trainer must read the same
-            # ones.
+            # vLLM puts tokens of images into a prompt by itself: the trainer must read the same.
             if output.prompt_token_ids != [*row.ids.tolist(), *ids]:
                 raise RuntimeError(f"the engine reads {row.where} with other image tokens than the trainer.")
             logprobs = list(sampled.logprobs.logprobs)
@@ -205,8 +201,7 @@ class Engine:
     def abort_unfinished(self) -> list[tuple[int, list[int], list[float]]]:
         """Aborts each unfinished request. Returns (number, token ids, log-probs) of what it has sampled so far.
 
-        They are read out of vLLM, which returns a request at its end alone, or else all of it at
-        every token.
+        They are read out of vLLM, which returns a request at its end, or all of it at each token.
         """
         engine = self.llm.llm_engine
         states = dict(engine.output_processor.request_states)
@@ -252,7 +247,7 @@ class Engine:
         if was_asleep:
             torch.cuda.empty_cache()  # what torch holds in reserve is what vLLM needs back
             self.llm.wake_up(tags=["weights"])
-        # vLLM fuses and divides them as it does with those of files, whose names they have.
+        # vLLM fuses and divides them as if they came from files: they have the names of these.
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_parameters)})
         if self.world.device.type == "cpu":
             self.llm.apply_model(repack)
@@ -306,8 +301,7 @@ def _engine_input(row: Row, ids: list[int], images: dict[str, object]) -> Tokens
 
 def seed_everything(seed: tuple[int, ...], engine_index: int) -> None:
     """Sets every generator that vLLM may draw from; the ranks of an engine must sample the same."""
-    # Not by `hash` or a sum: steps, purposes and engines that lie next to each other get unrelated
-    # streams.
+    # Not by `hash` or a sum: neighbouring steps, purposes and engines get unrelated streams.
     state = int(np.random.SeedSequence([*seed, engine_index]).generate_state(1)[0])
     random.seed(state)
     np.random.seed(state)  # vLLM on CUDA draws from it  # noqa: NPY002

@@ -112,7 +112,7 @@ def _by_digest(name: str, value: object, inputs: dict[str, str]) -> object:
 
 
 class Observer:
-    """Sees a run from beside it, on the ranks that have one; each method may be left out. Deleted, nothing changes."""
+    """Watches a run on the ranks that have one; a run computes the same without it. Each method may be left out."""
 
     def phase(self, name: str, step: int) -> AbstractContextManager[None]:
         """Goes around a phase of the loop; "load" comes before the first step."""
@@ -165,7 +165,7 @@ class Run:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the wall time of the block, less that of phases inside it; on CUDA with the work that it queued."""
+        """Adds the wall time of the block, less the phases inside it; on CUDA with the work that it queued."""
         start = time.perf_counter()
         self.start = self.start or start  # the clock of a run starts with its first phase
         before = sum(self.seconds.values())
@@ -178,7 +178,7 @@ class Run:
 
     @contextmanager
     def observed(self, name: str) -> Iterator[None]:
-        """The block is a phase to the observers alone: the clock does not run yet."""
+        """Runs the block as a phase of the observers alone: the clock does not run yet."""
         with ExitStack() as stack:
             stack.enter_context(in_phase(name, self.step))
             for observer in self.observers:
@@ -187,7 +187,7 @@ class Run:
 
     @contextmanager
     def shown(self, step_record: Callable[[], StepRecord]) -> Iterator[None]:
-        """The block is the update: after it observers get the record of the step, also if it ends in a sentence.
+        """Runs the block, the update. Then observers get the record of the step, also if it ends in a sentence.
 
         Raises Stopped, before the block, if a signal came.
         """
@@ -295,7 +295,7 @@ def _own_files(inputs: Iterable[str]) -> str:
 
 
 def _git(*arguments: str, folder: str = "") -> str:
-    """What git says of this folder, by default the code's; "" without git or a repository."""
+    """The answer of git about this folder, by default the code's; "" without git or a repository."""
     if not (git := shutil.which("git")):
         return ""
     command = [git, "-C", folder or str(Path(__file__).parent), *arguments]

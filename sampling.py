@@ -8,8 +8,7 @@ over all epochs; the checkpoint keeps how far (`state`).
 
 With --drop_solved (ScaleRL, arXiv 2510.13786) a prompt whose group was correct often enough is skipped from then on.
 
-With --steps_ahead generation servers sample the first round of coming steps while the ranks train
-this one (`start`).
+With --steps_ahead servers sample the first round of coming steps while the ranks train (`start`).
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come 
     from run import Run
 
 MOST_ROUNDS = 10  # for a step; verl's recipe of DAPO sets max_num_gen_batches to it
-# The rollout with hints in its rows, of groups of this size, and the metrics of these.
+# (rollout, group size) -> the rollout with hints in its rows, and metrics of the hints.
 AddHints = Callable[[Rollout, int], tuple[Rollout, Metrics]]
 
 
 class DrawSettings(Settings):
-    """Which prompts a step samples, and which of its groups it trains on."""
+    """The choice of the prompts that a step samples, and of the groups that it trains on."""
 
     prompts_per_step: int
     group_size: int
@@ -70,17 +69,17 @@ class Sampler:
     seconds_RE: list[np.ndarray] = field(default_factory=list)  # the time of each engine in each round
     rollout: Rollout | None = None  # all its completions, also those that are not trained on
     round_B: np.ndarray | None = None  # the round of each
-    used_B: np.ndarray | None = None  # the indices of those that are trained on
+    used_B: np.ndarray | None = None  # the indices of the completions that are trained on
 
     def state(self, step: int) -> State:
-        """For the checkpoint: the position after `step`, which is the last step or the one before.
+        """The position after `step` (the last step or the one before), for the checkpoint.
 
         A run that continues samples again what was begun ahead, from the same prompts.
         """
         return self.before.get(step + 1) or self.position()
 
     def position(self) -> State:
-        """How far prompts are drawn from the data at this moment."""
+        """The place in the data up to which prompts are drawn at this moment."""
         state: State = {"prompts_drawn": self.num_drawn}
         if self.drawn_ahead:
             state["drawn_ahead"] = sorted(self.drawn_ahead.items())
@@ -93,7 +92,7 @@ class Sampler:
         self.solved = dict(state.get("solved", ()))
 
     def start(self, step: int, last_step: int) -> None:
-        """Servers begin to sample the first round of the steps after this one; an engine in the ranks does nothing.
+        """Has servers sample the first round of the steps after this one; an engine in the ranks does nothing.
 
         The bound is on what is begun, so no sampled token is thrown away.
         """
@@ -114,9 +113,9 @@ class Sampler:
         self.used_B, metrics = choose_groups(self.rollout, len(rounds), self.draws)
         if self.draws.drop_solved:
             metrics |= part("extras.samplers.solved", "--drop_solved").drop_solved(self)
-        # The metrics of rewards and lengths are those of all that were sampled: dynamic sampling would flatter them.
+        # Metrics of rewards and lengths count all that were sampled: dynamic sampling would flatter them.
         chosen = self.rollout.select(self.used_B)
-        self.rollout = self.rollout.with_parts(routes=None)  # they are large, and those of the others are not needed
+        self.rollout = self.rollout.with_parts(routes=None)  # they are large, and the others' are not needed
         if self.add_hints:
             chosen, hint_metrics = self.add_hints(chosen, self.draws.group_size)
             metrics |= hint_metrics
@@ -197,7 +196,7 @@ def has_signal_P(rollout: Rollout, draws: DrawSettings) -> np.ndarray:
 
 
 def prompts_to_sample(rounds: list[Rollout], draws: DrawSettings) -> int:
-    """How many prompts the next round of the step samples, given the rounds so far; 0: the step is complete.
+    """The number of prompts of the step's next round, given the rounds so far; 0: the step is complete.
 
     As many as are expected to fill the gap, at the share of groups with a signal seen so far, but at most P.
     """
@@ -219,8 +218,7 @@ def choose_groups(sampled: Rollout, num_rounds: int, draws: DrawSettings) -> tup
     has_signal = has_signal_P(sampled, draws)
     with_signal, without_signal = np.flatnonzero(has_signal), np.flatnonzero(~has_signal)
     kept = with_signal[: draws.prompts_per_step]
-    # Only after `MOST_ROUNDS`: they teach nothing, but the step has the size that the learning rate
-    # was chosen for.
+    # Only after `MOST_ROUNDS`: they teach nothing, but the learning rate is for a step of this size.
     filling = without_signal[: draws.prompts_per_step - len(kept)]
     counts = {
         "sampling/rounds": num_rounds,

@@ -44,7 +44,7 @@ class Plan(Settings, kw_only=True):
         )
 
     def update(self, step: int, i: int) -> UpdateStep:
-        """Where update i of step 1, 2, ... stands in the run, and its learning rate."""
+        """The place of update i of step 1, 2, ... in the run, and its learning rate."""
         index = (step - 1) * self.updates_per_step + i
         is_last = i + 1 == self.updates_per_step
         is_moving = is_last and self.reference_every > 0 and step % self.reference_every == 0
@@ -92,7 +92,7 @@ class UpdateStep(NamedTuple):
 
 
 def counted(number: float, noun: str) -> str:
-    """For example: 1 step, 2.5 steps, 3 micro-batches."""
+    """The number with its noun: 1 step, 2.5 steps, 3 micro-batches."""
     plural = "es" if noun.endswith("batch") else "s"
     return f"{round(number, 2):.15g} {noun}{plural * (number != 1)}"
 

@@ -35,7 +35,7 @@ class Record(NamedTuple):
 
 
 def read_records(source: str, seed: int, is_shuffled: bool = True) -> list[Record]:
-    """The rows in their order; with #ROWS in that of drawing, unless an epoch is to keep theirs."""
+    """The rows in their order; with #ROWS in the order of the draw, unless epochs keep the file's."""
     what, split, count = parse_source(source)
     check_source(source, what)
     splits = _load_splits(source, what, split)

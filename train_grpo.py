@@ -5,8 +5,7 @@
 Every rank runs this file. It holds a shard of the policy (FSDP2) and a part of a sampling engine
 (vLLM), and sees the whole step: all completions, all rewards, and one plan of who trains what. To
 understand a step, read the loop below, then what the README lists, from `batch.py` (with the
-dimension key) to `grpo.py`. Starting the same command again continues from the last checkpoint in
---out_dir.
+dimension key) to `grpo.py`. The same command again continues from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -45,6 +44,7 @@ from flags import (
 from fsdp_utils import World, close_world, init_world, is_main_process, set_allocator
 from gate.agreement import check_same_step, check_world
 from gate.inputs import check_loaded, check_training
+from gate.models import length_limits
 from grading.user_code import load_reference
 from grpo import Algorithm
 from inputs import Inputs, digest, digest_of_config, digest_of_data, digest_of_weights, digests_of_files, start_grader
@@ -103,12 +103,11 @@ def load_models(
 
 
 def engine_settings(args: Namespace) -> EngineSettings:
-    limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
-    return EngineSettings.from_flags(args, max_model_len=sum(limits))
+    return EngineSettings.from_flags(args, max_model_len=sum(length_limits(args)))
 
 
 def build_engine(args: Namespace, inputs: Inputs, run: Run) -> Engine:
-    """The engine in the ranks, with random weights until the first `sync`, which brings those of `run.step`."""
+    """The engine in the ranks, with random weights until the first `sync`, which brings the weights of `run.step`."""
     if args.replay:
         from extras.samplers.replay import NoEngine
 
@@ -217,10 +216,11 @@ def load_inputs(args: Namespace) -> Inputs:
     named = [args.environment, args.tools, args.advantage, args.policy_loss, args.kl_estimator, args.optimizer]
     named = ",".join(filter(None, [*named, args.after_step])).split(",")
     digests |= digests_of_files([*grader.weights, *named])
-    if prompt_format.system_prompt != args.system_prompt:  # that of a file
+    if prompt_format.system_prompt != args.system_prompt:  # the content of a file
         digests["--system_prompt"] = digest([prompt_format.system_prompt.encode()])
     if is_main_process():  # downloads weights that are not on the disk, while nobody waits in a collective
-        print(*describe_template(prompt_format, tokenizer), sep="\n", flush=True)
+        for line in describe_template(prompt_format, tokenizer):
+            print(line, flush=True)
         for flag, path in {"--model": args.model, "--reference": args.reference}.items():
             if path:
                 digests |= {flag: digest_of_weights(path), f"config of {flag}": digest_of_config(path, generation)}
@@ -231,7 +231,7 @@ def load_inputs(args: Namespace) -> Inputs:
 
 
 def open_run(args: Namespace, algorithm: Algorithm) -> tuple[Inputs, PromptData, list[PromptData], Plan, Run]:
-    """What the user gives, checked by all ranks together, and the run folder. A mistake ends with one sentence."""
+    """The user's inputs, checked by all ranks together, and the run folder. A mistake ends with one sentence."""
     try:
         inputs, out_dir = load_inputs(args), Path(args.out_dir)
         config, free = vars(args), free_on_resume(args)
@@ -251,7 +251,7 @@ def open_run(args: Namespace, algorithm: Algorithm) -> tuple[Inputs, PromptData,
 
 
 def observers_of(args: Namespace, inputs: Inputs, world: World, total_steps: int) -> list[Observer]:
-    """What watches this rank's run. What adds to the line of a step comes before what shows it."""
+    """The observers of this rank's run: those that add to a step's line before those that show it."""
     out_dir, observers = Path(args.out_dir), [MemoryWatch(world)]
     if args.after_step:
         observers.append(AfterStep(load_reference(args.after_step)))
@@ -308,8 +308,7 @@ def main(args: Namespace) -> None:
                 rollout, metrics = sampler.collect(step)
                 check_same_step(step, sampler.rollout)
                 sampler.start(step, last_step)  # servers work ahead; an engine in these ranks samples when it is asked
-            # Engine and trainer share the memory of a GPU: the weights and the cache of one leave
-            # room for the other.
+            # The trainer needs the memory of the GPU: the engine gives weights and cache back.
             with run.phase("sleep"):
                 engine.sleep()
 

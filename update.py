@@ -54,9 +54,8 @@ def pack_updates(
     """The updates of one pass over the rollout, each of consecutive prompts and divided by `plan_micro_batches`."""
     indices_of_updates = np.split(np.arange(plan.completions_per_step), plan.updates_per_pass)
     trained_lengths_B = torch.from_numpy(rollout.trained_lengths_B)
-    # The weight of a token in the loss follows from the lengths of the whole update. It is known
-    # before anything is packed, so loss and gradient do not depend on which sequences share a
-    # micro-batch or a rank.
+    # The weight of a token in the loss follows from the lengths of the whole update, before anything
+    # is packed: loss and gradient do not depend on what shares a micro-batch or a rank.
     weights_B = loss_weights(trained_lengths_B, indices_of_updates, algorithm)
     rollout = replace(rollout, loss_weights_B=weights_B.numpy())
     group_size = group_size_of_hinted = plan.group_size if memory.share_prompts else 1
@@ -120,8 +119,7 @@ def add_logprobs(updates: list[Update], policy: Policy, reference: Policy | None
         updates = [update.map(lambda x: replace(x, old_logprobs_N=x.rollout_logprobs_N)) for update in updates]
     else:
         needs_all = policy.has_dropout or algorithm.num_iterations > 1 or algorithm.has_penalties
-        # Until the first optimizer step the policy is the old policy: that update's own pass has
-        # the old log-probs.
+        # Until the first optimizer step the policy is the old one: its own pass has the old log-probs.
         first = 0 if needs_all else 1
         scored = [logprobs_under(policy, "old_logprobs_N", update, algorithm) for update in updates[first:]]
         updates = updates[:first] + scored
@@ -230,7 +228,7 @@ def compute_advantages(
 
 @contextmanager
 def own_code(flag: str, step: int, names: str = "") -> Iterator[None]:
-    """The block calls a function that may be the user's: where it fails, the run ends with a sentence.
+    """Ends the run with a sentence where the block fails, which calls a function that may be the user's.
 
     `names`: what it could have asked for.
     """
@@ -333,9 +331,9 @@ def add_gradients(
 
 # Which updates are left out ------------------------------------------------------------------------------------------
 #
-# What is not finite. An update is judged when its gradient is there, before the optimizer's step, by metrics that are
-# the same on every rank. Left out, it changes no bit of policy and optimizer. It does not end the run, because a
-# resumed one would meet it again; many in a row do.
+# Those that are not finite. An update is judged between its gradient and the optimizer's step, by metrics that are the
+# same on every rank. Left out, it changes no bit of policy and optimizer. It does not end the run, because a resumed
+# run would meet it again; several in a row do.
 
 MOST_SKIPPED = 3  # updates in a row; one more ends the run
 
@@ -349,16 +347,16 @@ class UpdateGuard:
     is_broken: bool = False  # none of the step's updates was finite: no checkpoint of it is written
 
     def state(self) -> State:
-        """What a resumed run needs: goes into the checkpoint."""
+        """The guard's part of a checkpoint."""
         return {"skipped_in_a_row": self.num_skipped, "is_broken": self.is_broken}
 
     def restore(self, state: State) -> None:
         self.num_skipped = state.get("skipped_in_a_row", 0)
 
     def judge(self, metrics: Metrics, step: UpdateStep) -> Metrics:
-        """How often the update was left out, 0 or 1, as a metric.
+        """The metric of updates that are left out: 0 or 1 for this one.
 
-        Raises RunError if it is one too many, or if the sampler has drifted away from the policy.
+        Raises RunError if it is one too many, or if sampler and policy differ (`check_gap`).
         """
         check_gap(metrics, step)
         loss, norm = metrics["policy/loss"], metrics["optim/grad_norm"]

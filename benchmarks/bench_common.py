@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
@@ -25,6 +24,7 @@ from batch import Rollout, Row, Update
 from command_line import parse_flags
 from flags import AdamW, Lora, Memory
 from fsdp_utils import World
+from grading import Grade
 from policy import build_policy
 from schedule import make_plan
 from update import UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy
@@ -113,7 +113,7 @@ def make_rollout(lengths: list[int], vocab: int, prompt_tokens: int = 16, group_
         is_truncated_B=np.zeros(len(lengths), dtype=bool),
         is_sampled=[np.ones(n, dtype=bool) for n in lengths],
         is_trained_B=np.ones(len(lengths), dtype=bool),
-        grades=[SimpleNamespace(status="ok", reward=rng.normal(), is_correct=False, parts={}) for _ in lengths],
+        grades=[Grade(rng.normal(), "ok") for _ in lengths],
     )
 
 

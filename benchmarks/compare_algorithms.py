@@ -57,6 +57,7 @@ from batch import Rollout, pack, to_positions
 from bench_common import parser_of
 from command_line import parse_flags
 from gate.checks import check_flags
+from grading import Grade
 from grpo import Algorithm
 
 GOAL = 1e-5
@@ -221,9 +222,7 @@ def make_case(seed: int, kind: str) -> Case:
         rollout_logprobs=[row[:n].numpy() for row, n in zip(sampled, lengths_B.tolist(), strict=True)],
         texts=[""] * B,
         is_truncated_B=~is_trained_B.numpy(),
-        grades=[
-            SimpleNamespace(status="ok", reward=reward, is_correct=False, parts={}) for reward in rewards_B.numpy()
-        ],
+        grades=[Grade(reward, "ok") for reward in rewards_B.numpy()],
         is_sampled=[np.ones(length, dtype=bool) for length in lengths_B.tolist()],
         is_trained_B=is_trained_B.numpy(),
         advantages=[row[:n].numpy() for row, n in zip(advantages, lengths_B.tolist(), strict=True)],

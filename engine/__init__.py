@@ -1,1 +1,1 @@
-"""How vLLM is set up in a rank: behind the door `rollout.py`."""
+"""The set-up of vLLM in a rank, behind the door `rollout.py`."""

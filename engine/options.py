@@ -15,7 +15,7 @@ from flags import EngineSettings
 from model.sizes import CPU_BLOCK, HYBRIDS, MOST_ON_GPU, TEXT_ALONE, cpu_cache_bytes
 from model.weights import load_config
 
-# torch and vLLM's allocator say the one, vLLM's checks of its share of the GPU the other.
+# First torch and vLLM's allocator, then vLLM's checks of its share of the GPU.
 LACK_OF_MEMORY = re.compile(r"out of memory|gpu.memory.utilization", re.IGNORECASE)
 
 
@@ -23,7 +23,7 @@ class EngineDemand(NamedTuple):
     """The most that the calls of a run ask of one engine."""
 
     sequences: int | None = None  # completions of a call; None: any number
-    images: dict[str, object] = {}  # noqa: RUF012  arguments for those of prompts: `data.image_options`
+    images: dict[str, object] = {}  # noqa: RUF012  arguments for images: `data.image_options`
 
 
 ANY_TEXT = EngineDemand()
@@ -62,14 +62,12 @@ def engine_options(
     if is_cuda:
         options |= {
             "gpu_memory_utilization": settings.gpu_memory_utilization,
-            # vLLM's own default depends on the kind of GPU (256 or 1,024), and batches above 512
-            # have no CUDA graph.
+            # vLLM's default differs by GPU (256 or 1,024); batches above 512 have no CUDA graph.
             "max_num_seqs": min(MOST_ON_GPU, demand.sequences or MOST_ON_GPU),
             "enable_return_routed_experts": settings.router_replay,
             "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},  # FlashInfer's: see vllm_setup.py
-            # Nor are its kernels tried out, with a barrier of all ranks: a node without nvcc would
-            # not come to it. Experts are Triton's: FlashInfer's kernels change the layout of their
-            # weights, which a sync would write into.
+            # FlashInfer tries kernels before a barrier, which a node without nvcc never reaches.
+            # It also changes the layout of experts, into which a sync writes: theirs are Triton's.
             "kernel_config": {"enable_flashinfer_autotune": False, "moe_backend": "triton"},
             "gdn_prefill_backend": "triton",  # linear attention: FlashInfer's would be compiled, by nvcc
         }

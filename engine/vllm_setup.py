@@ -1,4 +1,4 @@
-"""What vLLM needs before it is imported: its environment, one patch.
+"""The set-up that vLLM needs before it is imported: its environment, one patch.
 
 `prepare_vllm()` does it in a rank, for an engine in this process; a variable that the user has set
 stays there. `extras/servers/start.py` gives servers `ENVIRONMENT` and `SERVER_ENVIRONMENT`. All of it was
@@ -15,8 +15,7 @@ from runtime.start import launch_name
 
 ENVIRONMENT = {  # for every process with vLLM
     "VLLM_NO_USAGE_STATS": "1",  # otherwise it sends a report to its makers
-    # CUDA: FlashInfer compiles at its first call, with a toolkit that pip does not bring.
-    # docs/hardware.md
+    # CUDA: FlashInfer compiles at its first call, with a toolkit that pip lacks. docs/hardware.md
     "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # `gate/models.py` has checked the length; vLLM misreads yarn's
@@ -42,7 +41,7 @@ def prepare_vllm() -> None:
 
 
 def name_shared_memory() -> None:
-    """CPU: adds the run's name to that of the memory which the ranks of an engine share.
+    """CPU: adds the run's name to the name of the memory that the ranks of an engine share.
 
     vLLM gives it the same name in every run on a machine: another run, or what a killed one has
     left, would get in the way.

@@ -1,4 +1,4 @@
 """All that refuses: flags, functions of the user, models, the machine, ranks that differ.
 
-Called by `train_grpo.py`, `evaluate.py` and the dry run alone, before a weight is read.
+The programs and the dry run call it before a weight is read, and the loop in each step (`check_same_step`).
 """

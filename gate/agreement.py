@@ -27,7 +27,7 @@ SHOWN_SECONDS = 10.0  # network file systems do not show a new file at once
 
 
 def check_world(args: Namespace, world: World) -> None:
-    """What only ranks together can know; then each is watched. ValueError or RuntimeError, on every rank."""
+    """Checks what only ranks together can know, and watches each. ValueError or RuntimeError, on every rank."""
     check_shared(Path(args.out_dir))
     check_same_start(vars(args))
     stall.watch(Path(args.out_dir) / "ranks", world.trainer_rank, args.timeout_minutes)
@@ -84,9 +84,9 @@ def check_same_step(step: int, sampled: Rollout) -> None:
 
 
 def differences(ranks: list[dict[str, str]]) -> str:
-    """For example "rank 3 has --seed 2 (the other ranks: 1)"; "" if all ranks say the same.
+    """The ranks that differ: "rank 3 has --seed 2 (the other ranks: 1)"; "" if all say the same.
 
-    What most ranks say counts as right; if as many say something else, what the first of them says.
+    The majority counts as right; where as many say something else, the side of the first rank does.
     """
     deviations: dict[int, list[str]] = defaultdict(list)  # by rank
     for name in dict.fromkeys(chain.from_iterable(ranks)):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import re
 from itertools import chain, cycle, product
-from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -16,12 +14,12 @@ from flags import FLAGS, GROUPS, INF, TINY, Flag, ks_of_pass, ranks_per_engine
 from gate.models import check_path
 from runtime.cards import gpu_figures
 from runtime.files import run_and_step
+from runtime.history import read_config
 from runtime.parts import check_part
 from runtime.start import check_divides, launched_world_size
 from sources import name_of_source
 
-# What stored rollouts hold: who is compared with whom, tokens sampled under these limits, and their
-# rewards.
+# Flags that stored rollouts depend on: groups, tokens sampled under these limits, their rewards.
 FIXED_BY_ROLLOUTS = (
     "prompts_per_step", "group_size", "temperature", "max_completion_tokens", "max_prompt_tokens", "stop_tokens",
     "reward", "reward_timeout", "overlong_cache_tokens", "truncated", "dynamic_sampling",
@@ -53,19 +51,21 @@ CONTRADICTIONS = (
     ("--head_dtype=bfloat16", "--dtype=float32", "the former would round what the latter computes"),
     ("--advantage=maxrl", "--kl_in", "rewards must not be negative"),
     ("--advantage=zero", "--kl_in", "nothing is trained on but the KL in the loss"),
+    ("--advantage=zero", "--kl_estimator=k1 --kl_estimator=none",
+     "as a loss the latter has a gradient of mean zero, which learns nothing (use k2)"),
+    ("--reference_every", "--reference", "the reference that moves began as --model"),
     ("--group_size=1", "--dynamic_sampling", "a group of one never has a signal"),
 )  # fmt: skip
 # A flag with this value needs one of the flags of the second column.
 NEEDS = (
+    ("--advantage=zero", "--kl_coef", "it trains on nothing but the KL in the loss"),
     ("--policy_loss=a_star_po", "--kl_coef", "it reads the log-probs of the reference"),
     ("--policy_loss=rlsd", "--kl_coef", "it reads the log-probs of the teacher"),
     ("--advantage=gigpo", "--environment --tools", "it compares turns"),
     ("--advantage=mt_grpo", "--environment", "it compares the rewards of turns"),
 )
-
-
-# A flag, and the part that it asks for: its folder may have been deleted.
-PARTS = {  # flag -> the part that it needs
+# Flag -> the part that it asks for, whose folder may have been deleted.
+PARTS = {
     "--lora_rank": "extras.models.lora",
     "--image_column": "extras.models.vision",
     "--router_replay": "extras.models.routes",
@@ -97,14 +97,13 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     check_batches(args, num_ranks)
     check_turns(args)
     flag = all_given(args)
-    checks = check_loss, check_groups, check_reward, check_hints, check_memory, check_servers, check_replay
+    checks = check_loss, check_groups, check_reward, check_hints, check_servers, check_replay
     for check in (*checks, check_evaluation):
         check(args, flag)
     check_tracker(args.track)
 
 
-# Contradictions, by topic: each check raises ValueError for the first one. `flag.NAME` is the flag
-# as it was written.
+# Contradictions, by topic: each check raises ValueError for the first. `flag.NAME`: as written.
 
 
 def check_loss(args: argparse.Namespace, flag: SimpleNamespace) -> None:
@@ -117,12 +116,6 @@ def check_loss(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         )
     if args.advantage == "maxrl" and re.search(r"\blength\b|:-", args.reward):
         raise ValueError("--advantage maxrl needs rewards that are not negative; leave `length` and such weights out.")
-    if args.advantage == "zero" and not args.kl_coef:
-        raise ValueError("--advantage zero trains on nothing but the KL in the loss: give --kl_coef.")
-    if args.kl_over == "sampled" and args.advantage == "zero" and args.kl_estimator in ("k1", "none"):
-        raise ValueError(
-            f"{flag.kl_estimator} as a loss has a gradient of mean zero, so --advantage zero learns nothing; use k2."
-        )
 
 
 def check_groups(args: argparse.Namespace, flag: SimpleNamespace) -> None:
@@ -143,15 +136,9 @@ def check_reward(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         raise ValueError(
             f"--reward none grades nothing for {flag.advantage} to compare; give --advantage zero, or a reward."
         )
-    needs_reward = {
-        flag.dynamic_sampling: args.dynamic_sampling != "off",
-        flag.drop_solved: args.drop_solved > 0,
-        flag.truncated: args.truncated == "zero",
-        flag.eval_data: args.eval_data,
-    }
-    for written, is_used in needs_reward.items():
-        if is_ungraded and is_used:
-            raise ValueError(f"{written} needs a reward; leave it out, or give one, which --advantage zero only logs.")
+    for needing in ("--dynamic_sampling", "--drop_solved", "--truncated=zero", "--eval_data"):
+        if is_ungraded and is_given(needing, args):
+            raise ValueError(f"{needing} needs a reward; leave it out, or give one, which --advantage zero only logs.")
     if args.advantage == "zero" and args.reference in (None, args.model) and not args.hint_column:
         raise ValueError(
             "--advantage zero follows the reference, which is --model itself: give --reference, or --hint_column."
@@ -195,33 +182,14 @@ def check_turns(args: argparse.Namespace) -> None:
             raise ValueError(f"{reference!r} in --environment or --tools: needed is FILE.py:NAME.")
 
 
-def check_memory(args: argparse.Namespace, flag: SimpleNamespace) -> None:
-    if args.reference_every and args.reference not in (None, args.model):
-        raise ValueError(
-            f"{flag.reference_every} moves a reference that began as --model; leave it out, or {flag.reference}."
-        )
-    if args.lora_rank and args.offload_reference and args.reference in (None, args.model):
-        raise ValueError(
-            f"--offload_reference has no effect with {flag.lora_rank}; leave it out: the reference is the policy with "
-            "its adapter off."
-        )
-
-
 def check_servers(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     if args.engine == "colocated":
         return
-    gpus, urls, size = args.generation_gpus, args.server_urls, args.tensor_parallel_size
-    for url in map(urlsplit, urls):
+    for url in map(urlsplit, args.server_urls):
         if url.scheme not in ("http", "https") or not url.hostname or url.path.strip("/"):
             raise ValueError(f"{flag.server_urls}: needed is http://HOST:PORT for each.")
-    if urls and not args.dry_run and not os.environ.get("VLLM_API_KEY"):
-        raise ValueError(
-            "--server_urls: set VLLM_API_KEY to the key of the servers, which scripts/serve.py prints or was given."
-        )
-    if len(gpus) % size:
-        raise ValueError(
-            f"{flag.generation_gpus}: {len(gpus)} GPUs are no whole number of servers of {size}; give a multiple."
-        )
+    size, num_gpus = args.tensor_parallel_size, len(args.generation_gpus)
+    check_divides("--tensor_parallel_size", size, "the number of --generation_gpus", num_gpus)
 
 
 def check_replay(args: argparse.Namespace, flag: SimpleNamespace) -> None:
@@ -230,11 +198,9 @@ def check_replay(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     folder, step = run_and_step(args.replay)
     if os.path.realpath(folder) == os.path.realpath(args.out_dir):
         raise ValueError(f"{flag.replay} is --out_dir, too; name another folder for what is trained now.")
-    file = folder / "config.json"
-    try:
-        replayed = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError):
-        raise ValueError(f"{flag.replay}: {file} cannot be read; name the folder of a run.") from None
+    replayed = read_config(folder)
+    if not replayed:
+        raise ValueError(f"{flag.replay}: {folder} has no config.json; name the folder of a run.")
     if args.reference_every and step and not replayed.get("reference_every"):
         raise ValueError(
             f"{flag.reference_every} with {flag.replay}: this checkpoint holds no reference; give {folder}."
@@ -273,10 +239,6 @@ def check_tracker(track: str) -> None:
         return
     if importlib.util.find_spec(track) is None:
         raise ValueError(f"--track {track}: its package is not installed; run `pip install {track}`.")
-    needs_key = track == "wandb" and os.environ.get("WANDB_MODE", "online") == "online"
-    has_key = os.environ.get("WANDB_API_KEY") or (Path.home() / ".netrc").exists()  # where `wandb login` writes it
-    if needs_key and not has_key:
-        raise ValueError("--track wandb: no key is known; run `wandb login`, set WANDB_API_KEY or WANDB_MODE=offline.")
 
 
 def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> None:
@@ -290,7 +252,7 @@ def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> Non
         if partners and flag.is_changed(args) and not any(partner.is_changed(args) for partner in partners):
             needed = " or ".join(map(as_needed, partners))
             raise ValueError(
-                f"{flag.written(args)} has no effect here, only with {needed}: {leave(flag)}, or change the other."
+                f"{flag.written(args)} has no effect here, only with {needed}: leave it out, or change the other."
             )
     for firsts, seconds, reason in CONTRADICTIONS:
         for pair in product(firsts.split(), seconds.split()):
@@ -330,11 +292,6 @@ def all_given(args: argparse.Namespace) -> SimpleNamespace:
     """All flags that there are, as they were written."""
     names = [name.removeprefix("--") for name in FLAGS]
     return SimpleNamespace(**{name: FLAGS[f"--{name}"].written(args) for name in names if hasattr(args, name)})
-
-
-def leave(flag: Flag) -> str:
-    """How to say that the default should stay."""
-    return f"leave it at {flag.default}" if flag.default else "leave it out"
 
 
 def check_batches(args: argparse.Namespace, num_ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""What a training run does first: it reads and checks its command line, or answers --dry_run.
+"""The start of a training run: it reads and checks the command line, or answers --dry_run.
 
 Nothing heavy is imported here: a mistake is reported within a second, not after the imports of torch and vLLM.
 """

@@ -16,13 +16,12 @@ from engine.options import stop_ids
 from flags import FLAGS, ranks_per_engine
 from gate.checks import LOOPBACK
 from gate.machine import check_launch
-from gate.models import check_compile, check_model, check_path
+from gate.models import check_model, check_path, check_trained, length_limits
 from inputs import Inputs
-from model.weights import load_config, load_tokenizer, model_of_shapes
+from model.weights import load_config, load_tokenizer
 from runtime.files import run_and_step
 from runtime.history import digests_of
 from runtime.machine import choose_interface, local_world_size
-from runtime.parts import part
 
 
 def check_training(args: Namespace) -> None:
@@ -30,16 +29,9 @@ def check_training(args: Namespace) -> None:
     is_first_node = int(os.environ.get("RANK", "0")) < local_world_size()  # which has the servers
     check_launch(ranks_per_engine(args), args.dtype, len(args.generation_gpus) if is_first_node else 0)
     check_places(args)
-    check_path(args.model)
-    config = load_config(args.model)
-    limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
-    check_model(args.model, config, limits, args.tensor_parallel_size, args.router_replay)
-    if args.compile:
-        check_compile(args.model, config, args.dtype)
-    if args.lora_rank:  # raises for a target that the model does not have
-        part("extras.models.lora", "--lora_rank").target_names(model_of_shapes(config), args.lora_targets)
+    check_trained(args, load_config(args.model))
     if args.reference:
-        check_reference(args, limits)
+        check_reference(args)
 
 
 def check_evaluation(args: Namespace) -> None:
@@ -50,13 +42,13 @@ def check_evaluation(args: Namespace) -> None:
     check_model(args.model, load_config(args.model), limits, args.tensor_parallel_size)
 
 
-def check_reference(args: Namespace, limits: tuple[int, int]) -> None:
+def check_reference(args: Namespace) -> None:
     """Raises ValueError for a --reference that cannot score what the policy samples."""
     path = args.reference
     try:
         check_path(path)
         theirs = load_config(path)
-        check_model(path, theirs, limits, tensor_parallel_size=1)
+        check_model(path, theirs, length_limits(args), tensor_parallel_size=1)
         other = load_tokenizer(path)
     except (ValueError, OSError) as error:  # these know the policy alone
         raise ValueError(str(error).replace("--model", "--reference")) from None
@@ -72,12 +64,12 @@ def check_places(args: Namespace) -> None:
     """Raises ValueError if servers are to be started on what this machine lacks, or are out of its reach."""
     for host in [host for url in args.server_urls if (host := urlsplit(url).hostname) not in LOOPBACK]:
         choose_interface(host)  # weights go there; for the ranks of one node the loopback would be chosen
-    if args.engine == "colocated" or args.server_urls:
+    if args.engine == "colocated" or args.server_urls or not torch.cuda.is_available():
         return
     num_ranks, gpus = local_world_size(), args.generation_gpus
-    if torch.cuda.is_available() and not gpus:
+    if not gpus:
         raise ValueError("--engine server: give --generation_gpus, or --server_urls of servers that run.")
-    if torch.cuda.is_available() and min(gpus) < num_ranks:
+    if min(gpus) < num_ranks:
         taken = f"the {num_ranks} ranks of this node train on GPUs 0 to {num_ranks - 1}"
         raise ValueError(f"{FLAGS['--generation_gpus'].written(args)}: {taken}; use {num_ranks} and higher.")
 

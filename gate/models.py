@@ -7,11 +7,12 @@ There is no list of families that trainer and engine compute alike: the gap of t
 from __future__ import annotations
 
 import math
-import re
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model.sizes import HYBRIDS, MIXTURES, kv_heads
+from runtime.parts import part
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -20,23 +21,11 @@ NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "m
 
 
 def check_path(path: str) -> None:
-    """Raises FileNotFoundError if a model is neither in a folder nor can be on the hub. Asks nobody."""
-    folder = Path(path)
-    config = folder / "config.json"
-    if folder.is_dir() and not config.exists():
-        adapter = "; an adapter alone is no model" if (folder / "adapter_config.json").exists() else ""
-        raise FileNotFoundError(f"--model {path!r} is no folder with a model: it has no config.json{adapter}.")
-    if config.exists() and '"out_dir":' in config.read_text("utf-8", errors="replace"):  # by a run
-        newest_first = sorted(folder.glob("step_*"), key=lambda step: -step.stat().st_mtime)
-        saved = [policy for policy in (folder / "final", *newest_first) if policy.exists()]
-        policy = f"its policy is {saved[0]}" if saved else "it has saved no policy yet"
-        raise FileNotFoundError(f"--model {path!r} is the folder of a run, not of a model; {policy}.")
-    is_hub_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path)
-    # Beside other folders it is a folder that is misspelt, although a hub id may look like it.
-    is_hub_id = is_hub_id and not (folder.parent.name and folder.parent.is_dir())
-    if not folder.exists() and not is_hub_id:
-        raise FileNotFoundError(
-            f"--model {path!r}: no such folder ({folder.absolute()}), and not of the form of a hub id (owner/name)."
+    """Raises ValueError for the folder of a run; `load_config` refuses what else is no model."""
+    config = Path(path) / "config.json"
+    if config.exists() and '"out_dir":' in config.read_text("utf-8", errors="replace"):
+        raise ValueError(
+            f"--model {path!r} is the folder of a run, not of a model; give its final, or one of its step_N."
         )
 
 
@@ -59,6 +48,22 @@ def check_model(
     check_context(path, text, limits)
     check_parallel(text, tensor_parallel_size)
     check_layers(path, config)
+
+
+def length_limits(args: Namespace) -> tuple[int, int]:
+    """The most tokens of a prompt, and of a completion in training or evaluation."""
+    return args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
+
+
+def check_trained(args: Namespace, config: PretrainedConfig) -> None:
+    """Raises ValueError for a config of --model that these flags cannot train."""
+    check_model(args.model, config, length_limits(args), args.tensor_parallel_size, args.router_replay)
+    if args.compile:
+        check_compile(args.model, config, args.dtype)
+    if args.lora_targets:
+        from model.weights import model_of_shapes
+
+        part("extras.models.lora", "--lora_rank").target_names(model_of_shapes(config), args.lora_targets)
 
 
 def check_compile(path: str, config: PretrainedConfig, dtype: str) -> None:
@@ -96,7 +101,7 @@ def check_context(path: str, config: PretrainedConfig, limits: tuple[int, int]) 
     longest = sum(limits)
     most = getattr(config, "model_max_length", None) or getattr(config, "max_position_embeddings", None) or math.inf
     given = getattr(config, "rope_parameters", None) or {}
-    by_kind = [each for each in given.values() if isinstance(each, dict)]  # those of each kind of layer, as in Gemma 3
+    by_kind = [each for each in given.values() if isinstance(each, dict)]  # one for each kind of layer, as in Gemma 3
     for rope in by_kind or [given]:
         kind = rope.get("rope_type")
         context = rope.get("original_max_position_embeddings", 0) if kind == "yarn" else most
@@ -113,10 +118,8 @@ def check_context(path: str, config: PretrainedConfig, limits: tuple[int, int]) 
 def check_parallel(config: PretrainedConfig, size: int) -> None:
     """Raises ValueError if vLLM cannot divide the attention heads among so many ranks."""
     heads, kv = config.num_attention_heads, kv_heads(config)
-    # A rank has some of the heads of keys, or several ranks have one.
-    sizes = [n for n in range(1, heads + 1) if heads % n == 0 and max(kv, n) % min(kv, n) == 0]
-    if size not in sizes:
+    if heads % size or max(kv, size) % min(kv, size):  # a rank has some of the heads of keys, or several ranks have one
         raise ValueError(
             f"--tensor_parallel_size {size} cannot divide {heads} attention heads and {kv} heads of keys and values; "
-            f"use one of {', '.join(map(str, sizes))}."
+            "use a smaller one that divides both."
         )

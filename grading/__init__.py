@@ -25,7 +25,7 @@ class Case:
     columns: dict[str, object] = field(default_factory=dict)  # the whole data row
     _: KW_ONLY
     prompt: str = ""  # as the model saw it, template included
-    token_ids: tuple[int, ...] = ()  # those of the completion, if the reward asks for them
+    token_ids: tuple[int, ...] = ()  # the completion's, if the reward asks for them
     num_tokens: int | None = None  # the completion's
     max_tokens: int | None = None  # what it could have had
     is_truncated: bool = False  # it ended at max_tokens, not by itself
@@ -35,14 +35,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Grade:
-    """What a completion got. `reward` is the weighted sum of the scores, and 0.0 unless the status is "ok"."""
+    """The grade of a completion. `reward` is the weighted sum of the scores, and 0.0 unless the status is "ok"."""
 
     reward: float
     status: str  # "ok", "truncated", "timeout", "error: ..." or, with --reward none, NOT_GRADED
     parts: dict[str, float] = field(default_factory=dict)  # verifier -> its score; then sub-score -> its value
     answer: str | None = None  # what the first verifier that reads one read as the final answer
     feedback: str = ""  # what functions of one's own say about it in words
-    turn_rewards: tuple[float, ...] = ()  # those of an environment that gives one for each turn
+    turn_rewards: tuple[float, ...] = ()  # from an environment that gives one for each turn
 
     @property
     def score(self) -> float:
@@ -101,7 +101,7 @@ def _whole(value: object) -> object:
 
 
 def spelled(text: str) -> object:
-    """What the text spells in JSON, Python or NumPy's print, else None. A single backslash of LaTeX is kept."""
+    """The value that the text spells in JSON, Python or NumPy's print, else None. LaTeX's single backslash is kept."""
     text = re.sub(r"(?<=['\"])\s+(?=['\"])", ", ", text)  # NumPy writes no commas
     commands = r"n(?:eq?|eg|abla|u|i|ot|otin)\b|(?!n|u[0-9a-fA-F]{4})[A-Za-z]"  # not a new line or \u00e9
     text = re.sub(rf"(?<!\\)\\(?={commands})", r"\\\\", text)

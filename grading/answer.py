@@ -1,4 +1,4 @@
-"""Which part of a completion is its final answer: `read_answer`. The last mark counts, whatever stands around it."""
+"""The final answer of a completion: `read_answer`. The last mark counts, whatever stands around it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def opens_thought(prompt: str) -> bool:
 
 
 def visible_text(completion: str, prompt: str = "") -> str | None:
-    """What stands after the last `</think>`, if there is one; None if the completion ended while it was thinking."""
+    """The text after the last `</think>`, if there is one; None if the completion ended while it was thinking."""
     _, end, text = completion.rpartition("</think>")
     is_thinking = "<think>" in text or (not end and opens_thought(prompt))
     return None if is_thinking else text
@@ -70,7 +70,7 @@ def read_answer(completion: str, prompt: str = "", unmarked: str = "value") -> s
 
 
 def _marked(text: str) -> str | None:
-    """What the last mark of a text without boxes holds; None without a mark."""
+    """The content of the last mark of a text without boxes; None without a mark."""
     if headings := list(HEADING.finditer(text)):
         text = f"answer: {text[headings[-1].end() :]}"
     _, mark, behind = text.rpartition("####")
@@ -92,7 +92,7 @@ def _is_open(text: str) -> bool:
 
 
 def last_box(text: str) -> str | None:
-    """What the last outermost \\boxed{...} or \\fbox{...} holds; `\\boxed 5` without braces holds the next word."""
+    """The content of the last outermost \\boxed{...} or \\fbox{...}; of `\\boxed 5`, without braces, the next word."""
     at, content = 0, None
     while match := BOX.search(text, at):
         at, content = match.end(), match[1]

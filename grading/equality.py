@@ -5,8 +5,7 @@ by element, with their brackets. What is left, a formula, an equation or a matri
 way of math-verify. The first two are there because math-verify alone accepts too much (a set for a
 tuple), and because it takes milliseconds.
 
-Nothing here has a time limit: a formula that SymPy cannot finish is ended with the worker process
-(`pool.py`).
+Nothing here has a time limit: a formula that SymPy cannot finish ends with the worker (`pool.py`).
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ MAX_DIGITS = 10_000  # digits of a number that SymPy may be asked to write out
 MAX_EXPONENT = 200  # the power of a sum, which SymPy may be asked to expand
 # What would be worked out numerically, at length, and functions that nobody has defined.
 UNFINISHED = (Sum, Product, Integral, Limit, Derivative, AppliedUndef)
-# SymPy raises these for formulas that it cannot treat. A comparison that meets one decides nothing;
-# the next one does.
+# SymPy raises these for formulas that it cannot treat: then the next comparison decides.
 UNSOLVED = (TypeError, ValueError, ArithmeticError, NotImplementedError, RecursionError)
 NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True)
 CONVERSION = ConversionConfig(lowercase_symbols=False)

@@ -130,7 +130,7 @@ def holds(count: int, relation: str, wanted: int, around: int | None = None) -> 
 
 
 def occurrences(text: str, word: str, whole: bool = False) -> int:
-    """How often the word stands in the text, in either case; `whole`: not inside a longer word. "C++" works, too."""
+    """The count of the word in the text, in either case; `whole`: not inside a longer word. "C++" works, too."""
     return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)" if whole else re.escape(word), text, re.IGNORECASE))
 
 
@@ -258,8 +258,7 @@ def starts_with(text: str, prompt: str) -> bool:
     return text.strip().lower().startswith(prompt.lower())
 
 
-# A type of argument: what is required, and the value as the checker takes it, or None if it is not
-# that.
+# A type of argument: what is required, and its reader (value -> what the checker takes, or None).
 ArgumentType = tuple[str, Callable[[object], object]]
 
 
@@ -351,7 +350,7 @@ CHECKS: dict[str, Callable[..., bool]] = {
     "change_case:english_capital": lambda text: text.isupper() and is_in_language(text, "en"),
     "change_case:english_lowercase": lambda text: text.islower() and is_in_language(text, "en"),
     "punctuation:no_comma": lambda text: "," not in text,
-    # What Tulu words differently
+    # Instructions that Tulu words differently
     "rlvr:keyword_frequency": lambda text, keyword, frequency: occurrences(text, keyword, whole=True) == frequency,
     "rlvr:letter_frequency": lambda text, letter, let_frequency: occurrences(text, letter) == let_frequency,
     "rlvr:number_sentences": lambda text, num_sentences, relation:
@@ -363,8 +362,7 @@ CHECKS: dict[str, Callable[..., bool]] = {
 # fmt: on
 PARAMETERS = {name: list(inspect.signature(check).parameters)[1:] for name, check in CHECKS.items()}
 
-# Tulu's func_name -> the instruction, and Tulu's names of its arguments in the order of the
-# checker's parameters.
+# Tulu's func_name -> instruction, and Tulu's names of arguments in the order of the checker's.
 FUNCTIONS: dict[str, str] = {
     "verify_keywords": "keywords:existence keyword_list",
     "verify_keyword_frequency": "rlvr:keyword_frequency word N",

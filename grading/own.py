@@ -5,8 +5,7 @@
     compute_score(data_source, solution_str, ground_truth, extra_info)   one completion: verl's
     compute_score(data_sources, solution_strs, ...)                      a group: verl's batch manager
 
-All arguments are passed by name; those that a function does not name are left out. Completions and
-prompts are texts.
+All arguments are passed by name, but only those that a function names. Completions and prompts are texts.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from grading.user_code import load_own
 
 
 class Form(NamedTuple):
-    """How functions with certain parameters are called: what each parameter gets of a case."""
+    """A way to call functions, known by their parameters: what each gets of a case."""
 
     values: dict[str, Callable[[Case], object]]
     takes_group: bool  # all completions of a prompt, each parameter as a list
 
 
 def verl_key(case: Case) -> object:
-    """In verl's data the key is `reward_model.ground_truth`, of any type."""
+    """The key of verl's data: `reward_model.ground_truth`, of any type."""
     nested = case.columns.get("reward_model")
     return nested.get("ground_truth", case.answer) if isinstance(nested, dict) else case.answer
 
@@ -85,7 +84,7 @@ FORMS = {  # by the parameter that tells the form
 
 
 class Score(NamedTuple):
-    """What a function of one's own returned for a completion."""
+    """The score that a function of one's own returned for a completion."""
 
     reward: float
     parts: dict[str, float]  # sub-scores
@@ -190,7 +189,7 @@ LOCK = threading.Lock()  # several threads may be the first that need the event 
 
 
 def awaited(result: object) -> object:
-    """What an async function returns; of another one, what it returned."""
+    """The result of a function, which is awaited if the function is async."""
     if not inspect.isawaitable(result):
         return result
     with LOCK:

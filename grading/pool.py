@@ -39,7 +39,7 @@ from pebble import ProcessExpired, ProcessPool
 from pebble.common import Result, ResultStatus
 from pebble.pool.process import PoolManager, dictionary_values
 
-MEMORY_GIB = 4.0  # the data of a worker beyond those of a bare one
+MEMORY_GIB = 4.0  # a worker's data, beyond what a bare one has
 LOAD_SECONDS = 120.0  # what a worker may take to import a user's module
 MAX_POOLS = 2  # that may break in a row, before an item is done: workers end while they load
 SPARE = 64 << 20  # bytes beyond a worker's limit, to tell that its memory has run out
@@ -48,7 +48,7 @@ LIBRARIES = (*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platl
 
 
 class Outcome(NamedTuple):
-    """What became of an item: `value` with status "ok", or None with status "timeout" or "error: ..."."""
+    """The outcome of an item: `value` with status "ok", or None with status "timeout" or "error: ..."."""
 
     value: object
     status: str

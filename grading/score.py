@@ -51,7 +51,7 @@ def parse_reward(spec: str) -> dict[str, float]:
 
 
 class RewardInputs(NamedTuple):
-    """What a reward has to be given."""
+    """The inputs that a reward needs."""
 
     cases: bool  # completions one by one
     groups: bool  # all completions of a prompt together
@@ -105,7 +105,7 @@ class RewardWorker:
         return [add_up(grades, self.weights) for grades in zip(*columns, strict=True)]
 
     def weighted(self, name: str, cases: list[Case]) -> list[Grade]:
-        """What one verifier gives, times its weight, for each case."""
+        """The grade by one verifier, times its weight, for each case."""
         weight, grades = self.weights[name], []
         if name not in self.own:
             for case in cases:
@@ -121,7 +121,7 @@ class RewardWorker:
         return grades
 
     def problem(self, case: Case) -> str | None:
-        """Why the row cannot be used, or None."""
+        """The reason why the row cannot be used, or None."""
         case = replace(case, completion="", num_tokens=0, max_tokens=1)
         try:
             for name in self.weights:
@@ -135,7 +135,7 @@ class RewardWorker:
 
 
 def built_in(name: str, case: Case) -> Verdict:
-    """What a built-in verifier says; for @COLUMN the one that the row's column names. The key that fits best counts.
+    """The verdict of a built-in verifier, for @COLUMN of the one that the row names. The key that fits best counts.
 
     Raises ValueError if the column names none, or if none of the row's keys can be used.
     """

@@ -66,8 +66,7 @@ UNITS = {name: names.split()[0] for names in re.findall("[^,]+", """
 """) for name in names.split()}  # fmt: skip
 SI = re.compile(r"[pnμmckMGT]?(?:[mgsAKNJWVCFTHL]|mol|Hz|Pa|Ω|eV|Wb|cal|bar)")  # a prefix and a symbol
 COUNTED = r"[个只本块支张辆名位条棵件次种组页台间根颗盒箱袋朵套双](?![半十百千万亿])[\u4e00-\u9fff]*"  # 3个苹果
-# What says something about the value, behind it or on the left of "=": 7 dozens, 7 tenths, 7 more,
-# half of x = 7
+# Words about the value, behind it or on the left of "=": 7 dozens, 7 tenths, 7 more, half of x = 7
 NO_UNITS = {*SCALES, *WORDS, *re.findall(r"\w+", """
     about above additional almost always and approx approximately around as at base below billions but centuries
     couples decades does double dozens factorial false fewer gross guess half halves hundreds if inverse is
@@ -161,7 +160,7 @@ DENIALS = re.compile(  # behind a letter and its mark: an operator; another opti
 FOREIGN = re.compile(r"[^\W\d_\x00-\x7fͰ-Ͽ]")  # a letter that is neither Latin nor Greek, or has an accent
 BASED = re.compile(r"\(?([0-9A-Fa-f]+)\)?_\{?(?:\\text\{)?\s*(\d+|two|three|four|five|six|seven|eight|nine)\s*\}*")
 VARIABLE = re.compile(r"[A-Za-z](?:_\w)?(?:\(\w\))?|\\(?!pi|infty)[a-z]+")
-# What parts a text, see `_split`
+# Separators of a text, see `_split`
 RELATION = r"\\[lg]e(?![A-Za-z])|\\ne(?![A-Za-z])|(?<!\\)[<>]"
 EQUALS = r"(?<![<>:\\])="
 COMMA = r"、|(?<!\d),|,(?!\d{3}(?!\d))|;|,\s|(?<=[\s\d})])and(?=[\s(\\])"

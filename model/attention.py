@@ -48,7 +48,7 @@ def varlen_packing(segments: tuple[Segment, ...]) -> Packing:
 
 
 def padded_packing(segments: tuple[Segment, ...]) -> Packing:
-    """For the CPU: each sequence whole, with the prompt that it shares; those of similar length share a rectangle."""
+    """For the CPU: each sequence whole, with the prompt that it shares; similar lengths share a rectangle."""
     stops_S = torch.tensor([segment.stop for segment in segments])
     rectangles, positions, is_real = [], [], []
     for group in group_by_length(stops_S.tolist()):
@@ -86,14 +86,13 @@ def _positions(segments: tuple[Segment, ...], sequences: Tensor, offsets: Tensor
     return offsets + torch.where(offsets < before_S[sequences], prefix_S[sequences], own_S[sequences])
 
 
-@torch.compiler.disable  # with --compile the layers' graphs end here: lengths and places are those of a micro-batch
+@torch.compiler.disable  # with --compile the layers' graphs end here: lengths and places differ by micro-batch
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: object
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence, as transformers calls it; `options` has packing and window.
 
-    Shapes: query [1, heads, N, head_dim], key and value [1, kv_heads, N, head_dim] -> [1, N, heads,
-    head_dim].
+    Query [1, heads, N, head_dim], key and value [1, kv_heads, N, head_dim] -> [1, N, heads, head_dim].
     """
     packing = options.get("packing")
     assert isinstance(packing, Packing), "call the model through Policy, which passes the packing"
@@ -134,8 +133,7 @@ def _attend_rectangles(
 ) -> Tensor:
     """CPU: padded rectangles, exact because a causal query of a right-padded row sees no padding.
 
-    A shared prompt has queries for each of its sequences: the kernel's causal mask needs as many
-    queries as keys.
+    A shared prompt has queries for each sequence: the causal mask needs as many queries as keys.
     """
     sizes = [count * length for count, length in packing.rectangles]
     in_slots = (x.index_select(0, packing.positions_M).split(sizes) for x in (query, key, value))
@@ -168,10 +166,9 @@ def check_alignment(device: torch.device) -> None:
 
 
 def check_device(device: torch.device, share_prompts: bool) -> None:
-    """CUDA: FlashAttention 3 where the GPU can run it (H100, H200) and its module `flash_attn_interface` is installed.
+    """CUDA: takes FlashAttention 3 where the GPU can run it (H100, H200) and `flash_attn_interface` is installed.
 
-    Elsewhere torch's own FlashAttention 2 stays. Raises RuntimeError if the kernel cannot do
-    --share_prompts.
+    Elsewhere torch's own (2) stays. Raises RuntimeError if the kernel cannot do --share_prompts.
     """
     if device.type != "cuda":
         return

@@ -16,8 +16,7 @@ of the logits to the weight's dtype for two matrix products, as in every other l
 0.2 % of its norm with one chunk, 0.5 % with 16, 0.6 to 0.8 % with 64 (against float64). A sum in
 fp32 would take 4 more bytes a number: 2 GiB for a 7B model.
 
-With a `Teacher`, a reference that is followed over the whole vocabulary, there is a chunk of its
-logits, too.
+With a `Teacher`, a reference followed over the vocabulary, there is a chunk of its logits, too.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Teacher(NamedTuple):
 
     hidden_TD: Tensor  # its own width D
     weight_VD: Tensor  # its head's; rows beyond the policy's are left out, as if their probability was 0
-    divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # one of `DIVERGENCES`
+    divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # of `divergences.py`
     temperature: float  # with the divisor of its own logits in it
 
 
@@ -58,13 +57,13 @@ class Distilled(NamedTuple):
 class TokenScores(NamedTuple):
     """The results of a pass, float32, at each of N places."""
 
-    logprobs_N: Tensor  # those of the labels
+    logprobs_N: Tensor  # of the labels
     entropies_N: Tensor  # in nats
     distilled: Distilled | None = None  # None: without a teacher
 
 
 class HeadSettings(NamedTuple):
-    """How the head computes, in both passes."""
+    """The settings of the head, in both passes."""
 
     temperature: float
     has_entropy_gradient: bool
@@ -82,7 +81,7 @@ def chunked_logprobs(
     head_dtype: torch.dtype | None = None,
     teacher: Teacher | None = None,
 ) -> TokenScores:
-    """The scores of the labels, one per row of `hidden` [T, D]. `head_dtype`: None: that of the head's weight."""
+    """The scores of the labels, one per row of `hidden` [T, D]. `head_dtype`: None: as the head's weight."""
     assert head.bias is None, "no supported model has a head with a bias"
     settings = HeadSettings(temperature, with_entropy_gradient, head_dtype or head.weight.dtype)
     if teacher is None:
@@ -210,7 +209,7 @@ def score(settings: HeadSettings, logits: Tensor, labels: Tensor, teacher_logits
 def replace_by_gradient(
     settings: HeadSettings, logits: Tensor, labels: Tensor, teacher_logits: Tensor | None, *gradients: Tensor
 ) -> list[Tensor]:
-    """Writes over the logits their gradient, by those of what `score` returns; returns nothing more."""
+    """Writes over the logits their gradient, by the gradients of what `score` returns; returns nothing more."""
     temperature, divergence = settings.temperature, settings.divergence
     grad_logprob, slopes = gradients[0][:, None], None
     log_p = log_probabilities(logits, temperature)

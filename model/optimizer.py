@@ -116,8 +116,7 @@ class ChunkedAdamW(torch.optim.AdamW):
         chunks = [local_shard(tensor).view(-1).split(sizes.OPTIMIZER_CHUNK) for tensor in tensors.values()]
         for pieces in zip(*chunks, strict=True):
             with torch.cuda.stream(next(turns)):
-                # `fused_adamw` counts it up. Filled on the device, because the host would wait for
-                # a copy.
+                # `fused_adamw` counts it up. Filled on the device: the host would wait for a copy.
                 step = torch.full((), float(state["step"]) - 1, device=device)
                 self._update_chunk(dict(zip(tensors, pieces, strict=True)), step, group, generator)
 

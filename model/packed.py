@@ -1,4 +1,4 @@
-"""Where the sequences of a micro-batch lie: in its positions, and in the slots of its attention. See `batch.py`."""
+"""The places of a micro-batch's sequences: in its positions, and in the slots of attention. See `batch.py`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ class Segment(NamedTuple):
 class Packing:
     """The places of the sequences of a micro-batch. Attention works on M slots, which hold the N packed positions."""
 
-    max_length: int  # that of the longest sequence
-    # CUDA: sequence s has queries cu_seqlens[s] .. cu_seqlens[s + 1] and the keys of slots
-    # cu_seqlens_k[s] .. [s + 1].
+    max_length: int  # of the longest sequence
+    # CUDA: sequence s has queries cu_seqlens[s] .. [s + 1], keys in slots cu_seqlens_k[s] .. [s + 1].
     cu_seqlens: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     # CPU: sequences of similar length share a padded rectangle; the rectangles lie end to end.
@@ -39,7 +38,7 @@ class Packing:
     make_rows: Callable[[], Packing] | None = None  # CUDA: rectangles, too, which linear attention alone needs
 
     def to(self, device: torch.device) -> Packing:
-        """The same with its tensors on the device."""
+        """The packing with its tensors on the device."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         moved = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
         return replace(self, **moved)

@@ -78,8 +78,7 @@ def cpu_cache_bytes(
 ) -> int:
     """CPU: room for the sequences that run at once, at most `most_sequences` and `CPU_CACHE`.
 
-    vLLM goes round all the blocks it has: all of them would soon be resident, however few are in
-    use.
+    vLLM goes round all blocks that it has: all would soon be resident, however few are in use.
     """
     config = config.get_text_config()
     heads = max(kv_heads(config) // tp_size, 1)

@@ -5,8 +5,7 @@
     fill(root, model, path, device)       # rank 0 reads, every rank keeps its shard
 
 The files are mapped into memory: a model costs no host RAM beyond its shards, one full parameter,
-and a copy of that on the way. The parameters get the same bits as by `from_pretrained`
-(tests/model/test_weights.py).
+and a copy of that on the way. The parameters get the same bits as by `from_pretrained`.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ def tower_of(model: PreTrainedModel) -> nn.Module | None:
 
 @contextmanager
 def without_storage() -> Iterator[None]:
-    """Within it new parameters are on the meta device. Buffers are real: their values come from no file."""
+    """Puts new parameters of the block on the meta device. Buffers are real: no file has their values."""
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:  # on meta already: a tied one, which must stay the same object
@@ -130,8 +129,7 @@ def without_storage() -> Iterator[None]:
 def fill(root: nn.Module, model: PreTrainedModel, path: str, device: torch.device) -> None:
     """Makes storage on `device` for what has none in `root`, and fills its part `model` with the weights at `path`.
 
-    All ranks call it together; rank 0 reads. Raises ValueError, on every rank, if files are missing
-    or do not fit.
+    All ranks call it; rank 0 reads. Raises ValueError, on all, if files are missing or do not fit.
     """
     wanted = names_to_fill(model)
     # As `to_empty`, but not for buffers.
@@ -173,7 +171,7 @@ def names_to_fill(model: nn.Module) -> list[list[str]]:
 
 
 def pieces_of(stored: dict[str, Tensor], keys: list[str], shape: torch.Size) -> list[Tensor]:
-    """What the tensor of this shape is, piece below piece: the matrices of its experts, if it is [expert, out, in].
+    """The pieces of the tensor of this shape, in a row: its experts' matrices, if it is [expert, out, in].
 
     Any other is one piece. It has several keys if the parameter is tied and stored under each of its names.
     """
@@ -233,9 +231,8 @@ def weight_files(path: str) -> list[Path]:
 def match_names(model: PreTrainedModel, wanted: list[list[str]], keys: Iterable[str]) -> dict[str, list[str]]:
     """First name of each wanted tensor -> the keys that hold it, renamed as transformers does while loading.
 
-    Matrices of experts are in the order in which they are stacked, and nothing else is converted.
-    Raises ValueError, with the names, for weights that are missing, not the model's, or must be
-    converted.
+    Matrices of experts are in the order of their stack; nothing else is converted. Raises ValueError,
+    with the names, for weights that are missing, not the model's, or must be converted.
     """
     known = dict.fromkeys((name for names in wanted for name in names), True)
     transforms = get_model_conversion_mapping(model)

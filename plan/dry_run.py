@@ -18,8 +18,8 @@ from flags import EngineSettings, Lora, Memory, Saving
 from fsdp_utils import is_main_process
 from gate.checks import check_flags, launched_world_size
 from gate.choices import check_choices
-from gate.models import check_compile, check_model
-from model.weights import load_config, model_of_shapes
+from gate.models import check_trained, length_limits
+from model.weights import load_config
 from plan.setup import GIB, Hardware, RunShape, Setup, shape_of
 from plan.table import report_of, text_of
 from runtime.cards import gpu_figures
@@ -61,7 +61,7 @@ def config_of(model: str) -> PretrainedConfig:
 
 
 def rows_of(train_data: list[str]) -> int | None:
-    """Training rows by #ROWS, lines on the disk and the table; None if those of a source are not known."""
+    """Training rows by #ROWS, lines on the disk and the table; None if a source's are not known."""
     total = 0
     for source in train_data:
         path, split, count = parse_source(source)
@@ -84,15 +84,10 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     if gpus % nodes:
         raise ValueError(f"--plan_gpus {gpus} is not divisible by --plan_nodes {nodes}; it counts GPUs of all nodes.")
     check_flags(args, gpus)
-    limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
-    check_model(args.model, config, limits, args.tensor_parallel_size, args.router_replay)
-    if args.compile:
-        check_compile(args.model, config, args.dtype)
+    check_trained(args, config)
     if args.image_column:
         part("extras.models.vision", "--image_column").check_images(args.model, config, args.image_column)
     model, lora = shape_of(config, args.model), Lora.from_flags(args)
-    if lora.lora_targets:  # peft takes seconds to import
-        part("extras.models.lora", "--lora_rank").target_names(model_of_shapes(config), lora.lora_targets)
     check_choices(args)
     num_rows = rows_of(args.train_data)
     if num_rows is None and args.epochs is not None:
@@ -110,7 +105,7 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
         needs_first_logprobs=needs_first,
         num_checkpoints=most_checkpoints(Saving.from_flags(args), min(plan.total_steps, args.stop_after or math.inf)),
     )  # fmt: skip
-    engine = EngineSettings.from_flags(args, max_model_len=sum(limits))
+    engine = EngineSettings.from_flags(args, max_model_len=sum(length_limits(args)))
     generation_gpus = 0
     if args.engine == "server":
         num_servers = max(1, len(args.server_urls))

@@ -10,7 +10,6 @@ groups of the shortest completions are assumed.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from model.sizes import HEAD_CHUNK_LOGITS, MOST_ON_GPU, OPTIMIZER_CHUNK
 from plan.setup import GIB, Setup
@@ -19,14 +18,12 @@ from runtime.ways_out import LARGER_SHARE, WAYS_OUT
 REDUCE = 4  # gradients are reduced in fp32
 FRAGMENTATION = 1.05  # what torch's allocator holds, over the live tensors
 CONTEXT = 2.5 * GIB  # per GPU: CUDA context, NCCL buffers, workspaces of the matrix products
-# The engine beside weights and cache, without and with CUDA graphs. vLLM's pull request 11743
-# logged 2.95 + 1.27 GiB.
+# The engine beside weights and cache, without and with CUDA graphs (vLLM #11743: 2.95 + 1.27 GiB).
 ENGINE_WORKING = {True: 2.5 * GIB, False: 4.0 * GIB}
 # NCCL buffers, graphs. vLLM's issue 47654 logged 1.4 GiB of these.
 ENGINE_ASLEEP = {True: 0.5 * GIB, False: 2.0 * GIB}
 # Bytes of a parameter -> bytes of an element that the optimizer works on: fp32 copies or moments.
 CHUNK_BYTES = {2: 28, 4: 8}
-SHORT_CACHE = 1 / 8  # share of the sequences: with less the engine reads its weights for a few tokens at a time
 # Host RAM of one rank without weights: libraries, CUDA's host side, pinned buffers, the rollout. One
 # rank on an H100 took 11.2 to 12.4 GiB; several share what they map of libraries.
 PROCESS_HOST = 12 * GIB
@@ -69,11 +66,9 @@ def gpu_phases(setup: Setup) -> dict[str, Parts]:
     loaded = tensor * (setup.compute_bytes if setup.has_lora else setup.trained_bytes)
     if setup.has_reference_model:
         loaded = max(loaded, tensor * setup.reference_itemsize)
-    # The largest parameter and its shard; the next one is gathered while the engine copies this
-    # one.
+    # The largest parameter and its shard; the next is gathered while the engine copies this one.
     gathered = setup.compute_bytes * (tensor * (1 + 1 / setup.num_shards) + m.largest)
-    # vLLM pads a table whose rows are no multiple of 64, and keeps it to the end of a sync: the
-    # head comes beside it.
+    # vLLM pads a table of no multiple of 64 rows, until a sync ends: the head comes beside it.
     padded = 0 if m.is_tied or m.vocab % 64 == 0 else setup.table_bytes
     passes = largest([logprobs_peak(setup), logprobs_peak(setup.reference_setup)])
     phases = {
@@ -134,7 +129,7 @@ def cache_bytes_per_token(setup: Setup) -> float:
 
 
 def sequence_bytes(setup: Setup, length: float) -> float:
-    """What a sequence of this length takes of the cache on one GPU of its engine."""
+    """Bytes that a sequence of this length takes of the cache on one GPU of its engine."""
     return length * cache_bytes_per_token(setup) + setup.model.state_bytes / setup.run.tensor_parallel_size
 
 
@@ -162,22 +157,13 @@ def short_of_states(setup: Setup) -> list[str]:
     ]
 
 
-def short_cache(setup: Setup) -> list[str]:
-    """A warning if the cache holds less than `SHORT_CACHE` of what an engine would run at a time."""
-    wanted = min(setup.completions_per_engine, MOST_ON_GPU)
-    held = sequences_at_once(setup)
-    if 1 <= held < SHORT_CACHE * wanted:
-        return [f"the cache holds {held:.1f} of an engine's {wanted:g} sequences"]
-    return []
-
-
 def misfits(setup: Setup) -> list[str]:
     """A sentence for each phase that does not fit, with flags to change; [] if all do."""
     room, sentences = setup.hardware.gpu_bytes, []
     for name, parts in gpu_phases(setup).items():
         if (size := needed(parts)) > room:
             lack = f"needs {size / GIB:.1f} GiB of {room / GIB:.1f}, {(size - room) / GIB:.1f} GiB too many"
-            sentences.append(f"GPU, {name}: {lack}; {ways_out(setup, name)}")
+            sentences.append(f"GPU, {name}: {lack}; {WAYS_OUT['sample' if name == 'rollout' else name][0]}")
     if sequences_at_once(setup) < 1:
         share = setup.engine.gpu_memory_utilization
         engine = total(without(engine_parts(setup), "KV cache"))
@@ -194,16 +180,6 @@ def misfits(setup: Setup) -> list[str]:
             lack = f"needs {size / GIB:.0f} GiB of {room / GIB:.0f} on each node"
             sentences.append(f"host RAM, {name}: {lack}; {WAYS_OUT['host'][0]}")
     return sentences
-
-
-def ways_out(setup: Setup, name: str) -> str:
-    """The flags to change for a phase on a GPU."""
-    words, _ = WAYS_OUT["sample" if name == "rollout" else name]
-    memory = replace(setup.memory, compile=True, gradient_checkpointing=False)
-    compiled = needed(gpu_phases(replace(setup, memory=memory))["update"])
-    if name == "update" and compiled < needed(gpu_phases(setup)["update"]):
-        words += f", or --compile without --gradient_checkpointing, which needs {compiled / GIB:.1f} GiB"
-    return words
 
 
 # The passes ----------------------------------------------------------------------------------------------------------
@@ -235,14 +211,14 @@ def update_peak(setup: Setup) -> Parts:
         {kept_name: m.layers * kept} | in_layer | {"reduction": head_gradient},
         {kept_name: (m.layers - 1) * kept} | in_layer | {"reduction": head_gradient + REDUCE * trained_per_layer},
     ]
-    if setup.run.over_vocabulary:  # the pass of the reference, before that of the policy
+    if setup.run.over_vocabulary:  # the reference's pass, before the policy's
         moments.append(logprobs_peak(setup.reference_setup))
     if not setup.has_lora:
         moments.append({"gathered": is_once * one, "reduction": root_reduction(setup)})
         if m.is_tied:  # two gradients, and their sum
             reduction = 3 * setup.table_bytes + REDUCE * m.layer_parameters
             moments.append({"gathered": one if is_once else root, "reduction": reduction})
-    if is_once:  # shards of them come only as whole ones go, in the last backward pass
+    if is_once:  # their shards come only as the whole ones go, in the last backward pass
         return largest(moments) | {"gradients, whole": REDUCE * setup.trainable}
     return {"gradients": gradients_in_passes(setup)} | largest(moments)
 
@@ -311,8 +287,7 @@ def backward_of_layer(setup: Setup) -> float:
         mlp += matrix
         matrices = matrix * (1.5 if m.experts else 3)  # gate and up are one stack of experts
         weights = max(compute * m.layer_parameters, matrices + 30 * tokens * m.hidden)
-    # Copies of keys and values, and their gradients; with grouped queries first a gradient for each
-    # query head.
+    # Copies of keys and values, and their gradients; of grouped queries first one a query head.
     copies = setup.keys_per_position * (8 * m.kv + (4 * m.q if m.kv < m.q else 0))
     attention = tokens * (copies + 12 * m.q + 4 * m.head_dim + norms * m.hidden + head_norms(setup))
     attention = max(attention, row_tokens(setup) * (7 * m.hidden + 8 * m.linear_keys + 100 * m.linear_values))
@@ -347,8 +322,7 @@ def saved_per_layer(setup: Setup) -> float:
     linear = row_tokens(setup) * (2 * m.hidden + 8 * m.linear_keys + 84 * m.linear_values)
     saved = tokens * mlp + max(attention, linear)
     if setup.has_lora and setup.lora.lora_dropout:
-        # An adapter keeps its input after dropout, and the mask (one byte a number), not the input
-        # before.
+        # An adapter keeps its input after dropout, not before, and the mask (one byte a number).
         inputs = sum(m.projections[name][0] for name in setup.lora_targets)
         saved += tokens * (3 * inputs - 2 * m.intermediate - 4 * m.hidden)
     return saved + tokens * 2 * setup.lora.lora_rank * len(setup.lora_targets)

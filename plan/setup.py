@@ -42,7 +42,7 @@ class ModelShape:
     linear_keys: int  # width of all keys of a layer of linear attention; 0: there is none
     linear_values: int
     hidden: int
-    intermediate: int  # inner numbers of a token in a layer: those of all of its experts
+    intermediate: int  # inner numbers of a token in a layer, in all of its experts
     experts: int  # experts that a token meets in a layer, each with a copy of its hidden state; 0: a dense model
     heads: int
     kv_heads: int
@@ -212,7 +212,7 @@ class Setup:
 
     @property
     def counted_tokens(self) -> int:
-        """Tokens of a micro-batch. In float32 each counts for two: the formulas of activations are those of bf16,
+        """Tokens of a micro-batch. In float32 each counts for two: the formulas of activations are for bf16,
         in which only norms and logits are fp32, so this is an upper bound.
         """
         return self.memory.micro_batch_tokens * self.compute_bytes // 2

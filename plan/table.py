@@ -103,7 +103,6 @@ def report_of(setup: Setup) -> dict[str, object]:
         "flops_share": setup.flops / h.flops,
         "fits": not misfits,
         "misfits": misfits,
-        "warnings": memory.short_cache(setup),
     }
     if not misfits:  # a run that cannot exist takes no time
         seconds = time.step_seconds(setup)
@@ -150,8 +149,6 @@ def table_of(columns: dict[str, Parts]) -> str:
 
 def verdict_of(report: dict) -> str:
     """Lines that say whether the run fits; if not, which flags to change."""
-    lines = ["does not fit:", *report["misfits"]]
-    if report["fits"]:
-        spare = 1 - report["gpu_needed_gib"] / report["gpu_capacity_gib"]
-        lines = [FITS.format(**report, spare=spare)]
-    return "\n".join([*lines, *(f"warning: {warning}" for warning in report["warnings"])])
+    if report["misfits"]:
+        return "\n".join(["does not fit:", *report["misfits"]])
+    return FITS.format(**report, spare=1 - report["gpu_needed_gib"] / report["gpu_capacity_gib"])

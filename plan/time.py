@@ -131,7 +131,7 @@ def rollout_seconds(setup: Setup) -> float:
     lone = m.active_parameters * setup.compute_bytes / tp / memory  # a token reads its experts alone
     prefill = forward_flops(m, prompt, 1) * sequences / plan.group_size / flops
     if run.partial_rollouts:  # the step waits for groups, not for the longest of all; what goes on is read again
-        # Mean length of the longest of G over that of all, if each token is as likely to be the last.
+        # Mean length of the longest of G, over the mean of all, if each token is as likely to be the last.
         longest = sum(1 / i for i in range(1, plan.group_size + 1))
         alone = min(alone, completion * (longest - 1))
         again = sequences * MORE_UNFINISHED / 2 * (1 - completion / run.max_completion_tokens)

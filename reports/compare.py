@@ -164,7 +164,7 @@ def compare(a: Side, b: Side) -> str:
             if not common:
                 continue
             last_steps = common[-math.ceil(len(common) / parts) :]
-            row = verdict(name, *difference(a, b, name, last_steps), "B" if len(runs) > 2 else "run B")
+            row = verdict(name, *difference(a, b, name, last_steps))
             if reasons := unlike.get(namespace(name)):
                 row[-1] = f"not measured alike: {', '.join(reasons)}"
             rows.append([name, *row])
@@ -178,7 +178,7 @@ def compare(a: Side, b: Side) -> str:
 
 
 def not_alike(kind: str, runs: Side, differences: dict[str, list[object]]) -> list[str]:
-    """The differences that change what these metrics measure; for contents, those of a file that such a flag names.
+    """The differences that change what these metrics measure; contents count if such a flag names the file.
 
     A held-out accuracy is the score of the first verifier of --reward, without its weight.
     """
@@ -193,8 +193,8 @@ def not_alike(kind: str, runs: Side, differences: dict[str, list[object]]) -> li
     return names
 
 
-def verdict(name: str, a: float, b: float, margin: float, side: str) -> list[str]:
-    """Both means, and what holds. `side`: how B is called."""
+def verdict(name: str, a: float, b: float, margin: float) -> list[str]:
+    """Both means, and what holds."""
     value = b - a
     size = max(abs(a), abs(b))
     digits = 5 if size < 0.1 else 3 if size < 10 else 2
@@ -208,9 +208,9 @@ def verdict(name: str, a: float, b: float, margin: float, side: str) -> list[str
     if abs(value) <= margin:
         holds = f"no difference can be seen; one of {margin:{plain}} or more would show"
     elif namespace(name) in MEASURED_BY:
-        holds = f"{side} is better" if value > 0 else f"{side} is worse"
+        holds = "B is better" if value > 0 else "B is worse"
     else:
-        holds = f"{side} is higher" if value > 0 else f"{side} is lower"
+        holds = "B is higher" if value > 0 else "B is lower"
     return [*means, f"{value:{signed}} ({value - margin:{signed}} to {value + margin:{signed}}): {holds}"]
 
 

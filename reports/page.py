@@ -4,8 +4,7 @@
 it, one script for each section; the curves are drawn by uPlot (`vendor/`).
 
 What a model has written cannot run as code: all data is embedded in base64, which has no character
-of HTML; the scripts write text as text; and the page's Content-Security-Policy admits no others, by
-their hashes.
+of HTML; scripts write text as text; and the Content-Security-Policy admits only these, by hashes.
 """
 
 from __future__ import annotations

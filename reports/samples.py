@@ -48,8 +48,7 @@ def pack_samples(folder: Path, num_bytes: int) -> tuple[dict, dict[int, str]]:
     """(counts of all and of what is shown, step -> chunk). Damaged files are named on the console and left out."""
     files = sorted((folder / "rollouts").glob("step_[0-9]*.parquet"), key=number_of, reverse=True)
     tokens = read(folder / "rollouts" / "tokens.parquet", {"bytes"}) if files else None
-    # The last one first, then others between those before: the steps that fit are spread over the
-    # run.
+    # The last one first, then others between those before: what fits is spread over the run.
     order = []
     for power in range(len(files).bit_length(), -1, -1):
         order += files[:: 2**power]

@@ -1,4 +1,4 @@
-"""What a run writes: one run at a time in a folder, files whole or not at all, and the sizes of those of a checkpoint.
+"""The files of a run: one run at a time in a folder, files whole or not at all, and the sizes of a checkpoint's.
 
 A file that must be written ends the run with a sentence (`must_write`). Any other costs a warning (`best_effort`).
 """
@@ -61,7 +61,7 @@ class DiskError(RunError):
 
 
 def cause(error: BaseException) -> str:
-    """Why something could not be written, in a few words. Libraries hide the reason of the system in their own."""
+    """The reason why a file was not written, in a few words. Libraries hide the system's in their own."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     hidden = error.__cause__ or error.__context__
@@ -71,7 +71,7 @@ def cause(error: BaseException) -> str:
 
 
 def free_space(folder: Path) -> str:
-    """For example: 3.2 GiB are free in runs/math."""
+    """The room on the disk in words: 3.2 GiB are free in runs/math."""
     try:
         return f"{shutil.disk_usage(folder).free / 2**30:.1f} GiB are free in {folder}"
     except OSError as error:
@@ -103,7 +103,7 @@ def best_effort(what: str, *more: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def atomic_write(file: Path) -> Iterator[Path]:
-    """Where the block writes what then becomes the file. If it fails, an older file of this name is left as it was."""
+    """The path for the block to write, which then becomes the file. If it fails, an older file stays as it was."""
     unfinished = file.with_name(f".{file.name}.unfinished")
     try:
         yield unfinished
@@ -154,7 +154,7 @@ def checkpoints(out_dir: Path) -> list[tuple[int, Path]]:
 
 
 def run_and_step(path: str) -> tuple[Path, int]:
-    """The run folder that --replay names, and 0; or the run of the checkpoint that it names, and the step of that."""
+    """(run folder, step) that --replay names: a run, with step 0, or a checkpoint of one."""
     folder = Path(path)
     number = folder.name.removeprefix("step_")
     return (folder.parent, int(number)) if number != folder.name and number.isdigit() else (folder, 0)

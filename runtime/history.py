@@ -76,7 +76,7 @@ def but_for_the_seed(config: dict[str, object]) -> dict[str, object]:
 
 
 def digests_of(folder: Path) -> dict[str, str]:
-    """What the run in this folder began with, by name; {} without its inputs.json."""
+    """Digests of what the run in this folder began with, by name; {} without its inputs.json."""
     file = folder / INPUTS
     return parse(file.read_text("utf-8"), str(file)) if file.exists() else {}
 

@@ -1,4 +1,4 @@
-"""How a process uses its machine: memory, cores, network interface, and what a CPU announces but cannot do."""
+"""The machine of a process: its memory, cores, network interface, and what a CPU announces but cannot do."""
 
 from __future__ import annotations
 

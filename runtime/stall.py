@@ -1,4 +1,4 @@
-"""Where this rank is, and where it hangs: after `STALL_SECONDS` without a `beat` its stacks are in OUT_DIR/ranks.
+"""The place of this rank in the run. After `STALL_SECONDS` without a `beat` its stacks are in OUT_DIR/ranks.
 
 `faulthandler` writes them from a thread in C, also while a collective or a lock holds Python. The rank for which the
 others wait is the one that is in no collective. Each rank has a file: on one stream their lines would mix.
@@ -30,7 +30,7 @@ PLACE = Place()
 
 
 def watch(folder: Path, rank: int, timeout_minutes: float) -> None:
-    """From here on this rank is watched."""
+    """Watches this rank from here on."""
     folder.mkdir(exist_ok=True)
     PLACE.stacks = (folder / f"rank_{rank}.txt").open("w", encoding="utf-8")
     # Below the time-out of the collectives, which would end the run without any stacks.
@@ -39,14 +39,14 @@ def watch(folder: Path, rank: int, timeout_minutes: float) -> None:
 
 
 def beat() -> None:
-    """This rank has made progress. It takes 50 microseconds: once a pass, a step of the engine or a tensor."""
+    """Notes progress of this rank. It takes 50 microseconds: once a pass, a step of the engine or a tensor."""
     if PLACE.stacks is not None:
         faulthandler.dump_traceback_later(PLACE.stall_seconds, file=PLACE.stacks)
 
 
 @contextmanager
 def in_phase(name: str, step: int) -> Iterator[None]:
-    """The block is phase `name` of the step. After an exception the phase stays: it is where the rank ended."""
+    """Runs the block as phase `name` of the step. After an exception the phase stays: it is where the rank ended."""
     outer = PLACE.phase
     PLACE.phase, PLACE.step = name, step
     beat()

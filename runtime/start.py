@@ -1,4 +1,4 @@
-"""How a rank starts and ends: it ends with its launcher, hears signals, and leaves its reason. Standard library only.
+"""The start and the end of a rank: it ends with its launcher, hears signals, leaves its reason. Standard library only.
 
 A signal is heard in `_hear_signals`. scripts/launch.py passes it on to all ranks as SIGTERM. A rank that gets one by
 itself tells the launcher by SIGUSR2. The launcher obeys a second signal; without it (torchrun, by hand) each rank does.
@@ -51,7 +51,7 @@ class Stopped(Exception):
 
 
 def join_launcher() -> None:
-    """First of all: a rank must not outlive its launcher while it imports torch."""
+    """Ties this rank to its launcher, first of all: it must not outlive it while it imports torch."""
     if "RANK" in os.environ:
         die_with_parent(int(os.environ.get(LAUNCHER, "0")))
     sys.warnoptions.append("ignore:resource_tracker")  # it puts away the semaphores of a rank that leaves at once
@@ -163,7 +163,7 @@ class SignalRecord:
     grace: float | None = None  # seconds; None: nothing to save yet
 
     def classify(self, number: int) -> Literal["first", "again", "second"]:
-        """What this signal is; "again": the first one by another way.
+        """The kind of this signal; "again": the first one by another way.
 
         A terminal and a launcher may both send it; Slurm may send SIGTERM itself, and SIGUSR1 through its script.
         """

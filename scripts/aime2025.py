@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from sources import read_records
 
-PROMPT = (  # that of the DAPO data, with the problem in its midst
+PROMPT = (  # as in the DAPO data, with the problem in its midst
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\n"
     'Remember to put your answer on its own line after "Answer:".'

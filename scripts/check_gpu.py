@@ -97,7 +97,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the checks run."""
+    """The place where the checks run."""
 
     folder: Path
     model: str | None  # the shape: a name of plan/models.json or a folder; None: a tiny one
@@ -143,7 +143,7 @@ Found = TypeVar("Found")
 
 
 def apart(find: Callable[[], Found]) -> Found:
-    """What the function finds in a process of its own."""
+    """The result of the function in a process of its own."""
     with ProcessPool(max_workers=1, context=get_context("spawn")) as pool:
         return pool.schedule(find, timeout=PROGRAM_SECONDS).result()
 
@@ -309,7 +309,7 @@ def check_compiled(place: Place) -> Iterator[Line]:
 
 
 def compile_lines(eager: list[dict[str, float]], compiled: list[dict[str, float]]) -> Iterator[Line]:
-    """What --compile gains in the last step, when all its kernels are made, and whether the gradient is the same."""
+    """The gain of --compile in the last step, when all its kernels are made, and whether the gradient is the same."""
     speeds = [steps[-1]["perf/update_tokens_per_s_per_gpu"] for steps in (eager, compiled)]
     figures = ", ".join(
         f"{name} {speed:,.0f} tokens/s" for name, speed in zip(("eager", "compiled"), speeds, strict=True)
@@ -387,7 +387,7 @@ def check_engines(place: Place) -> Iterator[Line]:
 
 
 def check_sleep(place: Place) -> Iterator[Line]:
-    """What an engine keeps in its sleep; less if its CUDA graphs went to host RAM, which no run does yet."""
+    """The memory that an engine keeps in its sleep; less if its CUDA graphs went to host RAM, which no run does yet."""
     held, woken, _ = apart(partial(put_to_sleep, place.folder / "model", is_offloaded=False))
     most = (ENGINE_ASLEEP[False] + CONTEXT) / GIB
     yield Line("engine asleep", f"{held:.2f} GiB", f"at most {most:.1f}", held <= most, "The dry run plans for less.")
@@ -435,7 +435,7 @@ def alone(g):
 
 
 def kill_server(process: Popen, out_dir: Path) -> None:
-    """While weights are on their way to it."""
+    """Kills a server while weights are on their way to it."""
     with contextlib.suppress(OSError, ValueError, psutil.Error):
         status = json.loads((out_dir / "status.json").read_text("utf-8"))
         if status["now"] == "sync" and status["in_step"] > 1 and not (out_dir / "killed").exists():
@@ -457,7 +457,7 @@ def check_ends(place: Place) -> Iterator[Line]:
 
 
 def end_line(what: str, mark: Path, most: float) -> Line:
-    """How long after the mark was written the run ended, which is now."""
+    """The time from the writing of the mark to the end of the run, which is now."""
     if not mark.exists():
         raise RuntimeError(f"{what}: the run ended before; its log tells why")
     seconds = time.time() - mark.stat().st_mtime

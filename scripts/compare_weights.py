@@ -43,7 +43,7 @@ class Comparison:
     """Compares all engines with the policy, on every rank the same. Made before the first sync."""
 
     def __init__(self, policy: Policy, world: World, apply_model: Callable) -> None:
-        """`apply_model`: that of vLLM's LLM."""
+        """`apply_model`: the method of vLLM's LLM."""
         self.policy, self.world, self.apply_model = policy, world, apply_model
         described = policy.describe_weights()
         self.shapes = dict(zip(map(common_name, described["names"]), described["shapes"], strict=True))
@@ -158,7 +158,7 @@ def parts_of_layer(
     for kind, tensor in module.named_parameters(recurse=False):
         parts = [common_name(f"{before}.{part}.{kind}") for part in fused.get(own_name, [own_name])]
         rows_of_parts = getattr(module, "output_partition_sizes", [len(tensor)])
-        if own_name == "conv1d":  # that of linear attention: vLLM divides each of queries, keys and values
+        if own_name == "conv1d":  # linear attention's: vLLM divides each of queries, keys and values
             values = shapes[common_name(f"{before}.in_proj_z.weight")][0]
             keys = (shapes[parts[0]][0] - values) // 2
             rows_of_parts = [keys // tp_size, keys // tp_size, values // tp_size]
@@ -169,7 +169,7 @@ def parts_of_layer(
         # Each rank holds some columns of all rows, or all columns of some rows.
         is_cut = tensor.ndim > 1 and list(tensor.shape[1:]) != shapes[parts[0]][1:]
         first_column = tp_rank * tensor.shape[1] if is_cut else 0
-        start, before_part = 0, Counter()  # the latter: rows of the policy's tensor before this part of it
+        start, before_part = 0, Counter()  # before_part: rows of the policy's tensor before this part
         for part, num_rows in zip(parts, rows_of_parts, strict=True):
             size = min(shapes[part][0], num_rows * tp_size)
             has_copies = num_rows == size or len(parts) > 1

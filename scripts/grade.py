@@ -75,7 +75,7 @@ def check_output(output: Path, source: Path) -> None:
 
 
 def question(case: Case) -> object:
-    """What tells the prompts of two rows with the same answer apart: what a run has written, or the prompt."""
+    """The mark of a row's problem, if others have the same answer: what a run has written, or the prompt."""
     return case.columns.get("row"), case.columns.get("prompt")
 
 

@@ -46,7 +46,7 @@ class Launch:
 
     def __init__(self, out_dir: Path) -> None:
         self.out_dir, self.signals = out_dir, SignalRecord()
-        self.processes: dict[int, subprocess.Popen] = {}  # those of the last start, by rank
+        self.processes: dict[int, subprocess.Popen] = {}  # of the last start, by rank
         for number in (*HEARD, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
                 signal.signal(number, self.hear)
@@ -128,7 +128,7 @@ class Launch:
         return dict(sorted(notes.items(), key=lambda item: item[1]["time"]))
 
     def reason(self, failed: dict[int, int], notes: dict[int, dict[str, str]]) -> str:
-        """Why the first rank ended, in a sentence: by its own words, else by how it ended."""
+        """The reason of the first rank, in a sentence: by its own words, else by how it ended."""
         killed = [rank for rank, status in failed.items() if status < 0 and rank not in notes]
         rank = [*killed, *notes, *failed][0]  # a killed one is why the others fail
         if rank in notes and notes[rank]["kind"] == "mistake":

@@ -3,8 +3,7 @@
     python scripts/smoke_inputs.py --setup qwq32b_8xh100 --out_dir runs/smoke/qwq32b_8xh100
 
 writes `model/` (Hugging Face format, with a tokenizer of its own whose chat template has the form of the original's),
-`teacher/` where the set-up has one, and `data/` (sums, in the columns of the original data set, as many rows as a step
-needs).
+`teacher/` where the set-up has one, and `data/` (sums in the original's columns, as many rows as a step needs).
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ THINK = "<think>\n"  # QwQ and the distilled models: the template has opened it 
 
 @dataclass(frozen=True)
 class Setup:
-    """What stands for the model and the data of a documented set-up."""
+    """The stand-ins for the model and the data of a documented set-up."""
 
     schema: str
     num_rows: tuple[int, int]  # train, test: at least the prompts of a step

@@ -129,7 +129,7 @@ def _make(gguf: Path, folder: Path) -> None:
 
 
 def draw_rows(subjects: list[str], rng: np.random.Generator) -> list[dict[str, object]]:
-    """A row for each subject, length and form, with one of the questions. Two columns are those of google/IFEval.
+    """A row for each subject, length and form, with one of the questions. Two columns are as in google/IFEval.
 
     The answer is for those who look at the completions: nothing is compared with it.
     """

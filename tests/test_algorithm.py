@@ -53,7 +53,7 @@ def own(tmp_path: Path, monkeypatch) -> str:
 
 
 @pytest.mark.parametrize(("given", "said"), [
-    ("--advantage rloo --advantage_ddof 0", "--advantage_ddof 0 has no effect .*leave it at 1"),
+    ("--advantage rloo --advantage_ddof 0", "--advantage_ddof 0 has no effect .*leave it out"),
     ("--policy_loss sapo --clip_high 0.28", "--clip_high 0.28 .*cispo"),
     ("--advantage ppo", "--advantage ppo: use grpo, .*, FILE.py:FUNCTION"),
     ("--loss_aggregation my.py:mean", "--loss_aggregation my.py:mean: use token_mean, "),

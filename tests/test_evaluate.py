@@ -126,10 +126,10 @@ def test_two_ranks_evaluate_the_problems_of_several_sets_once(policy, tmp_path):
     ("--published 1 2", "--published has 2 numbers for 1 sets"),
     ("--max_completion_tokens 1000", "beyond the context of --model .*, 128 tokens"),
     ("--reward maths", "neither built in"),
-    ("--like ./nowhere", "--like ./nowhere: config.json cannot be read"),
+    ("--like ./nowhere", "--like ./nowhere has no config.json; name"),
     ("--reward exact,pairs.py:score", "--samples 1: --reward 'exact,pairs.py:score' takes all completions of a prompt"),
     ("--reward pairs.py:score --samples 2 --max_prompt_tokens 4", "all 16 prompts are longer than"),
-    ("--model run", "--model 'run' is the folder of a run, not of a model; its policy is run/final"),
+    ("--model run", "--model 'run' is the folder of a run, not of a model; give its final"),
     (f"--out_dir {ROOT}", "is there already and not empty"),
 ])  # fmt: skip
 def test_the_command_tells_mistakes_in_one_line(given, words, policy, tmp_path, monkeypatch, capsys):

@@ -19,7 +19,7 @@ class AfterStep(Observer):
     function: Callable[[int, Metrics], object]
 
     def step(self, step: int, metrics: Metrics) -> Metrics | Literal["stop"] | None:
-        """What the function returns; None for an evaluation before training. Raises RunError if it fails."""
+        """The function's result; None for an evaluation before training. Raises RunError if it fails."""
         if step == 0:
             return None
         metrics = broadcast_from_main(metrics)  # times differ from rank to rank

@@ -32,14 +32,14 @@ IDLE_STEPS = 5  # in a row, of which the console warns
 
 @dataclass
 class Console(Observer):
-    """Of the main process."""
+    """Prints a line a step, and keeps status.json, on the main process."""
 
     out_dir: Path
     total_steps: int
     quiet: bool  # a line only for steps that have an evaluation, or updates that were left out
     # The time of each of the last steps.
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_OF_FORECAST))
-    now: str = ""  # the phase; "" between those of the loop
+    now: str = ""  # the phase; "" between two phases
     done: dict[str, object] = field(default_factory=dict)  # the last step that is done, in status.json
     num_idle: int = 0  # steps in a row without an advantage or a gradient
 

@@ -24,8 +24,7 @@ GIB = 2**30
 # Phases with a figure of their own. What comes before the first one is "load": also the engine's start.
 PHASES = ("load", "sample", "logprobs", "update", "sync", "evaluate", "checkpoint")
 INNER_PHASES = {"pack": "update", "sleep": "sync"}  # phase without figures of its own -> the one that has its flags
-# torch, its allocators and CUDA's libraries have no common class of errors; cudaError 2 is
-# cudaErrorMemoryAllocation.
+# torch, its allocators and CUDA's libraries have no common class of errors; cudaError 2 is one.
 NO_MEMORY = re.compile(
     r"out of memory|can(?:no|')t allocate memory|unable to allocate|bad_alloc|CUBLAS_STATUS_ALLOC_FAILED"
     r"|Registering memory failed with cudaError: 2\b",
@@ -50,15 +49,14 @@ class MemoryWatch(Observer):
         Raises MemoryError with a sentence in the place of an error that says that memory ran out.
         """
         outer = self.current
-        if name == "sync" and self.is_cuda:  # as the engine does when it wakes: the peak is that of what follows
+        if name == "sync" and self.is_cuda:  # as the engine does when it wakes: the peak counts what follows
             torch.cuda.empty_cache()
         self._note()
         self.current = name if name in PHASES else outer
         try:
             yield
         except (MemoryError, RuntimeError, OSError) as error:
-            # A MemoryError with a cause is such a sentence: the engine's, or that of a phase
-            # inside.
+            # A MemoryError with a cause is such a sentence: of the engine, or of an inner phase.
             is_sentence = isinstance(error, MemoryError) and error.__cause__ is not None
             if is_sentence or not lacks_memory(error):
                 raise
@@ -93,7 +91,7 @@ class MemoryWatch(Observer):
         return on_gpu if self.is_cuda else on_cpu
 
     def _sentence(self, name: str, error: BaseException) -> str:
-        """Where memory ran out, which flag to change, and what the error says, for example of the size."""
+        """The place where memory ran out, the flags to change, and what the error says of the size."""
         kind = memory_kind(error, self.is_cuda)
         advice = self._ways_out("host" if kind == "host" and self.is_cuda else name)
         if kind == "GPU or pinned host":
@@ -150,7 +148,7 @@ def lacks_memory(error: BaseException) -> bool:
 
 
 def memory_kind(error: BaseException, is_cuda: bool) -> str:
-    """Which memory ran out: "GPU", "host", or "GPU or pinned host" where CUDA does not tell."""
+    """The memory that ran out: "GPU", "host", or "GPU or pinned host" where CUDA does not tell."""
     text = str(error)
     if not is_cuda or "Registering memory" in text:
         return "host"

@@ -128,7 +128,7 @@ def logged(figure: dict, run: History) -> tuple[float | None, str]:
 
 
 def evaluated(figure: dict, run: History) -> tuple[float | None, str]:
-    """The same from evaluate.py's results.json: of `best`, if there is one, else of the last step that has results."""
+    """As `logged`, from evaluate.py's results.json: of `best`, if there is one, else of the last step with results."""
     _, set_name, metric = figure["metric"].split("/")
     evaluations = run.folder / "eval"
     last_first = sorted(evaluations.glob("step_*"), key=lambda folder: -int(folder.name.removeprefix("step_")))

@@ -1,4 +1,4 @@
-"""What a run leaves at its end: curves.png and, if its set-up is a documented one, the verdict."""
+"""The results of a run, at its end: curves.png and, if its set-up is a documented one, the verdict."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from watch.reference import judgement
 
 @dataclass
 class Results(Observer):
-    """Of the main process. While a run lasts `report.py` draws the curves."""
+    """Makes both, on the main process. While a run lasts `report.py` draws the curves."""
 
     out_dir: Path
 

@@ -1,4 +1,4 @@
-"""What goes into a run and what comes out, to look at: samples.jsonl, reward_failures.jsonl, excluded_rows.jsonl."""
+"""Inputs and outputs of a run, to look at: samples.jsonl, reward_failures.jsonl, excluded_rows.jsonl."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runtime.files import append, best_effort, write
 
 @dataclass
 class Samples(Observer):
-    """Of the main process: appends a few completions of each step, and those that could not be graded."""
+    """Appends a few completions of each step, and those that could not be graded, on the main process."""
 
     out_dir: Path
 

@@ -24,7 +24,7 @@ Close = Callable[[], None]
 
 @dataclass
 class Tracker(Observer):
-    """Of the main process. A tracker that fails costs its curves, and no step."""
+    """Sends the metrics of each step, on the main process. A tracker that fails costs its curves, no step."""
 
     name: str  # in `TRACKERS`
     out_dir: Path

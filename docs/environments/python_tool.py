@@ -29,7 +29,7 @@ def python(code: str) -> str:
 
 
 def limit() -> None:
-    """In the new process: its memory, its processor time, no file that it writes."""
+    """Limits, in the new process, memory and processor time, and forbids to write files."""
     resource.setrlimit(resource.RLIMIT_AS, (GIB << 30,) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS,) * 2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))

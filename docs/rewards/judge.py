@@ -19,7 +19,7 @@ Answer to grade: {completion}"""
 
 
 def ask(text: str) -> str:
-    """What the judge says. Raises OSError if it cannot be reached or takes more than 30 s."""
+    """The judge's answer. Raises OSError if it cannot be reached or takes more than 30 s."""
     body = {"model": os.environ["JUDGE_MODEL"], "messages": [{"role": "user", "content": text}], "temperature": 0}
     request = urllib.request.Request(
         os.environ["JUDGE_URL"] + "/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}

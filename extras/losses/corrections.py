@@ -1,4 +1,4 @@
-"""What the ratio trainer / sampler weighs: --rollout_correction token_truncate, sequence_truncate, token_mask, ..."""
+"""Weights from the ratio trainer / sampler: --rollout_correction token_truncate, token_mask, ..."""
 
 from __future__ import annotations
 

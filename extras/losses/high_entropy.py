@@ -1,8 +1,7 @@
 """The 80/20 rule: only tokens of high entropy are trained: --policy_loss high_entropy
 
-Sources: arXiv 2506.01939, on top of DAPO, and TRL's top_entropy_quantile. The denominator stays
-that of all tokens. The quantile is that of the micro-batch; TRL's is that of a micro-batch of all
-ranks together.
+Sources: arXiv 2506.01939, on top of DAPO, and TRL's top_entropy_quantile. The denominator counts
+all tokens. The quantile is over a micro-batch; TRL's is over a micro-batch of all ranks together.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""MT-GRPO: rewards of single turns are compared with those of the same turn: --advantage mt_grpo
+"""MT-GRPO: the reward of a turn is compared with the group's rewards of that turn: --advantage mt_grpo
 
 --environment my_environment.py:Class    whose reward() returns a list, a number a turn (docs/turns.md)
 """

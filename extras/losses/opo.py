@@ -1,7 +1,6 @@
 """OPO: the baseline weighs rewards by the lengths of their completions: --advantage opo
 
-Sources: arXiv 2505.23585 and verl's "opo". It is exactly on-policy: --prompts_per_update is
---prompts_per_step.
+Sources: arXiv 2505.23585 and verl's "opo". On-policy: --prompts_per_update is --prompts_per_step.
 """
 
 

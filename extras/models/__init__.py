@@ -1,4 +1,4 @@
 """Parts of a model: LoRA (--lora_rank), images, experts and their routes, linear attention.
 
-The seams: `policy.Adapter`, `batch.Part`, and what loads a model (`data.load_reader`, `engine.options`).
+The seams: `policy.Adapter`, `batch.Part`, `data.load_reader`, and hooks that `policy.py` and `rollout.py` call.
 """

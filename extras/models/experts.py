@@ -39,11 +39,9 @@ class ExpertLoads(nn.Module):
             self.counts_LE[i].index_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
 
     def largest(self) -> dict[str, float]:
-        """The tokens of the busiest expert since the last call, over the mean of its layer. All
-        ranks call it.
+        """The busiest expert's tokens since the last call, over its layer's mean. All ranks call.
 
-        1: all experts have as many; experts / experts of a token: the router always takes the same
-        ones.
+        1: all experts have as many; experts / experts of a token: the same ones are always taken.
         """
         loads_LE = sum_over_trainers(self.counts_LE).double()
         self.counts_LE.zero_()
@@ -101,12 +99,10 @@ def hand_routes(place: int, layer: nn.Module, inputs: tuple[Tensor], options: di
 
 
 def replay(router: nn.Module, inputs: tuple[Tensor], output: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    """What the router returns when it takes these experts (R3, arXiv 2510.11370); None: it has
-    chosen by itself.
+    """The router's output with these experts (R3, arXiv 2510.11370); None: it has chosen by itself.
 
-    The experts are given, their weights are not: those are of the router's own logits, so it still
-    learns. It is the arithmetic of transformers' routers, which choose by softmax and top k: their
-    own routes change no bit.
+    Experts are given. Their weights come from the router's own logits, so it still learns. It is the
+    arithmetic of transformers' routers (softmax, top k): their own routes change no bit.
     """
     if router.routes_NA is None:
         return None

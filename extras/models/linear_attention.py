@@ -3,8 +3,7 @@
 A recurrence has no mask: over packed sequences it would go on from one into the next. transformers
 has `cu_seq_lens_q` for them, which its own code drops without a word: only flash-linear-attention
 reads it. So a module runs on rows, one for each whole sequence, whichever code computes it. The
-padding is on the right, where no token looks. A shared prompt is computed for each of its
-completions. Dimensions: `batch.py`.
+padding is on the right, where no token looks. A shared prompt is computed for each completion.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def forward_in_rows(
 
 
 def leave_tower_out() -> None:
-    """Has vLLM's text model of Qwen3.5 skip the weights of a tower in published files, as it skips those of MTP."""
+    """Has vLLM's text model of Qwen3.5 skip the tower's weights in published files, as it skips MTP's."""
     from vllm.model_executor.models.qwen3_5 import Qwen3_5ForCausalLM
     from vllm.model_executor.models.utils import WeightsMapper
 

@@ -80,11 +80,10 @@ class Adapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Within it the model is as it was loaded.
+        """Turns the adapter off in the block: the model is as it was loaded.
 
-        peft also freezes what it turns off. Here the adapter stays trainable: FSDP decides in its
-        first forward pass, which may be this one, which gradients it will reduce, and in which
-        dtype.
+        peft also freezes what it turns off. Here it stays trainable: FSDP decides in its first
+        forward pass, which may be this one, which gradients it reduces, and in which dtype.
         """
         layers = self.layers.values()
         for layer in layers:
@@ -99,7 +98,7 @@ class Adapter:
 
     @contextmanager
     def dropout_on(self, seed: tuple[int, ...], world: World) -> Iterator[None]:
-        """Within it the adapter drops inputs, drawn from the seed and the rank."""
+        """Has the adapter drop inputs in the block, drawn from the seed and the rank."""
         layers = self.layers.values()
         if self.has_dropout:
             torch.manual_seed(int(np.random.SeedSequence([*seed, world.trainer_rank]).generate_state(1)[0]))
@@ -125,7 +124,7 @@ class Adapter:
             save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
     def describe(self) -> str:
-        """For example: LoRA (rank 8, alpha 32, dropout 0) on 14 linear layers: q_proj, v_proj."""
+        """A line such as: LoRA (rank 8, alpha 32, dropout 0) on 14 linear layers: q_proj."""
         config = self.config
         names = ", ".join(sorted({name.split(".")[-3] for name in self.layers}))  # before .base_layer.weight
         settings = f"rank {config.r}, alpha {config.lora_alpha:g}, dropout {config.lora_dropout:g}"

@@ -26,14 +26,13 @@ RoutesOf = Callable[[RequestOutput], np.ndarray]
 def keep_on_each_rank() -> None:
     """CUDA, before the engine is made: vLLM 0.32 keeps routes on the first rank of an engine alone.
 
-    With its other executors that one alone has a scheduler. Here each rank has one, which fails
-    without routes.
+    With other executors that rank alone schedules. Here each does, and fails without routes.
     """
     worker.get_tp_group = lambda: SimpleNamespace(is_first_rank=True)
 
 
 def routes_reader(llm: LLM, is_cuda: bool) -> RoutesOf:
-    """What returns the routes of a request, as soon as the engine has finished it."""
+    """The function that returns the routes of a request, as soon as the engine has finished it."""
     return returned_routes if is_cuda else SlotRoutes(llm)
 
 

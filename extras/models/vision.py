@@ -155,15 +155,14 @@ class BatchImages:
         self.pixels = [pixels for prompt in images for pixels in prompt.pixels()]  # one tensor an image, on the host
         self.grids = torch.tensor([grid for prompt in images for grid in prompt.grids])
         self.places_I = places_I
-        # What the tower would make of the grids in each pass. It reads the lengths, so those stay
-        # on the host.
+        # The tower would make these in each pass. It reads lengths, which stay on the host.
         window_index, window_lengths = get_vision_window_index(self.grids, merge, window, patch)
         self.lengths = {"cu_seqlens": get_vision_cu_seqlens(self.grids), "cu_window_seqlens": window_lengths}
         positions = get_vision_position_ids(self.grids, merge)
         self.orders = {"position_ids": positions, "window_index": window_index}  # the patches'
 
     def to(self, device: torch.device) -> BatchImages:
-        """The same with its orders and places on the device."""
+        """The images with their orders and places on the device."""
         moved = copy.copy(self)
         moved.places_I = self.places_I.to(device, non_blocking=True)
         moved.orders = {name: order.to(device, non_blocking=True) for name, order in self.orders.items()}
@@ -245,8 +244,7 @@ def load_processor(
 def encoded_images(value: object, folder: Path) -> tuple[bytes, ...]:
     """The images of a value: null, or one or a list of path, bytes, base64, {"bytes", "path"}.
 
-    Raises ValueError, also for a file that is cut off, which would otherwise end the run when
-    its turn comes.
+    Raises ValueError, also for a file that is cut off: it would end the run when its turn comes.
     """
     if value is None:
         return ()

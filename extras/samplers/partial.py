@@ -57,12 +57,12 @@ class PartialSampler(Sampler):
     The same on every rank.
     """
 
-    groups: list[Group] = field(default_factory=list)  # those of all engines, the oldest first
+    groups: list[Group] = field(default_factory=list)  # of all engines, the oldest first
     kept_tokens: int = 0  # sampled, of all engines, but not trained on yet
     waiting: list[int] = field(default_factory=list)  # numbers of prompts that were unfinished at the checkpoint
 
     def position(self) -> State:
-        """A run that continues samples anew what is unfinished, from the same prompts."""
+        """The place in the data. A run that continues samples the unfinished prompts anew."""
         numbers = [group.number for group in self.groups] + self.waiting
         return super().position() | {"in_the_air": sorted(numbers)}
 
@@ -84,8 +84,7 @@ class PartialSampler(Sampler):
         self.begin(step, count)
         own = self.engine.world.engine_index
         shares_E = shares_of(count, self.num_unfinished_E)
-        # Groups of short completions are finished first: a place by lot, so that all updates of a
-        # step get the same.
+        # Groups of short completions end first: places by lot give all updates the same mix.
         places = sum(shares_E[:own]) + np.random.default_rng([*seed, own]).permutation(shares_E[own])
         start = time.perf_counter()
         finished = self.finish([group for group in self.groups if group.engine == own], places.tolist(), step - 1)
@@ -95,12 +94,12 @@ class PartialSampler(Sampler):
 
     @property
     def num_unfinished_E(self) -> list[int]:
-        """How many prompts each engine has that are not trained on."""
+        """The number of prompts of each engine that are not trained on."""
         engines = [group.engine for group in self.groups]
         return [engines.count(e) for e in range(self.engine.world.num_engines)]
 
     def begin(self, step: int, count: int) -> None:
-        """First prompts that were unfinished at the checkpoint. Each goes to the engine that has the fewest."""
+        """Begins prompts, first those that were unfinished at the checkpoint, in the engine with the fewest."""
         still_needed = count + (self.run.last_step - step) * self.draws.prompts_per_step
         most = min(num_unfinished_prompts(count, self.engine.world.num_engines), still_needed)
         numbers = self.waiting[: max(most - len(self.groups), 0)]
@@ -141,7 +140,7 @@ class PartialSampler(Sampler):
         return chosen
 
     def report(self, group: Group, place: int) -> None:
-        """The grader hears of the completions of a group, by its place among all of the step."""
+        """Tells the grader of the completions of a group, by its place among all of the step."""
         on_finished = None
         if self.engine.world.is_engine_leader:
             on_finished = self.grader.callback_for({place: group.row}, self.sampling)
@@ -187,7 +186,7 @@ class PartialSampler(Sampler):
 
 
 def shares_of(count: int, num_unfinished_E: list[int]) -> list[int]:
-    """How many of `count` groups each engine finishes: those with the most unfinished ones, the most."""
+    """The number of groups, of `count`, that each engine finishes: the most where most are unfinished."""
     shares_E = [0] * len(num_unfinished_E)
     for _ in range(count):
         left_E = np.subtract(num_unfinished_E, shares_E)

@@ -44,12 +44,12 @@ LOOK_SECONDS = 0.1  # between two looks of ranks that wait for servers
 
 @dataclass(kw_only=True)
 class ServerEngine:
-    """Every rank has one; that of the main rank has the servers."""
+    """Every rank has one; the main rank's has the servers."""
 
     seconds_E = np.zeros(1)  # not measured: servers sample while the ranks do other things
     fleet: Fleet | None  # None: this is not the main rank
     tokenizer: PreTrainedTokenizerBase
-    device: torch.device  # that of the weights
+    device: torch.device  # where the weights are
     version: int  # number of the weights that the next `sync` brings
     in_flight: bool  # unfinished completions go on under new weights; otherwise a sync waits for them
     weights: dict[str, list] = field(default_factory=dict)  # names, dtypes and shapes of what `sync` sends
@@ -57,7 +57,7 @@ class ServerEngine:
     last_progress: object = None  # as the ranks last heard it
 
     def begin(self, rows: list[Row], sampling: Sampling, seed: tuple[int, ...], is_first: bool = False) -> None:
-        """The servers sample these rows, for a later call of `sample` with this seed. `is_first`: before all others."""
+        """Has servers sample these rows, for a later call of `sample` with this seed. `is_first`: before all others."""
         if self.fleet is not None and seed not in self.begun:
             self.begun[seed] = [Request(row, sampling) for row in rows for _ in range(sampling.num_samples)]
             self.fleet.call(self.fleet.enqueue(self.begun[seed], is_first))
@@ -107,7 +107,7 @@ class ServerEngine:
             time.sleep(LOOK_SECONDS)
 
     def sync(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """All servers take new weights, one full tensor at a time; the first call waits until they have started."""
+        """Sends new weights to all servers, a full tensor at a time; the first call waits until they have started."""
         fleet = self.fleet
         self.wait(lambda: fleet.call(fleet.pause_dispatch(self.in_flight)))
         if fleet is not None:
@@ -122,7 +122,7 @@ class ServerEngine:
         self.version += 1
 
     def sleep(self) -> None:
-        """The servers have GPUs of their own."""
+        """Does nothing: the servers have GPUs of their own."""
 
     def close(self) -> None:
         if self.fleet is not None:

@@ -36,7 +36,7 @@ TIMEOUT_SECONDS = 600.0  # a server that does not answer at its start, or makes 
 MEETING_SECONDS = 60.0  # that a server has to come for its weights
 ANSWER_SECONDS = 5.0  # that a server has to answer what is quickly said
 WATCH_SECONDS = 1.0  # between two looks at a server
-DEATH_SECONDS = 1.0  # from a dying server's last words, which are those of its sockets, to its exit status
+DEATH_SECONDS = 1.0  # from the end of a dying server's sockets to its exit status
 EXIT_SECONDS = 10.0  # that the main rank has to end by itself after a fault amid a transfer of weights
 LOG_CHARACTERS = 1500  # of the end of a server's log, which are shown when it has failed
 TOKEN_COUNTERS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")  # vLLM's metrics that tell progress
@@ -117,10 +117,7 @@ class Server:
 
 
 def reason_of(error: Exception) -> str:
-    """A fault in words; aiohttp's name its own settings."""
-    if isinstance(error, aiohttp.ClientConnectorError):
-        is_refused = isinstance(error.os_error, ConnectionRefusedError)
-        return "connection refused" if is_refused else f"it cannot be reached ({error.os_error})"
+    """A fault in words."""
     return str(error) or f"no answer ({type(error).__name__})"
 
 
@@ -303,9 +300,9 @@ class Fleet:
     # Weights: the main rank calls prepare, then send for each tensor, then finish -------------------------------------
 
     async def prepare(self, weights: dict[str, list], device: torch.device, version: int) -> None:
-        """All servers stand still now, and wait for these weights.
+        """Stops all servers, which then wait for these weights.
 
-        Those that have them all sample on, and say of what follows that this version made it.
+        A server that has all of them samples on, and marks what follows with this version.
         """
         self.phase, self.version = "sending", version
         await self._with_all(lambda server: self._prepare(server, weights, device))
@@ -331,7 +328,7 @@ class Fleet:
 
     @property
     def weight_version(self) -> str:
-        """What servers call the weights that are sent; `weights_of_run` reads it."""
+        """The name of the weights that are sent, to servers; `weights_of_run` reads it."""
         return f"{self.run}:{self.version}"
 
     async def _check_run(self, server: Server) -> None:
@@ -356,7 +353,7 @@ class Fleet:
 
     def send(self, tensor: Tensor) -> None:
         """From another thread: the next tensor goes to all servers. Raises RunError after a fault."""
-        stream = torch.cuda.current_stream() if tensor.is_cuda else None  # that of the gather before, the free after
+        stream = torch.cuda.current_stream() if tensor.is_cuda else None  # on it the tensor was gathered, and is freed
         for server in self.servers:
             try:
                 server.link.broadcast(tensor.contiguous(), src=0, stream=stream)
@@ -366,7 +363,7 @@ class Fleet:
         self.raise_fault()
 
     async def finish(self) -> None:
-        """The servers have been sent all weights."""
+        """Ends the transfer: all weights have been sent."""
         await self._with_all(lambda server: server.update)
         self.phase = "open"
         self._dispatch()
@@ -378,7 +375,7 @@ class Fleet:
         self.raise_fault()
 
     def progress(self) -> list[tuple[bool, int, float]]:
-        """It changes with all that servers do."""
+        """A value that changes with all that servers do."""
         return [(server.is_ready, server.num_requests, server.tokens) for server in self.servers]
 
     # Faults -----------------------------------------------------------------------------------------------------------
@@ -448,7 +445,7 @@ class Fleet:
             self._start(self._hold_to(server, self._watch(server)))
 
     async def _try(self, server: Server) -> None:
-        """Nobody listens before a server is up: that is said, and no fault yet."""
+        """Checks whether the server fits. That nobody listens is said, but is no fault before it is up."""
         try:
             await self._check_fit(server)
         except UNREACHABLE as error:

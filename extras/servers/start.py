@@ -127,7 +127,6 @@ if __name__ in ("__main__", "__mp_main__"):
 if __name__ == "__main__":
     from vllm.entrypoints.launchers.api_server import entry
 
-    entry.run_server = partial(
-        entry.run_server, timeout_graceful_shutdown=REQUEST_SECONDS
-    )  # uvicorn's; it would wait for ever
+    # uvicorn's limit: without it the server would wait for ever.
+    entry.run_server = partial(entry.run_server, timeout_graceful_shutdown=REQUEST_SECONDS)
     entry.main()

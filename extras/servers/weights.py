@@ -107,7 +107,7 @@ class NcclEngine(NCCLWeightTransferEngine):
 
 
 class GlooEngine(NcclEngine):
-    """The same for a worker on CPU."""
+    """Gloo, for a worker on CPU."""
 
     def init_transfer_engine(self, init_info: NCCLWeightTransferInitInfo) -> None:
         rank = init_info.rank_offset + self.parallel_config.rank
@@ -131,7 +131,7 @@ WeightTransferEngineFactory.register_engine("nccl_with_deadline", NcclEngine)
 
 
 def fit_of(config: PretrainedConfig, max_model_len: int, dtype: str, head_dtype: str | None) -> dict[str, object]:
-    """What a server must have of what its run needs, by the flags of scripts/serve.py.
+    """Flag of scripts/serve.py -> the value that a server must have for its run.
 
     It compares the model by architecture and sizes: on another machine its path may differ.
     """
@@ -154,7 +154,7 @@ class Extension:
 
 
 async def check_key(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-    """vLLM asks for VLLM_API_KEY where text is sampled, but not where weights are changed: this asks everywhere.
+    """Asks for VLLM_API_KEY everywhere: vLLM does so where text is sampled, but not where weights are changed.
 
     A server without a key answers nobody.
     """

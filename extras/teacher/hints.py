@@ -34,7 +34,7 @@ def solution(rollout: Rollout, b: int, group_size: int) -> str | None:
 
 
 def feedback(rollout: Rollout, b: int, group_size: int) -> str | None:
-    """What the reward says about completion b, unless it is correct: the template says that it is not."""
+    """The reward's words about completion b; None if it is correct: the template denies it."""
     grade = rollout.grades[b]
     said = grade.feedback.strip()
     return FEEDBACK.format(said) if said and not grade.is_correct else None

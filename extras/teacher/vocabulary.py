@@ -17,7 +17,7 @@ from policy import Policy
 def run(
     reference: Policy, divergence: Callable[..., tuple[Tensor, Tensor]], temperature: float, batch: Batch
 ) -> Teacher:
-    """The distributions of the reference at the trained tokens of the batch. `divergence`: one of `DIVERGENCES`."""
+    """The distributions of the reference at the trained tokens of the batch. `divergence`: of `divergences.py`."""
     with reference.adapter_off():
         hidden_KD, weight_VD = reference.hidden_states(batch.reference_batch())
     if reference.adapter is None:  # with LoRA the policy computes with these weights next

@@ -1,4 +1,4 @@
-"""What an advantage may know of turns: the state in which each began, and what it earned.
+"""The fields of `Graded` about turns: the state in which each began, and what it earned.
 
 Episodes with a reply, or with a reward for each turn, ask for it; `update.compute_advantages` puts it into `Graded`.
 """

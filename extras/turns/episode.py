@@ -113,8 +113,7 @@ class EpisodeWorker:
         messages = [{"role": "user", "content": reply}] if isinstance(reply, str) else reply
         messages = [messages] if isinstance(messages, dict) else messages
         try:
-            # Texts that can be written; of a class of the user's, whose file the trainer does not
-            # load, the mere text.
+            # Mere texts that can be written: the trainer cannot load a class of the user's.
             read = [{name: message[name].encode().decode() for name in ("role", "content")} for message in messages]
         except (TypeError, KeyError, AttributeError, UnicodeEncodeError):
             read = []
@@ -126,7 +125,7 @@ class EpisodeWorker:
         return read
 
     def grade(self, environment: object) -> Grade:
-        """What reward() says: the first part is the whole, so that it decides whether the episode is correct."""
+        """The grade by reward(). Its first part is the whole: that one decides on `is_correct`."""
         result, name = awaited(environment.reward()), f"{self.name}.reward"
         if not isinstance(result, (list, tuple)):
             score, parts, feedback = read_reward(result, name)

@@ -42,7 +42,7 @@ class Toolbox:
         return [{"role": "tool", "content": result} for result in results] or None  # without half a surrogate
 
     def result(self, call: object) -> str:
-        """What the function returns, as text or JSON; or what is wrong with the call."""
+        """The function's result, as text or JSON; or what is wrong with the call."""
         try:
             name, arguments = call["name"], call.get("arguments", {})
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments

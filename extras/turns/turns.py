@@ -47,7 +47,7 @@ TOKEN_CHARACTERS = 64  # of a token, at most: a reply of more than so many for e
 
 
 class EpisodeState(Enum):
-    """What an episode waits for after a reply."""
+    """The event that an episode waits for after a reply."""
 
     TURN = auto()  # the policy's
     REPLY = auto()  # another one from the environment
@@ -76,7 +76,7 @@ class Episode(Completion):
             self.routes = np.concatenate([before, part.routes[len(before) :]])
 
     def finish(self, b: int, tokenizer: Tokenizer, on_finished: OnFinished | None) -> None:
-        """The grader gets the text of the last turn, and all that was sampled."""
+        """Gives the grader the text of the last turn, and all that was sampled."""
         self.text = self.transcript
         sampled = list(itertools.compress(self.token_ids, self.is_sampled))
         if on_finished is not None:
@@ -84,7 +84,7 @@ class Episode(Completion):
 
 
 class Template:
-    """How the chat template writes what stands between two turns of the policy: learned from a text with marks."""
+    """The chat template between two turns of the policy, learned from a text with marks."""
 
     def __init__(self, prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
         """Raises ValueError, with the reason, if the template cannot be continued."""
@@ -99,7 +99,7 @@ class Template:
             raise ValueError("a reply could hold special tokens: the tokenizer of --model cannot write them as text.")
 
     def _after(self, *messages: tuple[str, str], continues: bool = True) -> str:
-        """What is written after the first Mark-A: the rest of the answer, then messages, each (role, content)."""
+        """The text after the first Mark-A: the rest of the answer, then messages, each (role, content)."""
         pairs = (("user", "Mark-Q"), ("assistant", "Mark-A"), *messages)
         conversation = [{"role": role, "content": content} for role, content in pairs]
         return render(conversation, self.prompt_format, self.tokenizer, continues).partition("Mark-A")[2]
@@ -138,7 +138,7 @@ class Template:
 
 
 class Turns(Observer):
-    """Plays episodes. Every rank has one; that of the first rank of an engine has the workers, and counts errors."""
+    """Plays episodes. Every rank has one; the one on an engine's first rank has the workers, and counts errors."""
 
     def __init__(
         self, limits: TurnLimits, grading: Grading, prompt_format: PromptFormat, tokenizer: Tokenizer, num_workers: int

@@ -94,7 +94,6 @@ def test_a_servers_flags_are_checked_before_torch_is_imported():
     for wrong, said in (
         ("--model m", "the following arguments are required: --max_model_len"),
         ("--model m --max_model_len 0", "--max_model_len 0: must be at least 1"),
-        ("--model /nowhere --max_model_len 8", "--model '/nowhere': no such folder"),
     ):
         done = run_command([sys.executable, "-c", program, *wrong.split()])
         assert done.returncode and done.stderr.startswith(f"error: {said}")

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import sys
 from contextlib import nullcontext
 
@@ -12,34 +11,22 @@ from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 import evaluate
 from gate.models import check_compile, check_context, check_model, check_parallel, check_path
 from helpers.made_up import flags
+from model.weights import load_config
 from plan.dry_run import dry_run
 from train_grpo import load_inputs
 
 
-@pytest.mark.parametrize(("given", "saved", "words"), [
-    ("mine", ["step_9", "final"], "--model 'mine' is the folder of a run, not of a model; its policy is mine/final."),
-    ("mine/", ["step_9", "step_10"], "its policy is mine/step_10."),
-    ("mine", [], "not of a model; it has saved no policy yet."),
-    ("mine/step_9/trainer", ["step_9"], "is no folder with a model: it has no config.json."),
-    ("mine/step_9/adapter", ["step_9"], "it has no config.json; an adapter alone is no model."),
-    ("mine/step_8", ["step_9", "final"], "no such folder (FOLDER/mine/step_8)"),
-    ("./absent", [], "no such folder (FOLDER/absent), and not of the form of a hub id (owner/name)."),
-    ("mine/step_9", ["step_9"], None),
-    ("Qwen/Qwen2.5-7B", [], None),
-])  # fmt: skip
-def test_the_folder_of_a_run_is_refused_and_its_model_named(given, saved, words, tmp_path, monkeypatch):
-    """The folder of a run is no model, and the error names the model in it."""
-    monkeypatch.chdir(tmp_path)
-    for name, content in {"": {"out_dir": "x"}, **dict.fromkeys(saved, {"model_type": "qwen2"})}.items():
-        (folder := tmp_path / "mine" / name).mkdir()
-        (folder / "config.json").write_text(json.dumps(content))
-        (folder / "trainer").mkdir()
-        (folder / "adapter").mkdir()
-        (folder / "adapter" / "adapter_config.json").touch()
-        os.utime(folder, (len(name), len(name)))  # step_10 is newer than step_9
-    with pytest.raises(FileNotFoundError) if words else nullcontext() as error:
-        check_path(given)
-    assert not words or words.replace("FOLDER", str(tmp_path)) in str(error.value)
+def test_the_folder_of_a_run_is_refused_and_its_models_named(tmp_path):
+    """The folder of a run is no model, and the error names the models in it."""
+    for name, content in {"": {"out_dir": "x"}, "step_9": {"model_type": "qwen2"}}.items():
+        (tmp_path / "mine" / name).mkdir()
+        (tmp_path / "mine" / name / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="mine' is the folder of a run, not of a model; give its final, or one of"):
+        check_path(str(tmp_path / "mine"))
+    check_path(str(tmp_path / "mine" / "step_9"))
+    for no_model in (tmp_path / "mine" / "step_8", tmp_path):
+        with pytest.raises(ValueError, match=f"--model '{no_model}' is n"):
+            load_config(str(no_model))
 
 
 DIVISIONS = [  # heads, heads of keys, and the sizes of an engine that vLLM can divide them among
@@ -58,7 +45,7 @@ def test_an_engine_has_as_many_ranks_as_vllm_can_divide_the_heads_among(heads, k
             check_parallel(config, size)
             continue
         needed = f"--tensor_parallel_size {size} cannot divide {heads} attention heads and {kv} heads of keys and"
-        with pytest.raises(ValueError, match=f"{needed}.*; use one of {', '.join(map(str, fitting))}[.]$"):
+        with pytest.raises(ValueError, match=f"{needed} values; use a smaller one"):
             check_parallel(config, size)
 
 

@@ -70,7 +70,7 @@ def test_imports_from_a_reward_files_folder_belong_to_it(tmp_path, monkeypatch):
         (folder / name).write_text(text)
     assert {str(file.relative_to(folder)) for file in files_of(folder / "my.py")} == texts.keys() - {"other.py"}
     (folder / "grpo.py").symlink_to(ROOT / "grpo.py")  # as if it stood in the repository
-    named = digests_of_files(["math", f"{folder}/my.py:score", "clip"])
+    named = digests_of_files(["math", f"{folder}/my.py:score:power=3", "clip"])
     assert {Path(file).name for file in named} == {Path(name).name for name in texts.keys() - {"other.py"}}
 
 

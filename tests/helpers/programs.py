@@ -183,14 +183,14 @@ def resolved(kind: str, engines: str, output: str) -> None:
     from extras.models.vision import Vision
     from flags import EngineSettings
     from fsdp_utils import World
+    from gate.models import length_limits
 
     found = {"log level": os.environ["VLLM_LOGGING_LEVEL"]}
     found["adds with FlashInfer"] = vllm.envs.VLLM_ALLREDUCE_USE_FLASHINFER
     for name, engine in json.loads(Path(engines).read_text()).items():
         args = parse_flags(engine["flags"])
         world = World(0, engine["ranks"], args.tensor_parallel_size, torch.device("cuda"))
-        limits = args.max_prompt_tokens, max(args.max_completion_tokens, *args.eval_max_completion_tokens)
-        settings = EngineSettings.from_flags(args, max_model_len=sum(limits))
+        settings = EngineSettings.from_flags(args, max_model_len=sum(length_limits(args)))
         vision = SimpleNamespace(size={"shortest_edge": 3136, "longest_edge": args.max_pixels})
         sequences = largest_share([(args.prompts_per_step, args.group_size)], world.num_engines)
         demand = EngineDemand(sequences, Vision.engine_options(vision, 1) if args.image_column else {})

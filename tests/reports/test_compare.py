@@ -87,7 +87,7 @@ def test_with_one_seed_each_only_the_evaluations_error_is_known(tmp_path):
         write_completions(run, 10, "test", [1.0] * correct + [0.0] * (100 - correct))
     text = said([a], [b]).split("Over the whole curve")[0]
     # 10 of 100 problems differ, all in B's favour: s = 0.3015, margin 1.984 x 0.03015 = 0.060.
-    assert "+0.100 (+0.040 to +0.160): run B is better" in text and text.count(unknown) == 4
+    assert "+0.100 (+0.040 to +0.160): B is better" in text and text.count(unknown) == 4
     assert "One seed each: a verdict on two runs, not on what they differ by; intervals hold" in text
     write_completions(b, 10, "test", [0.0, *[1.0] * 60, *[0.0] * 40])  # 101 problems: other ones
     assert said([a], [b]).split("Over the whole curve")[0].count(unknown) == 5

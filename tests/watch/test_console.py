@@ -124,12 +124,7 @@ def test_a_tracker_that_fails_costs_its_curves_and_no_step(tmp_path, capsys, mon
     assert shown.count("warning: --track wandb has failed and is left out from now on: no network") == 1
 
 
-def test_a_package_or_a_key_that_is_missing_is_named(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))  # without a .netrc
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    with pytest.raises(ValueError, match="--track wandb: no key is known"):
-        check_flags(flags(track="wandb"), num_ranks=1)
-    monkeypatch.setenv("WANDB_MODE", "offline")
+def test_a_package_that_is_missing_is_named(monkeypatch):
     check_flags(flags(track="wandb"), num_ranks=1)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="--track wandb: its package is not installed; run `pip install wandb`"):

@@ -54,7 +54,7 @@ from policy import Policy, build_policy
 from run import Observer, Run, open_run_folder
 from runtime.files import run_and_step
 from runtime.parts import part
-from runtime.start import NOT_FINISHED, RunError, Stopped, arm, leave, signal_name
+from runtime.start import NOT_FINISHED, OwnCodeError, RunError, Stopped, arm, leave, signal_name
 from sampling import DrawSettings, Sampler
 from schedule import Plan, make_plan
 from sources import read_system_prompt
@@ -362,5 +362,5 @@ def main(args: Namespace) -> None:
 if __name__ == "__main__":
     try:
         main(ARGS)
-    except (RunError, MemoryError) as error:  # it says what to change
+    except (RunError, OwnCodeError, MemoryError) as error:  # it says what to change
         exit_with_error(error)

@@ -44,7 +44,7 @@ from model.optimizer import forget, set_rate
 from policy import Policy, place
 from runtime.parts import part
 from runtime.stall import beat
-from runtime.start import RunError
+from runtime.start import OwnCodeError, RunError
 from schedule import Plan, UpdateStep
 
 
@@ -187,7 +187,7 @@ def gather_penalties(rollout: Rollout, updates: list[Update], algorithm: Algorit
 def compute_advantages(
     rollout: Rollout, penalties: list[np.ndarray] | None, algorithm: Algorithm, step: int = 1, total_steps: int = 1
 ) -> list[np.ndarray]:
-    """The advantage of each token of each completion. Raises RunError where --advantage has none for these rewards."""
+    """The advantage of each token of each completion. Raises OwnCodeError where --advantage fails."""
     rewards_B = torch.from_numpy(rollout.rewards_B)
     lengths_B = torch.tensor([len(completion) for completion in rollout.completions])
     returns_T = torch.repeat_interleave(rewards_B, lengths_B)
@@ -237,9 +237,8 @@ def own_code(flag: str, step: int, names: str = "") -> Iterator[None]:
     except Exception as error:  # noqa: BLE001  the user's code may raise anything
         if "memory" in str(error):  # a lack of it is no fault of the function
             raise
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         known = f"; {names}" if isinstance(error, LookupError) else ""
-        raise RunError(f"{flag} fails in step {step}: {kind}{error}{known}") from error
+        raise OwnCodeError(f"{flag} fails in step {step}: {type(error).__name__}: {error}{known}") from error
 
 
 def grade_fields(rollout: Rollout, shape: torch.Size) -> dict[str, Tensor | dict[str, Tensor]]:
@@ -314,7 +313,7 @@ def add_gradients(
             scored = batch
             if scores.distilled:
                 scored = replace(batch, ref_logprobs_N=scores.distilled.ref_logprobs_N, distilled=scores.distilled)
-            with own_code("--policy_loss", step.step):
+            with own_code("the loss (--policy_loss, --kl_estimator)", step.step):
                 total = grpo.total_loss(
                     scored, logprobs_N, old_logprobs_N, scores.entropies_N, algorithm, step.step, step.total_steps
                 )

@@ -43,6 +43,10 @@ class RunError(Exception):
     """Ends the run, without a traceback: the message says what happened and what to do."""
 
 
+class OwnCodeError(Exception):
+    """Ends the run as `RunError`, but perhaps from this rank alone: no collective may follow."""
+
+
 class Stopped(Exception):
     """A signal has asked the run to end; every rank raises it at the same place."""
 

@@ -40,7 +40,7 @@ from helpers.made_up import (
 from helpers.runs import copy_at, lines, metrics_of, torchrun, training_flags, without_times
 from helpers.user_code import DEEDS
 from reports.samples import UNKNOWN, pack_samples
-from runtime.start import RunError
+from runtime.start import OwnCodeError, RunError
 from update import compute_advantages
 from warm_start import build_tokenizer
 
@@ -468,7 +468,7 @@ def test_rewards_of_turns_become_returns_to_go():
         "no reward, and no end of it"
     )
     mixed = replace(rollout, grades=[rollout.grades[0], make_grade(1.0)])
-    with pytest.raises(RunError, match="mt_grpo needs an --environment whose reward"):
+    with pytest.raises(OwnCodeError, match="mt_grpo needs an --environment whose reward"):
         compute_advantages(mixed, None, algorithm_of(given))
     named = replace(rollout, grades=[make_grade(3.0, turn_1=9.0), make_grade(0.5, turn_1=0.0)])
     whole = compute_advantages(named, None, algorithm_of(flags(advantage="reinforce++", group_size=2)))

@@ -228,17 +228,14 @@ def compute_advantages(
 
 @contextmanager
 def own_code(flag: str, step: int, names: str = "") -> Iterator[None]:
-    """Ends the run with a sentence where the block fails, which calls a function that may be the user's.
-
-    `names`: what it could have asked for.
-    """
+    """Names the flag if the block, perhaps the user's code, fails; `names`: what it could use."""
     try:
         yield
     except Exception as error:  # noqa: BLE001  the user's code may raise anything
         if "memory" in str(error):  # a lack of it is no fault of the function
             raise
-        known = f"; {names}" if isinstance(error, LookupError) else ""
-        raise OwnCodeError(f"{flag} fails in step {step}: {type(error).__name__}: {error}{known}") from error
+        words = f"{type(error).__name__}: {error}" + f"; {names}" * isinstance(error, LookupError)
+        raise OwnCodeError(f"{flag} fails in step {step}: {words}") from error
 
 
 def grade_fields(rollout: Rollout, shape: torch.Size) -> dict[str, Tensor | dict[str, Tensor]]:

@@ -227,7 +227,7 @@ def compute_advantages(
 
 
 @contextmanager
-def own_code(flag: str, step: int, names: str = "") -> Iterator[None]:
+def own_code(flag: str, step: int, names: str = "its input is grpo.Tokens") -> Iterator[None]:
     """Names the flag if the block, perhaps the user's code, fails; `names`: what it could use."""
     try:
         yield

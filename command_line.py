@@ -94,8 +94,8 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             name = unknown[1].replace("-", "_")
             page = Path(__file__).parent / "docs" / "from_other_libraries.md"
-            others = page.read_text("utf-8") if page.exists() else ""
-            row = re.search(rf"(?m)^\|.*?`(--\w+).*[`.]{re.escape(name)}`", others)
+            rows = page.read_text("utf-8") if page.exists() else ""
+            row = re.search(rf"(?m)^\|.*?`(--\w+).*[`.]{re.escape(name)}`", rows)
             near = difflib.get_close_matches(f"--{name}", self._option_string_actions, n=1)
             if row:
                 message += f"; another library's name for {row[1]}: docs/from_other_libraries.md"

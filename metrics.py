@@ -211,8 +211,8 @@ def loss_metrics(passes: list[PassMetrics]) -> Metrics:
     names = {tuple(each.sums) for each in passes}
     names = list(set().union(*gather_from_ranks(names)))
     if len(names) > 1:
-        some, others = (", ".join(name[5:] for name in each if name[:5] == "loss/") or "none" for each in names[:2])
-        raise RunError(f"--policy_loss returned the metrics {some}, and elsewhere {others}; return all each time.")
+        here, there = (", ".join(name[5:] for name in each if name[:5] == "loss/") or "none" for each in names[:2])
+        raise RunError(f"--policy_loss returned the metrics {here}, and elsewhere {there}; return all each time.")
     sums = torch.stack([torch.stack(list(each.sums.values())) for each in passes])
     maxima = torch.stack([torch.stack(list(each.maxima.values())) for each in passes])
     totals = sum_over_trainers(sums.sum(dim=0))

@@ -83,7 +83,7 @@ def load_models(
     teacher = args.reference or args.model if algorithm.kl_coef > 0 else None
     try:
         with run.observed("load"):
-            # First of all, so that a server with another key or model is told before the weights are loaded.
+            # First, so that a wrong key or model of a server ends the run before weights are loaded.
             servers = None
             if args.engine == "server" and not args.replay:
                 from extras.servers.engine import build_servers

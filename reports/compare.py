@@ -4,9 +4,11 @@ The steps of a run depend on each other, so a run is one draw: each gives one nu
 metric, its mean over the last tenth of its points and over all of them. Two sides are compared by
 
 - Student's interval of the differences of pairs, if both have the same seeds;
-- Welch's interval, if the seeds differ; the variance of several runs stands for that of a single one, too;
+- Welch's interval, if the seeds differ; the variance of several seeds stands for that of a single one, too;
 - the sampling error of a held-out accuracy, if each has a single run and both have evaluated the same problems: that of
   their differences (Miller 2024, arXiv 2411.00640). What another seed would give is not known then.
+
+Runs of one seed count as one.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
+from collections import defaultdict
 
 import numpy as np
 
@@ -43,9 +46,13 @@ def namespace(name: str) -> str:
     return name.partition("/")[0]
 
 
-def mean_over(run: History, name: str, steps: list[int]) -> float:
-    points = run.points(name)
-    return float(np.mean([points[step] for step in steps]))
+def means_by_seed(side: Side, name: str, steps: list[int]) -> dict[object, float]:
+    """Seed -> the metric's mean over these steps. Runs of one seed are one draw: what they differ by is no spread."""
+    values = defaultdict(list)
+    for run in side:
+        points = run.points(name)
+        values[run.seed] += [points[step] for step in steps]
+    return {seed: float(np.mean(each)) for seed, each in values.items()}
 
 
 def difference(a: Side, b: Side, name: str, steps: list[int]) -> tuple[float, float, float]:
@@ -53,24 +60,16 @@ def difference(a: Side, b: Side, name: str, steps: list[int]) -> tuple[float, fl
 
     The last is nan if no error is known.
     """
-    means_a = [mean_over(run, name, steps) for run in a]
-    means_b = [mean_over(run, name, steps) for run in b]
+    means_a, means_b = (means_by_seed(side, name, steps) for side in (a, b))
     margin = math.nan
-    if shared_seeds(a, b):
-        mean_by_seed = {run.seed: mean for run, mean in zip(b, means_b, strict=True)}
-        pairs = zip(a, means_a, strict=True)
-        margin = margin_of_mean([mean_by_seed[run.seed] - mean for run, mean in pairs])
-    elif len(a) + len(b) > 2:
-        margin = margin_of_difference(means_a, means_b)
-    elif namespace(name) == "eval":
+    if len(means_a) + len(means_b) > 2:
+        if means_a.keys() == means_b.keys():
+            margin = margin_of_mean([means_b[seed] - mean for seed, mean in means_a.items()])
+        else:
+            margin = margin_of_difference([*means_a.values()], [*means_b.values()])
+    elif namespace(name) == "eval" and len(a) == len(b) == 1:
         margin = margin_of_problems(a[0], b[0], name, steps)
-    return float(np.mean(means_a)), float(np.mean(means_b)), margin
-
-
-def shared_seeds(a: Side, b: Side) -> bool:
-    """Whether both sides have the same seeds, each once, and at least two."""
-    seeds = {run.seed for run in a}
-    return seeds == {run.seed for run in b} and len(a) == len(b) == len(seeds) >= 2
+    return float(np.mean([*means_a.values()])), float(np.mean([*means_b.values()])), margin
 
 
 def common_steps(runs: Side, name: str) -> list[int]:
@@ -132,8 +131,8 @@ def margin_of_difference(a: list[float], b: list[float]) -> float:
     variance_a = float(np.var(a, ddof=1)) / len(a)  # the variance of the mean
     variance_b = float(np.var(b, ddof=1)) / len(b)
     variance = variance_a + variance_b
-    if variance == 0:  # as of runs of one seed: that is no spread to judge by
-        return math.nan
+    if variance == 0:  # a metric that is always the same
+        return 0.0
     freedom = variance**2 / (variance_a**2 / (len(a) - 1) + variance_b**2 / (len(b) - 1))
     return t_quantile(CONFIDENCE, freedom) * math.sqrt(variance)
 
@@ -201,10 +200,10 @@ def verdict(name: str, a: float, b: float, margin: float) -> list[str]:
     plain = f".{digits}f"
     signed = "+" + plain
     means = [format(a, plain), format(b, plain)]
-    if math.isnan(margin):
-        return [*means, f"{value:{signed}}: its error is not known"]
     if value == margin == 0:
         return [*means, "the same"]
+    if math.isnan(margin) or margin == 0:  # equal values are no spread to judge by
+        return [*means, f"{value:{signed}}: its error is not known"]
     if abs(value) <= margin:
         holds = f"no difference can be seen; one of {margin:{plain}} or more would show"
     elif namespace(name) in MEASURED_BY:
@@ -233,7 +232,7 @@ def described(side: str, runs: Side) -> list[str]:
     texts = [f"{run.folder} (seed {run.seed}, to step {run.last_step})" for run in runs]
     lines = [f"{side}: {', '.join(texts)}"]
     if len({run.seed for run in runs}) < len(runs):
-        lines.append(f"{side} has the same seed twice: these runs are no independent repetitions.")
+        lines.append(f"{side} has the same seed twice: its runs count as one.")
     if differences := differing(runs):
         lines.append(f"{side}'s runs differ in more than the seed: {', '.join(differences)}.")
     return lines
@@ -256,13 +255,14 @@ def differing(runs: Side) -> dict[str, list[object]]:
 
 def method(a: Side, b: Side) -> str:
     """The sentence on how the intervals are made."""
-    if shared_seeds(a, b):
-        return "Both sides have the same seeds: intervals are of the differences of pairs."
-    if len(a) + len(b) == 2:
+    seeds_a, seeds_b = ({run.seed for run in side} for side in (a, b))
+    if len(seeds_a) + len(seeds_b) == 2:
         return (
             "One seed each: a verdict on two runs, not on what they differ by; "
             "intervals hold the error of the evaluation; what another seed gives is not known."
         )
-    if min(len(a), len(b)) == 1:
-        return "One side has one run: its variance is taken to be that of the other side."
-    return "The seeds differ, or do not make pairs: Welch's intervals."
+    if seeds_a == seeds_b:
+        return "Both sides have the same seeds: intervals are of the differences of pairs."
+    if min(len(seeds_a), len(seeds_b)) == 1:
+        return "One side has one seed: its variance is taken to be that of the other side."
+    return "The seeds differ: Welch's intervals."

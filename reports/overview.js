@@ -15,11 +15,12 @@ function lastOf(run, name) {
   return `${short(values[at])}${error == null ? "" : ` ± ${short(error)}`}${where}`;
 }
 
+const secondsOf = (run, name) => known(run, name).reduce((sum, value) => sum + value, 0);
+
 /** Seconds of a phase per step, and its share. */
 function timeOf(run, name) {
-  const total = (each) => known(run, each).reduce((sum, value) => sum + value, 0);
-  const seconds = total(name) / known(run, "time/step_s").length;
-  return name in run.metrics ? `${short(seconds)} s · ${percent(total(name) / total("time/step_s"))}` : null;
+  const seconds = secondsOf(run, name), share = percent(seconds / secondsOf(run, "time/step_s"));
+  return name in run.metrics ? `${short(seconds / known(run, "time/step_s").length)} s · ${share}` : null;
 }
 
 function showOverview() {
@@ -27,7 +28,8 @@ function showOverview() {
   byId("title").textContent = RUNS.length === 1 ? `Run ${RUNS[0].name}` : `${RUNS.length} runs, side by side`;
   byId("subtitle").textContent = RUNS.map((run) => run.folder).join(" · ");
   const average = (name, show = short, last = 0) => (run) => show(meanOf(known(run, name).slice(-last)));
-  const phases = metricNames(/^time\/(?!step_s|rollout_tail_s).*_s$/);
+  const longest = (name) => Math.max(...RUNS.map((run) => secondsOf(run, name) / secondsOf(run, "time/step_s") || 0));
+  const phases = metricNames(/^time\/(?!step_s|rollout_tail_s).*_s$/).sort((a, b) => longest(b) - longest(a));
   const lines = [
     ["Steps", (run) => run.steps.at(-1) ?? "none yet"],
     [`Reward, mean of the last ${LAST_STEPS} steps`, average("reward/mean", short, LAST_STEPS)],
@@ -36,9 +38,11 @@ function showOverview() {
     ["Completion tokens per second", average("perf/tokens_per_s")],
     ["MFU of the update", average("perf/update_mfu", percent)],
     ["Seconds per step", average("time/step_s")],
-    ...phases.map((name) => [`of these, ${name.slice(5, -2)}`, (run) => timeOf(run, name)]),
     ["Hardware", (run) => run.hardware], ["Replay of", (run) => run.config.replay],
   ];
-  const rows = lines.map(([name, value]) => [name, ...RUNS.map((run) => value(run) ?? null)]);
-  byId("overview").append(table(rows.filter(([, ...cells]) => cells.some(isNumber)), "numbers"));
+  const inRows = (chosen) => chosen.map(([name, value]) => [name, ...RUNS.map((run) => value(run) ?? null)])
+    .filter(([, ...cells]) => cells.some(isNumber));
+  byId("overview").append(table(inRows(lines), "numbers"));
+  if (phases.length) byId("overview").append(make("details", {}, make("summary", {}, "Seconds of each phase"),
+    table(inRows(phases.map((name) => [name.slice(5, -2), (run) => timeOf(run, name)])), "numbers")));
 }

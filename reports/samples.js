@@ -124,11 +124,12 @@ function showSamples() {
 
   function showGroup() {
     if (!found.length) return void shown.replaceChildren();
-    const { number, step, rows, all } = found[selectGroup.selectedIndex], { group, row, prompt, answer } = all[0];
+    const { number, step, rows, all } = found[selectGroup.selectedIndex];
+    const { group, row, prompt, answer } = { ...all[0], row: all[0].row ?? "–", prompt: all[0].prompt ?? "–" };
     const passing = rows.length < all.length ? ` ${rows.length} of ${all.length} completions pass the filters.` : "";
     const text = make("div", { className: "text" }, prompt);
     shown.replaceChildren(
-      make("p", {}, `Step ${number}, group ${group}, `, make("bdi", {}, row), ". Answer: ", make("code", {}, answer),
+      make("p", {}, `Step ${number}, group ${group}, `, make("bdi", {}, row), ". Answer: ", make("code", {}, answer ?? "–"),
         make("span", { className: "muted" }, passing)),
       make("details", { open: prompt.length < 600 }, make("summary", {}, "Prompt"), text),
       make("div", { className: "group" }, ...rows.map((each) => card(step, each))));
@@ -152,12 +153,13 @@ function leftOut({ steps: shown, num_steps, groups, num_groups, has_tokens }) {
 /** A completion with what is known of it. */
 function card(step, row) {
   const badge = (text, kind) => make("span", { className: `badge ${kind}` }, text);
-  const verdict = row.is_correct ? badge("✓ correct", "good") : badge("✗ incorrect", "bad");
+  const verdicts = [["✓ correct", "good"], ["✗ incorrect", "bad"], ["no verdict", "warn"]];
+  const verdict = badge(...verdicts[row.is_correct == null ? 2 : Number(!row.is_correct)]);
   const head = make("header", {}, verdict,
-    make("b", {}, `reward ${short(row.reward)}`), make("span", {}, `${row.length.toLocaleString("en")} tokens`));
+    make("b", {}, `reward ${short(row.reward) ?? "–"}`), make("span", {}, `${row.length.toLocaleString("en")} tokens`));
   if (row.is_truncated) head.append(badge("truncated", "warn"));
-  if (!row.is_trained) head.append(badge("not trained", "warn"));
-  if (row.reward_status !== "ok") head.append(badge(row.reward_status, "warn"));
+  if (row.is_trained === false) head.append(badge("not trained", "warn"));
+  if ((row.reward_status ?? "ok") !== "ok") head.append(badge(row.reward_status, "warn"));
   const facts = Object.entries(row.reward_parts).map(([name, value]) => [name, short(value)]);
   if (row.read_as != null) facts.push(["read as", row.read_as]);
   const pairs = facts.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)));
@@ -181,7 +183,8 @@ function fillTokens(body, step, row, most) {
     if (text.includes("\n")) span.classList.add("newline");
     return span;
   });
-  body.replaceChildren(...spans);
+  body.replaceChildren();
+  for (const span of spans) body.append(span); // hundreds of thousands are too many arguments for one call
   if (pieces.length > most) {
     const rest = (pieces.length - most).toLocaleString("en");
     const more = make("button", { type: "button" }, `Show the other ${rest} tokens`);

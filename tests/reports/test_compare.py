@@ -76,7 +76,7 @@ def test_the_verdict_is_better_worse_or_no_visible_difference(tmp_path):
     assert "Welch's intervals" in text
     assert re.search(r"^reward/mean +0\.500 +0\.500 +the same$", said(a, a), re.MULTILINE)
     text = said(a, runs_of(tmp_path / "d", {7: 0.1}))
-    assert "One side has one run" in text and "B is worse" in text and "B is lower" in text
+    assert "One side has one seed" in text and "B is worse" in text and "B is lower" in text
 
 
 def test_with_one_seed_each_only_the_evaluations_error_is_known(tmp_path):
@@ -119,10 +119,16 @@ def test_how_far_a_run_has_come_is_no_difference(tmp_path):
 
 
 def test_runs_without_a_spread_have_no_interval(tmp_path):
-    """As of a seed that was run twice on each side: such a difference is not known to be one."""
-    sides = [[run for i in "ab" for run in runs_of(tmp_path / f"{reward}{i}", {1: reward})] for reward in (0.5, 0.6)]
-    text = said(*sides)
-    assert "better" not in text and text.count("its error is not known") > 2
+    """Seeds that say exactly the same are no spread, and runs of one seed, which differ by rounding, are one draw."""
+    for i, (a, b) in enumerate((({1: 0.5, 2: 0.5}, {3: 0.6, 4: 0.6}), ({1: 0.5}, {1: 0.6}), ({1: 0.5}, {2: 0.6}))):
+        sides = [[], []]
+        for copy in range(2 if i else 1):
+            for side, rewards in zip(sides, (a, b), strict=True):
+                near = {seed: reward + 1e-6 * copy for seed, reward in rewards.items()}
+                side += runs_of(tmp_path / f"{i}{copy}{len(sides[0])}{side is sides[0]}", near)
+        text = said(*sides)
+        assert "B is" not in text and text.count("its error is not known") > 2
+        assert i == 0 or "One seed each" in text and "A has the same seed twice: its runs count as one." in text
 
 
 def test_what_speaks_against_a_comparison_is_said(tmp_path):

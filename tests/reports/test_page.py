@@ -92,7 +92,7 @@ def test_files_that_cannot_be_read_are_left_out_and_named(tmp_path, capsys):
     content[len(content) // 3] ^= 255
     files[2].write_bytes(content)
     files[3].write_bytes(files[3].read_bytes()[:5000])
-    pq.write_table(pq.read_table(files[4]).drop_columns("reward"), files[4])  # a file of another program
+    pq.write_table(pq.read_table(files[4]).drop_columns("is_sampled"), files[4])  # a file of another program
     (run / "rollouts" / "tokens.parquet").write_bytes(b"no table")
     found = headers(write(tmp_path / "page.html", run))["runs"]["runs"][0]["samples"]
     assert found["steps"] == [1] and not found["has_tokens"]
@@ -236,7 +236,12 @@ def test_overview_curves_and_differences_are_shown(opened):
     browser.run("document.querySelectorAll('.chart')[1].focus()")
     browser.find(".chart", 1).send_keys(Keys.ARROW_LEFT, Keys.ARROW_LEFT)
     browser.wait("document.querySelector('#tip').textContent.startsWith('step 475')")
-    assert any(re.match(r"of these, sample(20|19.9|20.1) s · 5[23]%", row) for row in browser.all("#overview tbody tr"))
+    assert browser.all("section h2") == ["Curves", "Overview", "Differences", "Samples"]
+    assert not browser.run("return document.querySelector('#overview details').open"), "phases are folded"
+    phases = browser.all("#overview details tbody tr")
+    assert re.match(r"sample(20|19.9|20.1) s · 5[23]%", phases[0])
+    shares = [int(re.search(r"· (\d+)%", row)[1]) for row in phases]
+    assert shares == sorted(shares, reverse=True)
     flags = browser.all("#differences .scroll:first-of-type tbody tr")
     assert flags[1:3] == ["--seed123", "--clip_high0.20.20.28"]
     assert re.fullmatch("uncommitted changesnonenone[0-9a-f]{10}", flags[3])
@@ -268,6 +273,29 @@ def test_samples_are_chosen_filtered_and_searched(opened):  # the last one: it c
     browser.find("input[type=search]").send_keys("no such text")
     browser.wait_for("0 completions in 0 groups")
     assert browser.all(".completion") == []
+    browser.check()
+
+
+def test_a_completion_of_300000_tokens_is_shown_whole(opened):
+    browser, _ = opened
+    made = """const n = 300000, body = document.createElement("div");
+        const step = {bytes: new Uint8Array(n).fill(97), sizes: new Uint16Array(n).fill(1), logprob: new Uint8Array(n)};
+        fillTokens(body, step, {first: 0, start: 0, length: n, text: "a".repeat(n)}, Infinity);
+        return body.querySelectorAll("span").length"""
+    assert browser.run(made) == 300_000
+
+
+def test_a_column_that_a_file_lacks_costs_no_completion(browser, tmp_path, capsys):
+    run = make_run(tmp_path / "run", steps=3)
+    make_rollouts(run, [1], prompts=2, tokens=30, vocabulary=make_vocabulary(400))
+    file = run / "rollouts" / "step_1.parquet"
+    lacking = ["reward", "reward_parts", "reward_status", "is_correct", "prompt", "answer", "row", "is_trained"]
+    pq.write_table(pq.read_table(file).drop_columns(lacking), file)
+    browser.open(write(tmp_path / "page.html", run))
+    assert sorted(re.findall(r"has no column (\w+)", capsys.readouterr().out)) == sorted(lacking)
+    assert len(browser.all(".completion")) == GROUP_SIZE
+    assert all(text.startswith("no verdictreward –") for text in browser.all(".completion header"))
+    assert "null" not in " ".join(browser.all("#samples")) and browser.all(".tokens")[0].startswith(HOSTILE)
     browser.check()
 
 

@@ -10,9 +10,8 @@ groups of the shortest completions are assumed.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
-from model.sizes import HEAD_CHUNK_LOGITS, MOST_ON_GPU, OPTIMIZER_CHUNK
+from model.sizes import HEAD_CHUNK_LOGITS, OPTIMIZER_CHUNK
 from plan.setup import GIB, Setup
 from runtime.ways_out import LARGER_SHARE, WAYS_OUT
 
@@ -40,10 +39,6 @@ def total(parts: Parts) -> float:
 
 def without(parts: Parts, *names: str) -> Parts:
     return {name: size for name, size in parts.items() if name not in names}
-
-
-def without_zeros(phases: dict[str, Parts]) -> dict[str, Parts]:
-    return {phase: {name: size for name, size in parts.items() if size} for phase, parts in phases.items()}
 
 
 def largest(moments: list[Parts]) -> Parts:
@@ -88,7 +83,7 @@ def gpu_phases(setup: Setup) -> dict[str, Parts]:
         phases["server"] = awake | {"weights arriving": arriving + padded}
     if (not setup.run.has_kl or setup.run.over_vocabulary) and not setup.old_logprob_passes:
         del phases["logprobs"]
-    return without_zeros(phases)
+    return phases
 
 
 def static_parts(setup: Setup, on_host: bool) -> Parts:
@@ -140,31 +135,14 @@ def sequences_at_once(setup: Setup) -> float:
     return engine_parts(setup)["KV cache"] / sequence
 
 
-def short_of_states(setup: Setup) -> list[str]:
-    """A sentence if a cache with states has fewer blocks than sequences may run: with CUDA graphs vLLM refuses that.
-
-    Read in its source (config/compilation.py). A block has a page for each layer of attention, as large as a state.
-    """
-    m = setup.model
-    if not m.state_bytes or setup.engine.enforce_eager:
-        return []
-    block = m.state_bytes * m.attention_layers / (2 * m.layers - m.attention_layers) / setup.run.tensor_parallel_size
-    wanted, held = min(setup.completions_per_engine, MOST_ON_GPU), engine_parts(setup)["KV cache"] // block
-    if held >= wanted:
-        return []
-    return [
-        f"GPU, rollout: the cache has {held:g} blocks of {block / 2**20:.0f} MiB for {wanted:g} sequences; "
-        f"{LARGER_SHARE}"
-    ]
-
-
 def misfits(setup: Setup) -> list[str]:
     """A sentence for each phase that does not fit, with flags to change; [] if all do."""
     room, sentences = setup.hardware.gpu_bytes, []
     for name, parts in gpu_phases(setup).items():
         if (size := needed(parts)) > room:
             lack = f"needs {size / GIB:.1f} GiB of {room / GIB:.1f}, {(size - room) / GIB:.1f} GiB too many"
-            sentences.append(f"GPU, {name}: {lack}; {ways_out(setup, name)}")
+            words, _ = WAYS_OUT["sample" if name == "rollout" else name]
+            sentences.append(f"GPU, {name}: {lack}; {words}")
     if sequences_at_once(setup) < 1:
         share = setup.engine.gpu_memory_utilization
         engine = total(without(engine_parts(setup), "KV cache"))
@@ -173,24 +151,12 @@ def misfits(setup: Setup) -> list[str]:
             f"of which the engine needs {engine / GIB:.1f} without its cache: "
             f"not enough for one sequence of {setup.engine.max_model_len} tokens; {LARGER_SHARE}"
         )
-    else:
-        sentences += short_of_states(setup)
     room = setup.hardware.host_bytes
     for name, parts in host_phases(setup).items():
         if (size := total(parts)) > room:
             lack = f"needs {size / GIB:.0f} GiB of {room / GIB:.0f} on each node"
             sentences.append(f"host RAM, {name}: {lack}; {WAYS_OUT['host'][0]}")
     return sentences
-
-
-def ways_out(setup: Setup, name: str) -> str:
-    """The flags to change for a phase on a GPU."""
-    words, _ = WAYS_OUT["sample" if name == "rollout" else name]
-    memory = replace(setup.memory, compile=True, gradient_checkpointing=False)
-    compiled = needed(gpu_phases(replace(setup, memory=memory))["update"])
-    if name == "update" and compiled < needed(gpu_phases(setup)["update"]):
-        words += f", or --compile without --gradient_checkpointing, which needs {compiled / GIB:.1f} GiB"
-    return words
 
 
 # The passes ----------------------------------------------------------------------------------------------------------
@@ -214,11 +180,20 @@ def update_peak(setup: Setup) -> Parts:
         kept_name, kept = "activations", saved_per_layer(setup)
     last_norm = (8 if setup.has_lora else 10) * tokens * m.hidden
     head_gradient = setup.head_gradient_bytes
+    # A logit and, for pieces or the cast of its gradient, 3; over the vocabulary four fp32 numbers, two of each model.
+    logit = 16 if setup.run.over_vocabulary else 3 + setup.logit_bytes
     trained_per_layer = setup.adapter_per_layer if setup.has_lora else m.layer_parameters
     in_layer = {"one layer": backward_of_layer(setup), "gathered": two}
-    head = {kept_name: m.layers * kept + last_norm, "gathered": one, "logits": head_bytes(setup)}
+    head = {
+        kept_name: m.layers * kept + last_norm,
+        "gathered": one,
+        "logits": head_gradient + logit * logits_at_once(setup),
+    }
+    if setup.run.over_vocabulary:  # the head keeps the reference's last hidden states and its head
+        teacher = setup.reference_setup.model
+        head["teacher"] = (setup.memory.micro_batch_tokens + teacher.vocab) * teacher.hidden * compute
     moments = [
-        head | teacher_parts(setup),
+        head,
         {kept_name: m.layers * kept} | in_layer | {"reduction": head_gradient},
         {kept_name: (m.layers - 1) * kept} | in_layer | {"reduction": head_gradient + REDUCE * trained_per_layer},
     ]
@@ -245,15 +220,6 @@ def root_reduction(setup: Setup) -> float:
     return REDUCE * trained + max(unreduced, reduced)
 
 
-def teacher_parts(setup: Setup) -> Parts:
-    """The last hidden states and the head of a reference that is followed over the vocabulary: the head keeps them."""
-    if not setup.run.over_vocabulary:
-        return {}
-    teacher = setup.reference_setup.model
-    numbers = (setup.memory.micro_batch_tokens + teacher.vocab) * teacher.hidden
-    return {"teacher": numbers * setup.compute_bytes}
-
-
 def has_sums_apart(setup: Setup) -> bool:
     """Whether FSDP keeps apart, in fp32 and on the GPU, what copies of the policy add up in the last micro-batch."""
     return setup.num_shards < setup.hardware.gpus and not setup.memory.communicate_once
@@ -272,19 +238,6 @@ def logits_at_once(setup: Setup) -> int:
     """Logits that are made at a time."""
     vocab = setup.model.vocab
     return min(setup.memory.micro_batch_tokens, HEAD_CHUNK_LOGITS // vocab) * vocab
-
-
-def head_bytes(setup: Setup) -> float:
-    """The head's peak: logits that their gradient replaces, and the weight's gradient. Over the vocabulary there may be
-    four fp32 numbers a logit: two of each model.
-    """
-    logit = 16 if setup.run.over_vocabulary else logit_peak(setup)
-    return setup.head_gradient_bytes + logit * logits_at_once(setup)
-
-
-def logit_peak(setup: Setup) -> int:
-    """Bytes of a logit, and 3 for pieces in eager mode or the cast of its gradient."""
-    return 3 + setup.logit_bytes
 
 
 def backward_of_layer(setup: Setup) -> float:
@@ -369,7 +322,7 @@ def logprobs_peak(setup: Setup) -> Parts:
         {"gathered": root + max(3 * layer, kept), "one layer": max(mlp, attention)},
         {
             "gathered": root + layer + kept,
-            "logits": logit_peak(setup) * logits_at_once(setup),
+            "logits": (3 + setup.logit_bytes) * logits_at_once(setup),
             "one layer": 2 * tokens * m.hidden,
         },
     ])  # fmt: skip
@@ -400,8 +353,7 @@ def host_phases(setup: Setup) -> dict[str, Parts]:
     kept = {"processes": processes} | static | {"rounding of pinned memory": rounding}
     read = {"weights, read": max(setup.model.table, setup.model.largest) * stored}
     written = {"the policy, gathered on rank 0": setup.weight_bytes}
-    phases = {"load": without(kept, "gradients") | read, "run": kept, "checkpoint": kept | written}
-    return without_zeros(phases)
+    return {"load": without(kept, "gradients") | read, "run": kept, "checkpoint": kept | written}
 
 
 def pinned_share(setup: Setup, itemsize: int) -> float:

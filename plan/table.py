@@ -49,7 +49,7 @@ def gib(size: float) -> float:
 
 
 def in_gib(parts: Parts) -> Parts:
-    return {name: gib(size) for name, size in parts.items()}
+    return {name: gib(size) for name, size in parts.items() if size}
 
 
 def report_of(setup: Setup) -> dict[str, object]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 
-from flags import MORE_UNFINISHED
 from model.sizes import MOST_ON_GPU
 from plan.memory import REDUCE, cache_bytes_per_token, engine_parts, sequence_bytes
 from plan.setup import ModelShape, Setup
@@ -125,17 +124,12 @@ def rollout_seconds(setup: Setup) -> float:
     prompts = sequences / plan.group_size * prompt
     steps = tokens / running_sequences(setup)
     alone = max(run.max_completion_tokens - completion, 0)
-    if run.in_flight and run.steps_ahead > 1:  # meanwhile the servers sample the next step, and the one after it
+    # Servers sample the next steps meanwhile; a partial rollout waits for groups, not for the longest of all.
+    if run.partial_rollouts or (run.in_flight and run.steps_ahead > 1):
         alone = 0
     weights = setup.weight_bytes / tp / memory
     lone = m.active_parameters * setup.compute_bytes / tp / memory  # a token reads its experts alone
     prefill = forward_flops(m, prompt, 1) * sequences / plan.group_size / flops
-    if run.partial_rollouts:  # the step waits for groups, not for the longest of all; what goes on is read again
-        # Mean length of the longest of G, over the mean of all, if each token is as likely to be the last.
-        longest = sum(1 / i for i in range(1, plan.group_size + 1))
-        alone = min(alone, completion * (longest - 1))
-        again = sequences * MORE_UNFINISHED / 2 * (1 - completion / run.max_completion_tokens)
-        prefill += forward_flops(m, prompt + completion, 1) * again / flops
     decode = max(steps * weights, tokens * forward_flops(m, 1, 1) / flops)
     cache = tokens * (prompt + completion / 2) * cache_bytes_per_token(setup) / memory
     exchanged = 4 * m.layers * m.hidden * setup.compute_bytes * (tp - 1) / tp * (tokens + prompts)

@@ -85,7 +85,7 @@ def test_a_table_that_vllm_pads_is_held_to_the_end_of_a_sync():
         args = flags(**tulu)
         config = config_of(args.model)
         config.update(changes)
-        assert "weights arriving" not in gpu_phases(setup_of(args, config))["sync"], changes
+        assert gpu_phases(setup_of(args, config))["sync"]["weights arriving"] == 0, changes
 
 
 def test_the_shapes_have_as_many_parameters_as_the_real_models():
@@ -190,11 +190,6 @@ def test_a_hybrid_has_keys_in_some_layers_and_states_in_the_others():
     assert adapted.trainable == 16 * (32 * mlp + 8 * attention + 24 * linear)
     assert setup(values, plan_gpus=8, lora_rank=16, lora_targets="q_proj").trainable == 8 * 16 * (4096 + 8192)
     assert full.trainable == model.parameters
-    small = {"plan_gpu": "RTX4090-24GB", "plan_gpus": 1, "gpu_memory_utilization": 0.75, "lora_rank": 16}
-    small |= {"model": "Qwen/Qwen3.5-4B", "offload": "all", "prompts_per_step": 64, "group_size": 8, "total_steps": 1}
-    assert "blocks of 17 MiB for 512 sequences; raise" in " ".join(misfits(setup(COMMON | values | small)))
-    eager = setup(COMMON | values | small)
-    assert not misfits(replace(eager, engine=replace(eager.engine, enforce_eager=True)))
 
 
 @pytest.mark.parametrize(("name", "parameters", "reason"), [
@@ -278,7 +273,7 @@ def test_each_phase_that_does_not_fit_has_its_flags():
     wide = QWQ | {"offload_reference": True, "tensor_parallel_size": 8}
     wide |= {"gradient_checkpointing": None, "gpu_memory_utilization": 0.35}
     (update,) = misfits(on_nodes(300 * GIB, wide))
-    assert "GPU, update: needs" in update and f"; {WAYS_OUT['update'][0]}, or --compile without" in update
+    assert "GPU, update: needs" in update and update.endswith(f"; {WAYS_OUT['update'][0]}")
     fits = wide | {"gradient_checkpointing": True, "param_dtype": "bfloat16"}
     assert misfits(on_nodes(300 * GIB, fits)) == []
     (rollout,) = misfits(on_nodes(300 * GIB, fits | {"gpu_memory_utilization": 0.9}))
@@ -299,10 +294,6 @@ def test_compiled_layers_keep_less_for_the_backward_pass():
     assert saved_per_layer(setup(values, compile=True, model="Qwen/Qwen3-0.6B")) / 4096 == (
         6 * 3072 + 8 * 1024 + 4 * 2048 + 4 * 1024 + 4 * 16 + 2 * (2048 + 1024)
     ), "and norms of heads"
-    (update,) = [words for words in misfits(setup(values, micro_batch_tokens=32_768)) if "GPU, update" in words]
-    assert float(re.search(r"which needs (\S+) GiB", update)[1]) < float(re.search(r"needs (\S+) GiB", update)[1])
-    recomputed = misfits(setup(values, micro_batch_tokens=524_288, gradient_checkpointing=True))
-    assert "GPU, update" in recomputed[0] and "--compile" not in recomputed[0], "it would keep more"
 
 
 def test_a_command_is_planned_for_the_ranks_that_it_starts(monkeypatch):

@@ -361,7 +361,7 @@ def render(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenizer
         variables |= {"tools": tool_schemas(prompt_format.tools), "strftime_now": DATE.strftime}
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=continues, **variables)
-        except (TemplateError, TypeError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise UnusableRow(f"the chat template refuses it ({error})") from None
     if len(messages) > 1:
         raise UnusableRow(f"{len(messages)} messages need --prompt_format chat")

@@ -18,8 +18,8 @@ def start() -> Namespace:
     """The flags of this rank. A mistake ends the process with one sentence."""
     join_launcher()  # a rank must not outlive it
     listen()  # from here on a signal is no crash
-    args = parse_flags()
     try:
+        args = parse_flags()
         if args.dry_run:
             sys.exit(part("plan.dry_run", "--dry_run").dry_run(args))
         check_flags(args)

@@ -21,7 +21,7 @@ def template_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     messages = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
     try:
         written = tokenizer.apply_chat_template(messages, tokenize=False)
-    except (TemplateError, TypeError, ValueError):  # it wants other messages than these; or there is none
+    except (TemplateError, TypeError, ValueError, ArithmeticError):  # it wants other messages; or is none
         return ()
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return tuple(token for token in special if token in written and not TAG.search(token))

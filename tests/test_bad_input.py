@@ -115,6 +115,24 @@ def test_without_docstrings_a_sentence_says_why_nothing_starts():
     )
 
 
+def test_a_replay_of_a_damaged_run_is_refused_in_a_sentence(tmp_path):
+    (tmp_path / "config.json").write_text('{"seed": 1')
+    given = f"train_grpo.py --model m --train_data d --total_steps 1 --out_dir {tmp_path}/o --replay {tmp_path}"
+    done = run_command([sys.executable, *given.split()], timeout=GUARD_SECONDS)
+    assert done.returncode and done.stderr.startswith(f"error: {tmp_path}/config.json is damaged: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages[7]['content'] }}", "{{ '%d' % 'a' }}"])
+def test_a_chat_template_that_fails_in_its_own_way_is_named(template, policy, tmp_path):
+    shutil.copytree(policy, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="the chat template refuses it"):
+        check(tmp_path / "model", tmp_path / "run")
+
+
 BEYOND = [  # what the chat template ends with; flags; who has the token: a name in the sentence, or nobody
     ("{# <new> #}", {}, "the chat template"),
     ("", {"stop_tokens": "<new>"}, "--stop_tokens"),

@@ -85,20 +85,16 @@ class MemoryWatch(Observer):
         self.peaks, self.host_peak = {}, 0
         return found
 
-    def _ways_out(self, name: str) -> str:
-        """The flags to change for a phase of the loop, or for the "host"."""
-        on_gpu, on_cpu = WAYS_OUT.get(INNER_PHASES.get(name, name), WAYS_OUT["host"])
-        return on_gpu if self.is_cuda else on_cpu
-
     def _sentence(self, name: str, error: BaseException) -> str:
-        """The place where memory ran out, the flags to change, and what the error says of the size."""
-        kind = memory_kind(error, self.is_cuda)
-        advice = self._ways_out("host" if kind == "host" and self.is_cuda else name)
-        if kind == "GPU or pinned host":
-            advice += f"; or {self._ways_out('host')}"
+        """The place where memory ran out, the flags to change, and what the error says of the size.
+
+        On a GPU it names those for the host's memory, too: CUDA does not always tell whose memory it was.
+        """
+        advice = WAYS_OUT.get(INNER_PHASES.get(name, name), WAYS_OUT["host"])[not self.is_cuda]
+        if self.is_cuda:
+            advice += f"; if it was the host's, {WAYS_OUT['host'][0]}"
         first_line = str(error).partition("\n")[0]
-        rank = self.world.trainer_rank
-        return f"{kind} memory ran out on rank {rank} in phase {name}; {advice} ({first_line})."
+        return f"memory ran out on rank {self.world.trainer_rank} in phase {name}; {advice} ({first_line})."
 
 
 # How much is taken, and what is said when there is none left -------------------------------------------------------
@@ -145,13 +141,3 @@ def largest_node(bytes_by_rank: list[int]) -> int:
 
 def lacks_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_MEMORY.search(str(error)) is not None
-
-
-def memory_kind(error: BaseException, is_cuda: bool) -> str:
-    """The memory that ran out: "GPU", "host", or "GPU or pinned host" where CUDA does not tell."""
-    text = str(error)
-    if not is_cuda or "Registering memory" in text:
-        return "host"
-    if isinstance(error, torch.OutOfMemoryError) or re.search("GPU memory|CUBLAS|cumem", text):
-        return "GPU"
-    return "GPU or pinned host" if "CUDA" in text else "host"

@@ -118,13 +118,15 @@ def logged(figure: dict, run: History) -> tuple[float | None, str]:
     first, last = figure["steps"]
     if run.last_step < last:
         return None, f"the run is at step {run.last_step} of {last}"
+    found = []
     for name in fnmatch.filter(sorted(run.names), figure["metric"]):
         values = [value for step, value in run.points(name).items() if first <= step <= last]
         if values:
-            mean = float(np.mean(values))
             is_evaluation = name.startswith("eval/")
-            return mean, other_protocol(figure, protocol_of(run, name, last)) if is_evaluation else ""
-    return None, f"metrics.jsonl has no {figure['metric']} at step {last}"
+            problem = other_protocol(figure, protocol_of(run, name, last)) if is_evaluation else ""
+            found.append((float(np.mean(values)), problem))
+    missing = None, f"metrics.jsonl has no {figure['metric']} at step {last}"
+    return min(found, key=lambda each: each[1] != "", default=missing)  # of several sets the one that fits
 
 
 def evaluated(figure: dict, run: History) -> tuple[float | None, str]:

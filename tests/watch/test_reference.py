@@ -109,6 +109,14 @@ def test_a_run_is_judged_by_what_was_published(tmp_path, changes, before, after,
     assert re.search(row, said, re.MULTILINE) and after[1] in said
 
 
+def test_of_several_sets_the_one_that_was_evaluated_alike_is_judged(tmp_path):
+    run = gsm8k_run(tmp_path, eval_data=["x/aime.jsonl", *config_of(GSM8K)["eval_data"]])
+    file = run / "metrics.jsonl"
+    file.write_text(file.read_text().replace('"eval/', '"eval/aime/avg@1": 0.1, "eval/'))
+    write_completions(run, 116, "aime", [0.0] * 30)
+    assert judged(run, GSM8K)[AFTER] == ("reached", "")
+
+
 def test_unpublished_or_unmeasured_figures_cannot_be_judged(tmp_path):
     """What was not published, was not measured or is a replay cannot be judged."""
     run = gsm8k_run(tmp_path / "model", model="Qwen/Qwen2.5-14B-Instruct")

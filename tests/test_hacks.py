@@ -55,8 +55,8 @@ HACKS = {  # what is put before which place of which file
         ("grading/verifiers.py", '    "math": "grading', '    "threes": "grading.verifiers:verify_threes",\n'),
     ],
     "data source": [
-        ("sources.py", "READERS: ", READER),
-        ("sources.py", '".jsonl": read', '".lines": read_lines, '),
+        ("runtime/sources.py", "READERS: ", READER),
+        ("runtime/sources.py", '".jsonl": read', '".lines": read_lines, '),
     ],
     "metric": [("metrics.py", '        "completion/tokens_max"', LEAST)],
     "flag of the algorithm": [

@@ -53,6 +53,14 @@ def test_a_moving_reference_moves_once_in_its_step_after_the_last_update():
     assert [plan.update(2, i).resets_optimizer for i in range(4)] == [False, False, False, True]
 
 
+def test_defaults_that_depend_on_other_flags():
+    command = "--model M --train_data D --out_dir O --total_steps 1 --prompts_per_step 3"
+    args, lora = parse_flags(command.split()), parse_flags(f"{command} --lora_rank 1 --engine server".split())
+    assert (args.learning_rate, lora.learning_rate) == (1e-6, 1e-5)
+    assert (args.gpu_memory_utilization, lora.gpu_memory_utilization) == (0.6, 0.9)
+    assert args.prompts_per_update == 3
+
+
 FREE = """
     out_dir eval_every eval_before_training save_every keep_checkpoints keep_best timeout_minutes
     reward_timeout stop_after after_step eval_data eval_samples eval_temperature eval_top_p

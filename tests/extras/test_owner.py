@@ -1,5 +1,6 @@
 """A generation server has one run's weights, fits it, is left in order at the end, and ends when it is asked to."""
 
+import asyncio
 import os
 import re
 import socket
@@ -20,6 +21,7 @@ import train_grpo
 from extras.servers.engine import build_servers
 from extras.servers.fleet import Server
 from extras.servers.start import server_environment
+from extras.servers.weights import check_key
 from flags import EngineSettings, Sampling, Servers
 from helpers.fake_servers import HAS, KEY, TOKENIZER, A, B, FakeServer, engine_of, synced
 from helpers.made_up import ALONE, load_policy, make_model, make_row
@@ -249,3 +251,18 @@ def test_real_servers_have_one_run_and_end_on_sigterm(tmp_path, monkeypatch):
     finally:
         with suppress(psutil.NoSuchProcess):
             process.kill()
+
+
+@pytest.mark.parametrize(("key", "given", "is_answered"), [
+    ("secret", "Bearer secret", True), ("secret", "Bearer other", False), ("secret", "", False), ("", "Bearer ", False),
+])  # fmt: skip
+def test_a_server_answers_its_key_alone_and_nobody_without_one(monkeypatch, key, given, is_answered):
+    monkeypatch.setenv("VLLM_API_KEY", key)
+
+    async def answer(request):
+        return "answered"
+
+    request = SimpleNamespace(headers={"authorization": given})
+    found = asyncio.run(check_key(request, answer))
+    assert (found == "answered") is is_answered
+    assert is_answered or found.status_code == 401

@@ -38,8 +38,8 @@ from fsdp_utils import (
     gather_from_ranks,
     release_gathered,
 )
-from grpo import Algorithm, Graded
-from metrics import PassMetrics, idle_share, loss_metrics, pass_metrics
+from grpo import Algorithm, Groups, tokens_of
+from metrics import idle_share, loss_metrics, pass_metrics
 from model.optimizer import forget, set_rate
 from policy import Policy, place
 from runtime.parts import part
@@ -206,7 +206,7 @@ def compute_advantages(
     mask_T = torch.repeat_interleave(torch.from_numpy(rollout.trained_lengths_B) > 0, lengths_B)
     mask_T &= torch.from_numpy(np.concatenate(rollout.is_sampled))
     rewards_PG = rewards_B.view(-1, algorithm.group_size)  # prompt-major: the G of a prompt stand together
-    graded = Graded(
+    graded = Groups(
         rewards_PG=rewards_PG,
         returns_T=returns_T,
         lengths_B=lengths_B,
@@ -239,7 +239,7 @@ def own_code(flag: str, step: int, names: str = "its input is grpo.Tokens") -> I
 
 
 def grade_fields(rollout: Rollout, shape: torch.Size) -> dict[str, Tensor | dict[str, Tensor]]:
-    """The fields of `Graded` that show the grades. Where a completion has no such part of the reward, it is 0."""
+    """The fields of `Groups` that show the grades. Where a completion has no such part of the reward, it is 0."""
     parts = {}
     for name in dict.fromkeys(name for grade in rollout.grades for name in grade.parts):
         values = [float(grade.parts.get(name, 0)) for grade in rollout.grades]
@@ -286,7 +286,7 @@ def update_policy(
 
 def add_gradients(
     policy: Policy, update: Update, algorithm: Algorithm, step: UpdateStep, memory: Memory, world: World
-) -> list[PassMetrics]:
+) -> list[dict[str, Tensor]]:
     """The metrics of the passes over this rank's micro-batches, whose gradients add up in the policy.
 
     In the first update of a step no weight has changed since sampling, so the old log-probs are the current ones and
@@ -311,15 +311,15 @@ def add_gradients(
             if scores.distilled:
                 scored = replace(batch, ref_logprobs_N=scores.distilled.ref_logprobs_N, distilled=scores.distilled)
             with own_code("the loss (--policy_loss, --kl_estimator)", step.step):
-                total = grpo.total_loss(
-                    scored, logprobs_N, old_logprobs_N, scores.entropies_N, algorithm, step.step, step.total_steps
-                )
+                t = tokens_of(scored, logprobs_N, old_logprobs_N, scores.entropies_N, step.step, step.total_steps)
+                loss = grpo.total_loss(scored, t, algorithm)
             # A sum, not a mean: the weights have the counts of the whole update in them.
-            loss = grpo.masked_sum(total.per_token * batch.loss_weights_N, batch.loss_mask_N)
+            total = grpo.masked_sum(loss.per_token * batch.loss_weights_N, batch.loss_mask_N)
             beat()
-            (loss * world.num_trainers).backward()  # FSDP averages gradients; the weights are global already
+            (total * world.num_trainers).backward()  # FSDP averages gradients; the weights are global already
             # They stay on the device: one transfer to the host for all, after the last pass.
-            passes.append(pass_metrics(scored, total, loss.detach(), update.num_tokens, algorithm))
+            metrics = pass_metrics(scored, t, loss, update.num_tokens, algorithm)
+            passes.append({"policy/loss": total.detach()} | metrics)
     if memory.communicate_once:
         release_gathered(policy)  # they are from before the optimizer step
     return passes

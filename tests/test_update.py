@@ -220,8 +220,9 @@ def test_the_rollout_correction_weighs_the_policy_loss_alone():
         ("token_truncate", [-1 * 1.5 + 0.5 * 0.2 - 0.25 * 2, 2 * 2 - 0.5 * 0.4 - 0.25 * 1], [-1.5 + 0.5, 4 + 0.5]),
     ):
         algorithm = algorithm_of(flags(rollout_correction=correction, **terms))
-        total = grpo.total_loss(batch, logprobs_N, base, entropies_N, algorithm)
-        loss_N, (means, _) = total.per_token, token_metrics(batch, total, algorithm)
+        t = grpo.tokens_of(batch, logprobs_N, base, entropies_N)
+        loss = grpo.total_loss(batch, t, algorithm)
+        loss_N, means = loss.per_token, token_metrics(batch, t, loss, algorithm)
         assert loss_N[batch.loss_mask_N].tolist() == pytest.approx(expected, abs=1e-6)
         assert means["policy/kl_ref"][batch.loss_mask_N].tolist() == pytest.approx([0.2, -0.4], abs=1e-6)
         found = torch.autograd.grad(loss_N[batch.loss_mask_N].sum(), (logprobs_N, entropies_N))

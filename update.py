@@ -160,7 +160,7 @@ def add_advantages(
     rollout: Rollout, updates: list[Update], algorithm: Algorithm, step: int = 1, total_steps: int = 1
 ) -> tuple[Rollout, list[Update]]:
     """The rollout with its advantages, and the updates with them at each of their positions."""
-    penalties = gather_penalties(rollout, updates, algorithm) if algorithm.has_penalties else None
+    penalties = gather_penalties(rollout, updates, algorithm, step) if algorithm.has_penalties else None
     rollout = replace(rollout, advantages=compute_advantages(rollout, penalties, algorithm, step, total_steps))
     return rollout, [update.map(partial(with_advantages, rollout)) for update in updates]
 
@@ -170,7 +170,7 @@ def with_advantages(rollout: Rollout, batch: Batch) -> Batch:
     return replace(batch, advantages_N=advantages_N.to(batch.labels_N.device))
 
 
-def gather_penalties(rollout: Rollout, updates: list[Update], algorithm: Algorithm) -> list[np.ndarray]:
+def gather_penalties(rollout: Rollout, updates: list[Update], algorithm: Algorithm, step: int = 1) -> list[np.ndarray]:
     """Coefficient x KL of each token of all completions, gathered from the ranks that hold them.
 
     It is the KL of the policy that sampled, by the trainer's log-probs; 0 where a completion is left out of the loss.
@@ -179,7 +179,9 @@ def gather_penalties(rollout: Rollout, updates: list[Update], algorithm: Algorit
     def penalties(batch: Batch) -> Tensor:
         return algorithm.kl_coef * algorithm.kl_estimator(batch.ref_logprobs_N - batch.old_logprobs_N)
 
-    parts = gather_from_ranks(own_values(rollout, updates, penalties))
+    with own_code("--kl_estimator", step):
+        own = own_values(rollout, updates, penalties)
+    parts = gather_from_ranks(own)
     gathered = {b: values for part in parts for b, values in part.items()}
     return [gathered[b] for b in range(len(gathered))]
 

@@ -145,7 +145,8 @@ def samplings_of(sources: list[str], prefix: str, flags: Sequence[list[int] | li
         if temperature < 0.01 and count > 1:
             wrong = f"--{prefix}samples {count} at --{prefix}temperature {temperature:g} are {count} times the same"
             raise ValueError(f"{wrong}; use --{prefix}samples 1.")
-        samplings.append(Sampling(count, temperature, max_tokens, top_p))
+        limits = {"max_completion_tokens": max_tokens, "top_p": top_p}
+        samplings.append(Sampling(num_samples=count, temperature=temperature, **limits))
     return samplings
 
 

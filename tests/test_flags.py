@@ -18,6 +18,9 @@ def test_the_length_of_a_run_is_in_epochs_or_episodes():
     assert make_plan(args, num_rows=8_532).total_steps == 96
     args = flags(prompts_per_step=14, group_size=16, prompts_per_update=7, total_episodes=10_000_000, total_steps=None)
     assert make_plan(args, num_rows=1000).total_steps == 44_642
+    with pytest.raises(ValueError, match="--stop_after 7 is beyond the last step, 6; leave it out"):
+        make_plan(flags(total_steps=6, stop_after=7), num_rows=1000)
+    assert make_plan(flags(total_steps=6, stop_after=6), num_rows=1000).total_steps == 6
     with pytest.raises(ValueError, match="31 usable rows, fewer than --prompts_per_step 32"):
         make_plan(flags(), num_rows=31)
 
@@ -77,6 +80,7 @@ def test_what_may_change_when_a_run_continues():
     free = set(FREE.split())
     length = {"total_steps", "epochs", "total_episodes"}
     assert free_on_resume(flags()) == free | length
+    assert free_on_resume(flags(kl_estimator="my_kl.py:f")) == free, "its file may know the length"
     assert free_on_resume(flags(lr_schedule="cosine")) == free_on_resume(flags(warmup_ratio=0.1)) == free
     for name in ("policy_loss", "advantage"):
         assert free_on_resume(flags(**{name: "my.py:f"})) == free, "it may read total_steps"

@@ -112,7 +112,7 @@ def algorithm(*changes):
     check_choices(args)
     return algorithm_of(args)
 
-graded = grpo.Graded(
+graded = grpo.Groups(
     rewards_PG=torch.tensor([[1.0, 0.0]]), returns_T=torch.ones(2), lengths_B=torch.tensor([1, 1]),
     mask_T=torch.ones(2).bool(),
 )

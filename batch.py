@@ -39,8 +39,6 @@ Metrics = dict[str, float]
 State = dict[str, int | list[int] | list[float] | list[tuple[int | str, int]]]  # the loop's, by name: in the checkpoint
 # Takes b, text, sampled token ids, whether it is truncated, and an environment's grade, if any.
 OnFinished = Callable[[int, str, Sequence[int], bool, Grade | None], None]
-
-
 NO_IDS = np.zeros(0, np.int32)
 
 
@@ -128,8 +126,7 @@ class Rollout:
     @property
     def sequence_lengths_B(self) -> np.ndarray:
         """Trained positions per sequence: prompt + completion - 1, because the last token predicts nothing."""
-        pairs = zip(self.rows, self.completions, strict=True)
-        return np.array([len(row.ids) + len(completion) - 1 for row, completion in pairs])
+        return np.array([self.first_position(b) + len(ids) for b, ids in enumerate(self.completions)])
 
     def sampled_only(self, per_token: list[np.ndarray]) -> list[np.ndarray]:
         """The values per completion token, without the tokens that an environment said."""
@@ -151,8 +148,7 @@ class Rollout:
         """The rollout as the reference reads it: the same completions to prompts with hints; None if there are none."""
         if not any(len(row.hinted_ids) for row in self.rows):
             return None
-        rows = [replace(row, ids=row.hinted_ids) if len(row.hinted_ids) else row for row in self.rows]
-        return replace(self, rows=rows)
+        return replace(self, rows=[replace(row, ids=row.reference_ids) for row in self.rows])
 
     def first_position(self, b: int) -> int:
         """The position that predicts the first token of completion b: the prompt's last token."""
@@ -346,7 +342,21 @@ def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
     position: a rank with nothing left to train takes part in the collectives.
     """
     if not indices:
-        return empty_batch()
+        zero = torch.zeros(1)
+        index = zero.long()
+        return Batch(
+            input_ids_N=index,
+            position_ids_N=index,
+            labels_N=index,
+            loss_mask_N=zero.bool(),
+            trained_K=index[:0],
+            loss_weights_N=zero,
+            sequence_ids_N=index,
+            rollout_logprobs_N=zero,
+            segments_S=(Segment(None, 0, 1),),
+            lags_N=zero,
+            kl_weights_N=zero,
+        )
     segments = _segments(rollout, indices, group_size)
     tokens = {b: np.concatenate([rollout.rows[b].ids, rollout.completions[b]]) for b in indices}
     is_trained_B = rollout.trained_lengths_B > 0
@@ -376,25 +386,6 @@ def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
     )
 
 
-def empty_batch() -> Batch:
-    """A single masked position: it trains nothing, and takes part in every collective."""
-    zero = torch.zeros(1)
-    index = zero.long()
-    return Batch(
-        input_ids_N=index,
-        position_ids_N=index,
-        labels_N=index,
-        loss_mask_N=zero.bool(),
-        trained_K=index[:0],
-        loss_weights_N=zero,
-        sequence_ids_N=index,
-        rollout_logprobs_N=zero,
-        segments_S=(Segment(None, 0, 1),),
-        lags_N=zero,
-        kl_weights_N=zero,
-    )
-
-
 def _segments(rollout: Rollout, indices: list[int], group_size: int) -> tuple[Segment, ...]:
     """The first sequence of each prompt whole, the others without the positions that they share with it."""
     holders: dict[int, int] = {}  # b // group_size -> the segment that has the prompt
@@ -402,7 +393,7 @@ def _segments(rollout: Rollout, indices: list[int], group_size: int) -> tuple[Se
     for s, b in enumerate(indices):
         holder = holders.setdefault(b // group_size, s)
         shared = shared_positions(rollout, b) if holder < s else 0
-        length = len(rollout.rows[b].ids) + len(rollout.completions[b]) - 1
+        length = rollout.first_position(b) + len(rollout.completions[b])
         segments.append(Segment(b, shared, length, holder if shared else None))
     return tuple(segments)
 

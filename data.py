@@ -1,6 +1,6 @@
 """Data: source -> records -> rows. A row carries its prompt, so a prompt cannot come apart from its answer.
 
-`sources.py` reads records. Read from the top: `PromptData.load` loads a source, `indices_of_step`
+`runtime/sources.py` reads records. Read from the top: `PromptData.load` loads a source, `indices_of_step`
 draws the rows of a step, `make_row` makes a row. scripts/show_data.py shows data before training.
 """
 
@@ -31,7 +31,7 @@ from model.special_tokens import template_tokens
 from model.weights import load_tokenizer
 from runtime.parts import part
 from runtime.progress import progress
-from sources import Record, name_of_source, read_records
+from runtime.sources import Record, name_of_source, read_records
 
 HINT = "\n\nHere is a reference solution:\n{}\n\nAfter understanding it, solve the problem in your own words."
 

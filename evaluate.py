@@ -50,15 +50,14 @@ from flags import (
 )  # fmt: skip
 from fsdp_utils import gather_from_ranks, init_world, is_main_process
 from grading import Grade
-from inputs import start_grader
 from model.special_tokens import describe_tags
 from model.weights import load_config
 from reward import Grader
 from runtime.files import best_effort, must_write, write
 from runtime.history import read_config
+from runtime.sources import name_of_source, read_system_prompt
 from runtime.start import RunError, Stopped
 from runtime.tables import in_columns
-from sources import name_of_source, read_system_prompt
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
     from rollout import Engine
@@ -146,7 +145,8 @@ def samplings_of(sources: list[str], prefix: str, flags: Sequence[list[int] | li
         if temperature < 0.01 and count > 1:
             wrong = f"--{prefix}samples {count} at --{prefix}temperature {temperature:g} are {count} times the same"
             raise ValueError(f"{wrong}; use --{prefix}samples 1.")
-        samplings.append(Sampling(count, temperature, max_tokens, top_p))
+        limits = {"max_completion_tokens": max_tokens, "top_p": top_p}
+        samplings.append(Sampling(num_samples=count, temperature=temperature, **limits))
     return samplings
 
 
@@ -280,7 +280,7 @@ def main() -> None:
     try:
         args = parse_arguments()
         from gate.checks import check_ranges, check_turns
-        from gate.inputs import check_evaluation, check_tokens
+        from gate.inputs import check_evaluation, check_tokens, start_grader
 
         check_ranges(args, FLAGS)
         check_turns(args)

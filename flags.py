@@ -478,7 +478,7 @@ def free_on_resume(args: argparse.Namespace) -> set[str]:
     """
     free = {each.name.removeprefix("--") for each in FLAGS.values() if each.free_on_resume or each in GROUPS[DRY_RUN]}
     is_constant = args.lr_schedule == "constant" and not args.warmup_ratio
-    is_constant &= ".py:" not in args.policy_loss + args.advantage
+    is_constant &= ".py:" not in args.policy_loss + args.advantage + args.kl_estimator
     return free | {"total_steps", "epochs", "total_episodes"} if is_constant else free
 
 

@@ -191,7 +191,14 @@ def shard(
     Parameters keep their dtype; computation runs in `compute_dtype`, gradients are reduced in fp32.
     `on_host`: shards and gradients live in host RAM (pinned on CUDA). `stays_gathered`: a forward
     pass leaves each layer gathered, until the backward pass or `release_gathered`.
+
+    One rank whose parameters are in `compute_dtype` has nothing to gather, cast or reduce: it keeps
+    plain tensors, and saves FSDP's copies. Gradients add up in that dtype, as FSDP adds up shards.
+    With `stays_gathered` FSDP stays, because it then adds whole gradients up in fp32.
     """
+    is_plain = world.num_trainers == 1 and not on_host and not stays_gathered
+    if is_plain and {parameter.dtype for parameter in root.parameters()} == {compute_dtype}:
+        return world.device
     offload = fsdp.CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if on_host else fsdp.OffloadPolicy()
     # fp32: a sum of bf16 gradients over many ranks would lose their small parts.
     precision = fsdp.MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
@@ -314,17 +321,15 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     shards = [local_shard(gradient) for gradient in gradients]
-    norms = torch.stack(torch._foreach_norm(shards, 2, torch.float32))
+    squares = torch.stack(torch._foreach_norm(shards, 2, torch.float32)) ** 2
     mesh = gradients[0].device_mesh if isinstance(gradients[0], DTensor) else None
     if mesh is not None:
         (placements,) = {gradient.placements for gradient in gradients}  # FSDP shards all alike
         # A rank has shards of all gradients, so squares add up over ranks: one sum for all.
-        squares = norms**2
         for dim, place in enumerate(placements):
             if not place.is_replicate():  # copies (HSDP) hold the same
                 dist.all_reduce(squares, group=mesh.get_group(dim))
-        norms = squares**0.5
-    norm = torch.linalg.vector_norm(norms)
+    norm = torch.linalg.vector_norm(squares**0.5)
     # Copies may add in another order, would clip differently, and drift apart.
     if mesh is not None and mesh.ndim > 1:
         dist.broadcast(norm, src=0)

@@ -28,8 +28,8 @@ LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: a larger ratio would only overflow (Eas
 
 
 @dataclass(frozen=True, kw_only=True)
-class Graded:
-    """The graded completions of a step, the input of an advantage."""
+class Groups:
+    """The graded groups of completions of a step, the input of an advantage."""
 
     rewards_PG: Tensor  # float32; with --kl_in reward, minus the KL penalties of all tokens of the completion
     returns_T: Tensor  # from the token's turn on; with --kl_in reward, minus the KL penalties of these tokens
@@ -48,34 +48,34 @@ class Graded:
     turn_rewards_PGK: Tensor | None = None  # float32; nan where an episode has fewer turns; None: none by turn
 
 
-def grpo(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
+def grpo(g: Groups, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
     """(r - mean of group) / (std of group + eps). DeepSeekMath (arXiv 2402.03300), 4.1.2, without ddof and eps."""
     std_P1 = g.rewards_PG.std(dim=1, correction=advantage_ddof, keepdim=True)
     return divided(centred(g.rewards_PG), std_P1 + advantage_eps)
 
 
-def grpo_batch_std(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
+def grpo_batch_std(g: Groups, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
     """(r - mean of group) / (std of the step + eps). Lite PPO (arXiv 2508.08221); TRL: `scale_rewards="batch"`."""
     return divided(centred(g.rewards_PG), g.rewards_PG.std(correction=advantage_ddof) + advantage_eps)
 
 
-def dr_grpo(g: Graded) -> Tensor:
+def dr_grpo(g: Groups) -> Tensor:
     """r - mean of group. Dr. GRPO (arXiv 2503.20783), section 3.2."""
     return centred(g.rewards_PG)
 
 
-def rloo(g: Graded) -> Tensor:
+def rloo(g: Groups) -> Tensor:
     """r - mean of the group's other rewards. RLOO (arXiv 2402.14740), section 2.3."""
     group_size = g.rewards_PG.shape[1]
     return centred(g.rewards_PG) * group_size / (group_size - 1)
 
 
-def reward_itself(g: Graded) -> Tensor:
+def reward_itself(g: Groups) -> Tensor:
     """The reward itself, without a baseline."""
     return g.rewards_PG
 
 
-def zero(g: Graded) -> Tensor:
+def zero(g: Groups) -> Tensor:
     """Nothing is learnt from rewards, all from the reference: distillation, by --kl_coef."""
     return torch.zeros_like(g.rewards_PG)
 
@@ -245,16 +245,12 @@ def no_kl(x: Tensor) -> Tensor:
 # Sampler-trainer mismatch ---------------------------------------------------------------------------------------------
 # Weights of the policy loss, per token: its probability by the trainer / by the sampler. The trainer's weights are from
 # the beginning of the step; the sampler's may be older (--steps_ahead, --partial_rollouts).
-class Correction(NamedTuple):
-    """The result of --rollout_correction for each token."""
-
-    weights: Tensor
-    is_outside: Tensor  # bool: the weight is truncated, or 0
+# A correction returns them, and where they are truncated, or 0.
 
 
-def no_correction(t: Tokens) -> Correction:
+def no_correction(t: Tokens) -> tuple[Tensor, Tensor]:
     """The ratio is measured and not used."""
-    return Correction(mismatch(t), torch.zeros_like(t.mask))
+    return mismatch(t), torch.zeros_like(t.mask)
 
 
 def mismatch(t: Tokens, is_sequence: bool = False) -> Tensor:
@@ -309,10 +305,10 @@ def num_sequences(lengths_B: Tensor) -> Tensor:
 class Algorithm:
     """The choices of a run. The functions have their flags bound: they take the tensors alone."""
 
-    advantage: Callable[[Graded], Tensor]
+    advantage: Callable[[Groups], Tensor]
     policy_loss: Callable[[Tokens], Loss | Tensor]
     kl_estimator: Callable[[Tensor], Tensor]
-    rollout_correction: Callable[[Tokens], Correction]
+    rollout_correction: Callable[[Tokens], tuple[Tensor, Tensor]]
     loss_aggregation: Callable[[Tensor], Tensor]
     old_logprobs: str  # whose: "trainer" or "rollout", the sampler
     is_corrected: bool  # the rollout correction's weights enter the loss
@@ -335,26 +331,11 @@ class Algorithm:
         return self.kl_coef > 0 and self.kl_in == "reward"
 
 
-class TotalLoss(NamedTuple):
-    """The loss of a micro-batch, and the terms of it that are measured."""
-
-    per_token: Tensor
-    tokens: Tokens
-    policy_loss: Loss  # before the correction, with all of its fields
-    correction: Correction
-
-
-def total_loss(
-    batch: Batch,
-    logprobs_N: Tensor,
-    old_logprobs_N: Tensor,
-    entropies_N: Tensor,
-    algorithm: Algorithm,
-    step: int = 1,
-    total_steps: int = 1,
-) -> TotalLoss:
-    """The policy loss, weighted for the sampler's mismatch, + coefficient x KL - coefficient x entropy."""
-    t = Tokens(
+def tokens_of(
+    batch: Batch, logprobs_N: Tensor, old_logprobs_N: Tensor, entropies_N: Tensor, step: int = 1, total_steps: int = 1
+) -> Tokens:
+    """The tokens of the micro-batch under the policy, whose pass has given log-probs and entropies."""
+    return Tokens(
         logprobs=logprobs_N,
         old_logprobs=old_logprobs_N,
         rollout_logprobs=batch.rollout_logprobs_N,
@@ -366,20 +347,25 @@ def total_loss(
         step=step,
         total_steps=total_steps,
     )
-    policy_loss = as_loss(algorithm.policy_loss(t), t)
-    loss_N, correction = policy_loss.per_token, algorithm.rollout_correction(t)
+
+
+def total_loss(batch: Batch, t: Tokens, algorithm: Algorithm) -> Loss:
+    """The policy loss, weighted for the sampler's mismatch, + coefficient x KL - coefficient x entropy."""
+    loss = as_loss(algorithm.policy_loss(t), t)
+    loss_N = loss.per_token
     if algorithm.is_corrected:
-        loss_N = loss_N * correction.weights
+        weights_N, _ = algorithm.rollout_correction(t)
+        loss_N = loss_N * weights_N
     if batch.ref_logprobs_N is not None and algorithm.kl_in == "loss":
         if batch.distilled is None:
-            kl_N = algorithm.kl_estimator(batch.ref_logprobs_N - logprobs_N)
-            check_gradient(kl_N, logprobs_N)
+            kl_N = algorithm.kl_estimator(batch.ref_logprobs_N - t.logprobs)
+            check_gradient(kl_N, t.logprobs)
         else:
             kl_N = batch.distilled.kl_N  # over the vocabulary: the head has computed it, with its gradient
         loss_N = loss_N + algorithm.kl_coef * (kl_N * batch.kl_weights_N)
     if algorithm.entropy_coef:
-        loss_N = loss_N - algorithm.entropy_coef * entropies_N
-    return TotalLoss(loss_N, t, policy_loss, correction)
+        loss_N = loss_N - algorithm.entropy_coef * t.entropies
+    return loss._replace(per_token=loss_N)
 
 
 def as_loss(returned: Loss | Tensor, t: Tokens) -> Loss:

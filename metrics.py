@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,11 +19,12 @@ from torch import Tensor
 
 from batch import Batch, Metrics, Rollout, Update
 from fsdp_utils import World, gather_from_ranks, max_over_trainers, sum_over_trainers
-from grpo import Algorithm, TotalLoss, k1, k3, masked_sum
+from grpo import Algorithm, Loss, Tokens, k1, k3, masked_sum
 from runtime.cards import GPUS
 from runtime.start import RunError
 
 LEAST_SPREAD = 0.02  # a token's log-prob, squared: entropies above about 0.05 have more
+MAXIMA = ("policy/ratio_max", "policy/ratio_min", "policy/rollout_gap_max")  # over tokens; the others are means
 VARIANTS = ("PCIe", "NVL", "4090 D", "Ti", "Laptop")  # GPUs that are slower or faster than their namesakes
 
 
@@ -118,56 +118,49 @@ def stderr_of_mean(values_B: np.ndarray, group_B: np.ndarray) -> float:
 # Of the loss ----------------------------------------------------------------------------------------------------------
 
 
-class PassMetrics(NamedTuple):
-    """The metrics of a micro-batch: name -> scalar."""
-
-    sums: dict[str, Tensor]  # its part of a metric: the parts add up
-    maxima: dict[str, Tensor]
-
-
 @torch.no_grad()
-def pass_metrics(batch: Batch, total: TotalLoss, loss: Tensor, num_tokens: int, algorithm: Algorithm) -> PassMetrics:
-    """The metrics of a micro-batch, on the device. `loss`: its sum over the tokens, of which the update has so many."""
-    means, maxima = token_metrics(batch, total, algorithm)
-    mask_N = batch.loss_mask_N
-    sums = {name: masked_sum(values, mask_N) / num_tokens for name, values in means.items()}
-    maxima = {name: torch.where(mask_N, values, -torch.inf).max() for name, values in maxima.items()}
-    return PassMetrics({"policy/loss": loss} | sums, maxima)
+def pass_metrics(batch: Batch, t: Tokens, loss: Loss, num_tokens: int, algorithm: Algorithm) -> dict[str, Tensor]:
+    """The metrics of a micro-batch, on the device: its part of each mean over the update's tokens, and its `MAXIMA`."""
+    metrics, mask_N = {}, batch.loss_mask_N
+    for name, values_N in token_metrics(batch, t, loss, algorithm).items():
+        if name in MAXIMA:
+            metrics[name] = torch.where(mask_N, values_N, -torch.inf).max()
+        else:
+            metrics[name] = masked_sum(values_N, mask_N) / num_tokens
+    return metrics
 
 
-def token_metrics(batch: Batch, total: TotalLoss, algorithm: Algorithm) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(values that metrics average over tokens, values of which they take the maximum)."""
-    t, loss = total.tokens, total.policy_loss
-    weights_N, is_outside_N = total.correction
+def token_metrics(batch: Batch, t: Tokens, loss: Loss, algorithm: Algorithm) -> dict[str, Tensor]:
+    """The values of the tokens that metrics average, or of which they take the maximum."""
+    weights_N, is_outside_N = algorithm.rollout_correction(t)
     # What compares the two engines needs the trainer's log-probs.
     old_N = t.logprobs if algorithm.old_logprobs == "rollout" else t.old_logprobs
     gap_N = (old_N.exp() - t.rollout_logprobs.exp()).abs()
-    means = {
+    values = {
         "policy/entropy": t.entropies,
         "policy/clip_frac": loss.is_low | loss.is_high,
         "policy/clip_frac_low": loss.is_low,
         "policy/clip_frac_high": loss.is_high,
         "policy/approx_kl": k1(t.logprobs - t.old_logprobs),
+        "policy/ratio_max": loss.ratio,
+        "policy/ratio_min": -loss.ratio,  # whose maximum is minus the minimum
+        "policy/rollout_gap_max": gap_N,
         "policy/rollout_gap_mean": gap_N,
         "policy/rollout_kl": k1(old_N - t.rollout_logprobs),
         "weight": weights_N,
         "weight_squared": weights_N.square(),
     }
-    means |= temperature_terms(old_N, t.rollout_logprobs, t.entropies)
-    means |= {f"loss/{name}": loss.metrics[name] for name in sorted(loss.metrics)}  # in one order on all ranks
+    values |= temperature_terms(old_N, t.rollout_logprobs, t.entropies)
+    values |= {f"loss/{name}": loss.metrics[name] for name in sorted(loss.metrics)}  # in one order on all ranks
     if algorithm.is_corrected:
-        means["policy/rollout_clip_frac"] = is_outside_N
+        values["policy/rollout_clip_frac"] = is_outside_N
     if batch.ref_logprobs_N is not None:
-        means |= kl_metrics(batch, batch.ref_logprobs_N - t.logprobs, algorithm)
+        values |= kl_metrics(batch, batch.ref_logprobs_N - t.logprobs, algorithm)
     for lag in range(algorithm.most_lag + 1) if algorithm.most_lag else ():
         is_lag_N = (batch.lags_N == lag).float()
-        means[f"tokens_of_lag_{lag}"] = is_lag_N
-        means[f"policy/rollout_gap_lag_{lag}"] = gap_N * is_lag_N
-    return means, {
-        "policy/ratio_max": loss.ratio,
-        "policy/ratio_min": -loss.ratio,  # whose maximum is minus the minimum
-        "policy/rollout_gap_max": gap_N,
-    }
+        values[f"tokens_of_lag_{lag}"] = is_lag_N
+        values[f"policy/rollout_gap_lag_{lag}"] = gap_N * is_lag_N
+    return values
 
 
 def kl_metrics(batch: Batch, x_N: Tensor, algorithm: Algorithm) -> dict[str, Tensor]:
@@ -203,22 +196,19 @@ def temperature_of(slope: float, spread: float, squares: float) -> tuple[float, 
     return 1.0 / max(1.0 - slope / (spread + LEAST_SPREAD), 0.1), slope**2 / (spread * squares)
 
 
-def loss_metrics(passes: list[PassMetrics]) -> Metrics:
+def loss_metrics(passes: list[dict[str, Tensor]]) -> Metrics:
     """The metrics of an update's loss, over all micro-batches and ranks.
 
     Raises RunError where a loss of the user's has not the same metrics in all of them, which are added up.
     """
-    names = {tuple(each.sums) for each in passes}
-    names = list(set().union(*gather_from_ranks(names)))
-    if len(names) > 1:
-        here, there = (", ".join(name[5:] for name in each if name[:5] == "loss/") or "none" for each in names[:2])
+    kinds = list(set().union(*gather_from_ranks({tuple(each) for each in passes})))
+    if len(kinds) > 1:
+        here, there = (", ".join(name[5:] for name in each if name[:5] == "loss/") or "none" for each in kinds[:2])
         raise RunError(f"--policy_loss returned the metrics {here}, and elsewhere {there}; return all each time.")
-    sums = torch.stack([torch.stack(list(each.sums.values())) for each in passes])
-    maxima = torch.stack([torch.stack(list(each.maxima.values())) for each in passes])
-    totals = sum_over_trainers(sums.sum(dim=0))
-    largest = max_over_trainers(maxima.amax(dim=0))
-    metrics = dict(zip(passes[0].sums, totals.tolist(), strict=True))
-    metrics |= zip(passes[0].maxima, largest.tolist(), strict=True)
+    values = torch.stack([torch.stack(list(each.values())) for each in passes])
+    sums = sum_over_trainers(values.sum(dim=0)).tolist()
+    maxima = max_over_trainers(values.amax(dim=0)).tolist()
+    metrics = {name: (maxima if name in MAXIMA else sums)[i] for i, name in enumerate(passes[0])}
     terms = {name: metrics.pop(name) for name in ("slope", "spread", "squares")}
     metrics["policy/rollout_temperature"], metrics["policy/rollout_temperature_r2"] = temperature_of(**terms)
     metrics["policy/ratio_min"] *= -1

@@ -149,14 +149,6 @@ class Engine:
         self.llm.llm_engine.engine_core.reset_encoder_cache()
         seed_everything(seed, self.world.engine_index)
 
-    def params(self, sampling: Sampling, max_tokens: int) -> SamplingParams:
-        """vLLM's parameters of a request for one completion of at most `max_tokens` more tokens."""
-        return SamplingParams(
-            **sampling.for_vllm(max_tokens),
-            stop_token_ids=self.stop_ids,
-            flat_logprobs=True,  # plain lists, not an object per token
-        )
-
     # Requests: for `play`, and for partial rollouts -------------------------------------------------------------------
 
     def add(self, rows: list[Row], so_far: list[list[int]], limits: list[int], sampling: Sampling) -> int:
@@ -164,10 +156,19 @@ class Engine:
 
         Returns the number of the first request; the others follow.
         """
-        # A prompt's images are decoded once for all of its completions, which share the row.
-        images = {key: _images(row) for key, row in {id(row): row for row in rows}.items()}
-        params_of = cache(lambda limit: self.params(sampling, limit))
-        inputs = [_engine_input(row, ids, images[id(row)]) for row, ids in zip(rows, so_far, strict=True)]
+        # Flat log-probs: plain lists, not an object per token.
+        more = {"stop_token_ids": self.stop_ids, "flat_logprobs": True}
+        params_of = cache(lambda limit: SamplingParams(**sampling.for_vllm(limit), **more))
+        inputs, images = [], {}
+        for row, ids in zip(rows, so_far, strict=True):
+            prompt, more_data = row.ids, {}
+            if row.images is not None:
+                prompt = row.images.template_ids  # vLLM repeats the token of each image by itself
+                # Decoded once for all completions of a prompt, which share the row.
+                if id(row) not in images:
+                    images[id(row)] = row.images.decoded()
+                more_data = {"multi_modal_data": {"image": images[id(row)]}}
+            inputs.append(TokensPrompt(prompt_token_ids=[*prompt.tolist(), *ids], **more_data))
         # The call takes a number; vLLM gives out the next ones.
         first = next(self.llm.request_counter) + 1
         for number, request in enumerate(zip(rows, so_far, strict=True), start=first):
@@ -284,19 +285,6 @@ def play_one_turn(
                 yield number - first, completion
                 bar.update()
         bar.refresh()  # full, however short it took
-
-
-def _images(row: Row) -> dict[str, object]:
-    """The images of a row, as vLLM takes them beside its tokens."""
-    if row.images is None:
-        return {}
-    return {"multi_modal_data": {"image": row.images.decoded()}}
-
-
-def _engine_input(row: Row, ids: list[int], images: dict[str, object]) -> TokensPrompt:
-    """The prompt and these tokens for the engine, which repeats the token of each image by itself."""
-    prompt = row.ids if row.images is None else row.images.template_ids
-    return TokensPrompt(prompt_token_ids=[*prompt.tolist(), *ids], **images)
 
 
 def seed_everything(seed: tuple[int, ...], engine_index: int) -> None:

@@ -111,6 +111,8 @@ def make_plan(args: argparse.Namespace, num_rows: int) -> Plan:
         total_steps = math.ceil(args.epochs * steps_per_epoch)
     if args.total_episodes is not None:
         total_steps = args.total_episodes // completions_per_step
+    if args.stop_after and args.stop_after > total_steps:
+        raise ValueError(f"--stop_after {args.stop_after} is beyond the last step, {total_steps}; leave it out.")
     updates_per_pass = args.prompts_per_step // args.prompts_per_update
     total_updates = total_steps * updates_per_pass * args.num_iterations
     # Other weights sampled: a gap is no fault.

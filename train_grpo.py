@@ -43,21 +43,21 @@ from flags import (
 )  # fmt: skip
 from fsdp_utils import World, close_world, init_world, is_main_process, set_allocator
 from gate.agreement import check_same_step, check_world
-from gate.inputs import check_loaded, check_training
+from gate.digests import digest, digest_of_config, digest_of_data, digest_of_weights, digests_of_files
+from gate.inputs import Inputs, check_loaded, check_training, start_grader
 from gate.models import length_limits
 from grading.user_code import load_reference
 from grpo import Algorithm
-from inputs import Inputs, digest, digest_of_config, digest_of_data, digest_of_weights, digests_of_files, start_grader
 from metrics import merge_updates, throughput, work_of_step
 from model.weights import load_config, load_generation_config
 from policy import Policy, build_policy
 from run import Observer, Run, open_run_folder
 from runtime.files import run_and_step
 from runtime.parts import part
+from runtime.sources import read_system_prompt
 from runtime.start import NOT_FINISHED, OwnCodeError, RunError, Stopped, arm, leave, signal_name
 from sampling import DrawSettings, Sampler
 from schedule import Plan, make_plan
-from sources import read_system_prompt
 from update import UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy
 from watch.after_step import AfterStep
 from watch.console import Console

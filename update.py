@@ -38,8 +38,8 @@ from fsdp_utils import (
     gather_from_ranks,
     release_gathered,
 )
-from grpo import Algorithm, Graded
-from metrics import PassMetrics, idle_share, loss_metrics, pass_metrics
+from grpo import Algorithm, Groups, tokens_of
+from metrics import idle_share, loss_metrics, pass_metrics
 from model.optimizer import forget, set_rate
 from policy import Policy, place
 from runtime.parts import part
@@ -160,7 +160,7 @@ def add_advantages(
     rollout: Rollout, updates: list[Update], algorithm: Algorithm, step: int = 1, total_steps: int = 1
 ) -> tuple[Rollout, list[Update]]:
     """The rollout with its advantages, and the updates with them at each of their positions."""
-    penalties = gather_penalties(rollout, updates, algorithm) if algorithm.has_penalties else None
+    penalties = gather_penalties(rollout, updates, algorithm, step) if algorithm.has_penalties else None
     rollout = replace(rollout, advantages=compute_advantages(rollout, penalties, algorithm, step, total_steps))
     return rollout, [update.map(partial(with_advantages, rollout)) for update in updates]
 
@@ -170,7 +170,7 @@ def with_advantages(rollout: Rollout, batch: Batch) -> Batch:
     return replace(batch, advantages_N=advantages_N.to(batch.labels_N.device))
 
 
-def gather_penalties(rollout: Rollout, updates: list[Update], algorithm: Algorithm) -> list[np.ndarray]:
+def gather_penalties(rollout: Rollout, updates: list[Update], algorithm: Algorithm, step: int = 1) -> list[np.ndarray]:
     """Coefficient x KL of each token of all completions, gathered from the ranks that hold them.
 
     It is the KL of the policy that sampled, by the trainer's log-probs; 0 where a completion is left out of the loss.
@@ -179,7 +179,9 @@ def gather_penalties(rollout: Rollout, updates: list[Update], algorithm: Algorit
     def penalties(batch: Batch) -> Tensor:
         return algorithm.kl_coef * algorithm.kl_estimator(batch.ref_logprobs_N - batch.old_logprobs_N)
 
-    parts = gather_from_ranks(own_values(rollout, updates, penalties))
+    with own_code("--kl_estimator", step):
+        own = own_values(rollout, updates, penalties)
+    parts = gather_from_ranks(own)
     gathered = {b: values for part in parts for b, values in part.items()}
     return [gathered[b] for b in range(len(gathered))]
 
@@ -206,7 +208,7 @@ def compute_advantages(
     mask_T = torch.repeat_interleave(torch.from_numpy(rollout.trained_lengths_B) > 0, lengths_B)
     mask_T &= torch.from_numpy(np.concatenate(rollout.is_sampled))
     rewards_PG = rewards_B.view(-1, algorithm.group_size)  # prompt-major: the G of a prompt stand together
-    graded = Graded(
+    graded = Groups(
         rewards_PG=rewards_PG,
         returns_T=returns_T,
         lengths_B=lengths_B,
@@ -239,7 +241,7 @@ def own_code(flag: str, step: int, names: str = "its input is grpo.Tokens") -> I
 
 
 def grade_fields(rollout: Rollout, shape: torch.Size) -> dict[str, Tensor | dict[str, Tensor]]:
-    """The fields of `Graded` that show the grades. Where a completion has no such part of the reward, it is 0."""
+    """The fields of `Groups` that show the grades. Where a completion has no such part of the reward, it is 0."""
     parts = {}
     for name in dict.fromkeys(name for grade in rollout.grades for name in grade.parts):
         values = [float(grade.parts.get(name, 0)) for grade in rollout.grades]
@@ -286,7 +288,7 @@ def update_policy(
 
 def add_gradients(
     policy: Policy, update: Update, algorithm: Algorithm, step: UpdateStep, memory: Memory, world: World
-) -> list[PassMetrics]:
+) -> list[dict[str, Tensor]]:
     """The metrics of the passes over this rank's micro-batches, whose gradients add up in the policy.
 
     In the first update of a step no weight has changed since sampling, so the old log-probs are the current ones and
@@ -311,15 +313,15 @@ def add_gradients(
             if scores.distilled:
                 scored = replace(batch, ref_logprobs_N=scores.distilled.ref_logprobs_N, distilled=scores.distilled)
             with own_code("the loss (--policy_loss, --kl_estimator)", step.step):
-                total = grpo.total_loss(
-                    scored, logprobs_N, old_logprobs_N, scores.entropies_N, algorithm, step.step, step.total_steps
-                )
+                t = tokens_of(scored, logprobs_N, old_logprobs_N, scores.entropies_N, step.step, step.total_steps)
+                loss = grpo.total_loss(scored, t, algorithm)
             # A sum, not a mean: the weights have the counts of the whole update in them.
-            loss = grpo.masked_sum(total.per_token * batch.loss_weights_N, batch.loss_mask_N)
+            total = grpo.masked_sum(loss.per_token * batch.loss_weights_N, batch.loss_mask_N)
             beat()
-            (loss * world.num_trainers).backward()  # FSDP averages gradients; the weights are global already
+            (total * world.num_trainers).backward()  # FSDP averages gradients; the weights are global already
             # They stay on the device: one transfer to the host for all, after the last pass.
-            passes.append(pass_metrics(scored, total, loss.detach(), update.num_tokens, algorithm))
+            metrics = pass_metrics(scored, t, loss, update.num_tokens, algorithm)
+            passes.append({"policy/loss": total.detach()} | metrics)
     if memory.communicate_once:
         release_gathered(policy)  # they are from before the optimizer step
     return passes

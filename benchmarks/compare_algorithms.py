@@ -264,8 +264,8 @@ def our_loss(case: Case, flags: str) -> Tensor:
     if algorithm.kl_coef:
         batch = replace(batch, ref_logprobs_N=packed(case.ref_logprobs_BT))
     logprobs_N, old_logprobs_N = packed(case.logprobs_BT), packed(case.old_logprobs_BT)
-    total = grpo.total_loss(batch, logprobs_N, old_logprobs_N, packed(case.entropies_BT), algorithm)
-    return grpo.masked_sum(total.per_token * batch.loss_weights_N, batch.loss_mask_N)
+    t = grpo.tokens_of(batch, logprobs_N, old_logprobs_N, packed(case.entropies_BT))
+    return grpo.masked_sum(grpo.total_loss(batch, t, algorithm).per_token * batch.loss_weights_N, batch.loss_mask_N)
 
 
 # TRL ------------------------------------------------------------------------------------------------------------------

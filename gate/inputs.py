@@ -1,27 +1,77 @@
-"""Refuses what the machine, the models and the servers that flags name cannot do, before a weight is read."""
+"""The inputs of a run but weights; what the machine, models and servers that flags name cannot do is refused."""
 
 from __future__ import annotations
 
 import os
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
-from data import PromptData, check_vocabulary
+from data import ImageReader, PromptData, check_vocabulary
 from engine.options import stop_ids
-from flags import FLAGS, ranks_per_engine
+from flags import FLAGS, Grading, PromptFormat, Sampling, TurnLimits, ranks_per_engine
+from fsdp_utils import is_engine_leader_process
 from gate.checks import LOOPBACK
 from gate.machine import check_launch
 from gate.models import check_model, check_path, check_trained, length_limits
-from inputs import Inputs
 from model.weights import load_config, load_tokenizer
+from reward import Grader, workers_per_engine
 from runtime.files import run_and_step
 from runtime.history import digests_of
 from runtime.machine import choose_interface, local_world_size
+from runtime.parts import part
+
+if TYPE_CHECKING:
+    from extras.teacher.hints import Hints
+    from extras.turns.turns import Turns
+
+
+@dataclass(frozen=True)
+class Inputs:
+    tokenizer: PreTrainedTokenizerBase
+    vision: ImageReader | None  # what reads images; None if the model sees none
+    train_data: list[PromptData]  # one for each source
+    eval_sets: list[PromptData]
+    eval_samplings: list[Sampling]
+    grader: Grader
+    turns: Turns | None  # who plays episodes; None: each completion has one turn
+    hints: Hints | None  # what makes hints of a step's completions; None: they are in a column, or there are none
+    companions: list[PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig]  # files beside the exported policy
+    digests: dict[str, str]  # for models (main process), the rows of each source, files of one's own; by name
+
+
+def start_grader(
+    grading: Grading, limits: TurnLimits, prompt_format: PromptFormat, tokenizer: PreTrainedTokenizerBase,
+    num_ranks: int, is_needed: bool = True,
+) -> tuple[Grader, Turns | None]:  # fmt: skip
+    """The grader of an engine of so many ranks, and who plays episodes; the first rank has their workers.
+
+    Raises ValueError if --reward and --environment both reward, or, where that is needed, neither does.
+    """
+    num_workers = workers_per_engine(num_ranks) if is_engine_leader_process(num_ranks) else 0
+    if not (limits.environment or limits.tools):
+        return Grader(grading, num_workers), None
+    turns = part("extras.turns.turns", "--environment or --tools").Turns(
+        limits,
+        grading,
+        replace(prompt_format, system_prompt=None),  # it is in the messages
+        tokenizer,
+        num_workers,
+    )
+    kind = f"--reward {grading.reward}: the class of --environment"
+    if turns.environments and turns.environments.has_reward:
+        if grading.reward not in ("none", Grading.reward):  # the default is not meant
+            raise ValueError(f"{kind} has a reward(); leave one of them out.")
+        grading = replace(grading, reward="none")
+    elif turns.environments and grading.reward == "none" and is_needed:
+        raise ValueError(f"{kind} has no reward(); give --reward.")
+    return Grader(grading, num_workers), turns
 
 
 def check_training(args: Namespace) -> None:

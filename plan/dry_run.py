@@ -25,8 +25,8 @@ from plan.table import report_of, text_of
 from runtime.cards import gpu_figures
 from runtime.machine import local_world_size
 from runtime.parts import part
+from runtime.sources import parse_source
 from schedule import make_plan
-from sources import parse_source
 
 TABLE = Path(__file__).parent / "models.json"
 NETWORK_SPEED = 50e9  # bytes per second between nodes, one way, for each GPU: a card of 400 Gbit/s each

@@ -203,9 +203,9 @@ def update_peak(setup: Setup) -> Parts:
     last one is reduced; the reduction of embedding and head; where they are tied, the sum of their gradients.
     """
     m, tokens, compute = setup.model, setup.counted_tokens, setup.compute_bytes
-    is_once = setup.memory.communicate_once
-    root = compute * m.root_parameters
-    layer = compute * (m.layer_parameters + setup.adapter_per_layer)
+    is_once, is_sharded = setup.memory.communicate_once, not setup.is_plain
+    root = is_sharded * compute * m.root_parameters
+    layer = is_sharded * compute * (m.layer_parameters + setup.adapter_per_layer)
     one = root + (m.layers if is_once else 1) * layer  # gathered at a time
     two = one if is_once else one + layer
     if setup.memory.gradient_checkpointing:
@@ -213,8 +213,8 @@ def update_peak(setup: Setup) -> Parts:
     else:
         kept_name, kept = "activations", saved_per_layer(setup)
     last_norm = (8 if setup.has_lora else 10) * tokens * m.hidden
-    head_gradient = setup.head_gradient_bytes
-    trained_per_layer = setup.adapter_per_layer if setup.has_lora else m.layer_parameters
+    head_gradient = is_sharded * setup.head_gradient_bytes
+    trained_per_layer = is_sharded * (setup.adapter_per_layer if setup.has_lora else m.layer_parameters)
     in_layer = {"one layer": backward_of_layer(setup), "gathered": two}
     head = {kept_name: m.layers * kept + last_norm, "gathered": one, "logits": head_bytes(setup)}
     moments = [
@@ -224,7 +224,7 @@ def update_peak(setup: Setup) -> Parts:
     ]
     if setup.run.over_vocabulary:  # the reference's pass, before the policy's
         moments.append(logprobs_peak(setup.reference_setup))
-    if not setup.has_lora:
+    if is_sharded and not setup.has_lora:
         moments.append({"gathered": is_once * one, "reduction": root_reduction(setup)})
         if m.is_tied:  # two gradients, and their sum
             reduction = 3 * setup.table_bytes + REDUCE * m.layer_parameters
@@ -352,8 +352,9 @@ def logprobs_peak(setup: Setup) -> Parts:
     """Bytes on one GPU at most in a pass without gradients: at its start, in a layer or in the head."""
     m = setup.model
     tokens = setup.counted_tokens
-    root = setup.compute_bytes * m.root_parameters
-    layer = setup.compute_bytes * m.layer_parameters
+    gathered_bytes = 0 if setup.is_plain else setup.compute_bytes
+    root = gathered_bytes * m.root_parameters
+    layer = gathered_bytes * m.layer_parameters
     kept = 0  # the layers that stay gathered, and FSDP's buffer of the last one
     is_of_policy = setup.old_logprob_passes > 0 or not setup.has_reference_model
     if setup.memory.communicate_once and is_of_policy:

@@ -223,6 +223,13 @@ class Setup:
         return self.memory.shard_ranks or self.hardware.gpus
 
     @property
+    def is_plain(self) -> bool:
+        """Whether one GPU trains plain tensors: FSDP gathers and reduces nothing (`fsdp_utils.shard`)."""
+        has_host = self.memory.offload == "all" or self.memory.offload_reference
+        is_same = self.trained_bytes == self.compute_bytes
+        return self.hardware.gpus == 1 and is_same and not has_host and not self.memory.communicate_once
+
+    @property
     def num_engines(self) -> int:
         """Engines in the ranks, or generation servers."""
         return (self.hardware.generation_gpus or self.hardware.gpus) // self.run.tensor_parallel_size

@@ -1,1 +1,1 @@
-"""Launch, signals, files, progress: what any program could have. Imports nothing of this one."""
+"""Launch, signals, files, records, progress: what any program could have. Imports nothing of this one."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from sources import read_records
+from runtime.sources import read_records
 
 PROMPT = (  # as in the DAPO data, with the problem in its midst
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "

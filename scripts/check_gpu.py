@@ -413,13 +413,13 @@ def put_to_sleep(folder: Path, is_offloaded: bool) -> tuple[float, float, bool]:
     settings = EngineSettings(max_model_len=256, dtype="bfloat16", gpu_memory_utilization=0.4)
     engine = rollout.Engine(str(folder), tokenizer, world, settings)
     engine.sync(weights.items())
-    before = engine.sample(rows, Sampling(1, temperature=0.0, max_completion_tokens=32), seed=(0,))
+    before = engine.sample(rows, Sampling(num_samples=1, temperature=0.0, max_completion_tokens=32), seed=(0,))
     engine.sleep()
     free, total = torch.cuda.mem_get_info()
     begin = time.perf_counter()
     engine.sync(weights.items())
     seconds = time.perf_counter() - begin
-    after = engine.sample(rows, Sampling(1, temperature=0.0, max_completion_tokens=32), seed=(0,))
+    after = engine.sample(rows, Sampling(num_samples=1, temperature=0.0, max_completion_tokens=32), seed=(0,))
     return (total - free) / GIB, seconds, before.texts == after.texts
 
 

@@ -22,7 +22,7 @@ from grading import Case, Grade, key_text
 from grading.own import EXTRAS
 from reward import Grader, workers_per_engine
 from runtime.files import atomic_write
-from sources import read_json_file
+from runtime.sources import read_json_file
 
 # fmt: off
 FILES = [

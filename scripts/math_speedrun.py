@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from sources import read_records
+from runtime.sources import read_records
 
 PROMPT = (  # rasbt's, which ends without a space
     "You are a helpful math assistant.\nAnswer the question and write the final result on a new line as:\n"

@@ -24,7 +24,7 @@ from extras.turns.turns import Turns
 from flags import FLAGS as TRAINING_FLAGS
 from flags import GROUPS, INF, Grading, PromptFormat, TurnLimits, flag
 from gate.checks import check_ranges, check_turns
-from sources import read_system_prompt
+from runtime.sources import read_system_prompt
 
 # fmt: off
 DATA = [

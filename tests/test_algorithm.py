@@ -10,7 +10,7 @@ from algorithm import NAMES, algorithm_of, choices_in_words, choose, first_sente
 from command_line import parse_flags
 from gate.checks import check_flags
 from gate.choices import check_choices
-from grpo import Algorithm, Graded, Tokens, as_loss
+from grpo import Algorithm, Groups, Tokens, as_loss
 from helpers.made_up import flags
 
 
@@ -148,7 +148,7 @@ def test_a_users_advantage_is_of_completions_or_of_tokens(own):
     own, too.
     """
     returns, is_trained = torch.tensor([1.0, 1.0, 0.0]), torch.ones(3).bool()
-    graded = Graded(
+    graded = Groups(
         rewards_PG=torch.tensor([[1.0, 0.0]]), returns_T=returns, lengths_B=torch.tensor([2, 1]), mask_T=is_trained
     )
     algorithm = algorithm_of(flags(advantage=f"{own}:of_completions", advantage_eps=0.5))

@@ -15,9 +15,9 @@ from command_line import parse_flags
 from flags import free_on_resume
 from gate.checks import check_flags
 from gate.choices import check_choices
+from gate.inputs import Inputs
 from helpers.made_up import write_lines
 from helpers.runs import GUARD_SECONDS, ROOT, run_command, run_ranks, training_flags
-from inputs import Inputs
 from run import open_run_folder
 from train_grpo import load_inputs
 

@@ -50,7 +50,8 @@ def test_a_few_graphs_serve_all_layers_and_lengths(found):
     assert found["counts"] == {"graphs": 4, "breaks": 2, "recompilations": 0}
     new = {case: found[case][0] for case in COMPILED}
     assert new["all weights"] == 8, "without gradients, and for the frozen reference"
-    assert new["prompts shared"] == new["teacher"] == 0
+    assert new["prompts shared"] == 0
+    assert new["teacher"] == 2, "with --communicate_once FSDP hands the layers tensors of another kind"
     assert new["LoRA, recomputed"] >= 8 and new["images"] >= 4
 
 

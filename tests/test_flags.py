@@ -18,6 +18,9 @@ def test_the_length_of_a_run_is_in_epochs_or_episodes():
     assert make_plan(args, num_rows=8_532).total_steps == 96
     args = flags(prompts_per_step=14, group_size=16, prompts_per_update=7, total_episodes=10_000_000, total_steps=None)
     assert make_plan(args, num_rows=1000).total_steps == 44_642
+    with pytest.raises(ValueError, match="--stop_after 7 is beyond the last step, 6; leave it out"):
+        make_plan(flags(total_steps=6, stop_after=7), num_rows=1000)
+    assert make_plan(flags(total_steps=6, stop_after=6), num_rows=1000).total_steps == 6
     with pytest.raises(ValueError, match="31 usable rows, fewer than --prompts_per_step 32"):
         make_plan(flags(), num_rows=31)
 
@@ -53,6 +56,14 @@ def test_a_moving_reference_moves_once_in_its_step_after_the_last_update():
     assert [plan.update(2, i).resets_optimizer for i in range(4)] == [False, False, False, True]
 
 
+def test_defaults_that_depend_on_other_flags():
+    command = "--model M --train_data D --out_dir O --total_steps 1 --prompts_per_step 3"
+    args, lora = parse_flags(command.split()), parse_flags(f"{command} --lora_rank 1 --engine server".split())
+    assert (args.learning_rate, lora.learning_rate) == (1e-6, 1e-5)
+    assert (args.gpu_memory_utilization, lora.gpu_memory_utilization) == (0.6, 0.9)
+    assert args.prompts_per_update == 3
+
+
 FREE = """
     out_dir eval_every eval_before_training save_every keep_checkpoints keep_best timeout_minutes
     reward_timeout stop_after after_step eval_data eval_samples eval_temperature eval_top_p
@@ -69,6 +80,7 @@ def test_what_may_change_when_a_run_continues():
     free = set(FREE.split())
     length = {"total_steps", "epochs", "total_episodes"}
     assert free_on_resume(flags()) == free | length
+    assert free_on_resume(flags(kl_estimator="my_kl.py:f")) == free, "its file may know the length"
     assert free_on_resume(flags(lr_schedule="cosine")) == free_on_resume(flags(warmup_ratio=0.1)) == free
     for name in ("policy_loss", "advantage"):
         assert free_on_resume(flags(**{name: "my.py:f"})) == free, "it may read total_steps"

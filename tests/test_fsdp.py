@@ -54,8 +54,8 @@ def test_loss_and_gradient_equal_one_process_with_one_batch(algorithm, results, 
         batch = replace(batch, ref_logprobs_N=scores.distilled.ref_logprobs_N, distilled=scores.distilled)
     elif settings.kl_coef:
         batch = replace(batch, ref_logprobs_N=reference_of(policy)(batch, 1.0)[0])
-    total = grpo.total_loss(batch, logprobs_N, batch.old_logprobs_N, scores.entropies_N, settings)
-    losses = [values[4 - 1 :] for values in total.per_token.split(batch.lengths_S)]
+    t = grpo.tokens_of(batch, logprobs_N, batch.old_logprobs_N, scores.entropies_N)
+    losses = [values[4 - 1 :] for values in grpo.total_loss(batch, t, settings).per_token.split(batch.lengths_S)]
     losses = [losses[b] for b in range(8) if algorithm != "reinforce" or b not in LEFT_OUT]
     if algorithm in ("clip", "gspo_token", "distill"):
         loss = torch.cat(losses).mean()

@@ -19,7 +19,7 @@ import grpo
 from algorithm import NAMES, algorithm_of, choose, parameters_of
 from batch import Batch
 from extras.losses.gspo_token import gspo_token_ratio
-from grpo import Graded, Loss, Tokens, masked_sum, whitened
+from grpo import Groups, Loss, Tokens, masked_sum, whitened
 from helpers.made_up import flags
 from metrics import token_metrics
 
@@ -99,8 +99,8 @@ def tokens_of(*fields: Tensor | None) -> Tokens:
     return Tokens(**dict(zip(TOKENS, fields, strict=True)))
 
 
-def graded_of(rewards_PG: Tensor, lengths_B: Tensor) -> Graded:
-    return Graded(rewards_PG=rewards_PG, returns_T=rewards_PG.flatten(), lengths_B=lengths_B, mask_T=lengths_B.bool())
+def graded_of(rewards_PG: Tensor, lengths_B: Tensor) -> Groups:
+    return Groups(rewards_PG=rewards_PG, returns_T=rewards_PG.flatten(), lengths_B=lengths_B, mask_T=lengths_B.bool())
 
 
 def call(flag: str, kind: str, argument: object, **values: float) -> object:
@@ -328,7 +328,7 @@ EQUATIONS = [
 ]  # fmt: skip
 
 
-def stacked(weights: grpo.Correction) -> Tensor:
+def stacked(weights: tuple[Tensor, Tensor]) -> Tensor:
     return torch.stack([weights[0], weights[1].to(weights[0].dtype)])
 
 
@@ -597,7 +597,8 @@ def test_kls_are_measured_without_the_clamp_of_the_loss():
         rollout_logprobs_N=sampler, ref_logprobs_N=old, lags_N=index, kl_weights_N=ones,
     )  # fmt: skip
     algorithm = algorithm_of(flags(kl_coef=0.1))
-    means, _ = token_metrics(batch, grpo.total_loss(batch, new, old, ones, algorithm), algorithm)
+    t = grpo.tokens_of(batch, new, old, ones)
+    means = token_metrics(batch, t, grpo.total_loss(batch, t, algorithm), algorithm)
     found = {name: values.float().mean().item() for name, values in means.items()}
     assert found["policy/kl_clamp_frac"] == 0.5
     assert found["policy/approx_kl"] == pytest.approx((40.0 - 1.0) / 2)

@@ -55,8 +55,8 @@ HACKS = {  # what is put before which place of which file
         ("grading/verifiers.py", '    "math": "grading', '    "threes": "grading.verifiers:verify_threes",\n'),
     ],
     "data source": [
-        ("sources.py", "READERS: ", READER),
-        ("sources.py", '".jsonl": read', '".lines": read_lines, '),
+        ("runtime/sources.py", "READERS: ", READER),
+        ("runtime/sources.py", '".jsonl": read', '".lines": read_lines, '),
     ],
     "metric": [("metrics.py", '        "completion/tokens_max"', LEAST)],
     "flag of the algorithm": [
@@ -112,7 +112,7 @@ def algorithm(*changes):
     check_choices(args)
     return algorithm_of(args)
 
-graded = grpo.Graded(
+graded = grpo.Groups(
     rewards_PG=torch.tensor([[1.0, 0.0]]), returns_T=torch.ones(2), lengths_B=torch.tensor([1, 1]),
     mask_T=torch.ones(2).bool(),
 )

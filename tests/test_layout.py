@@ -19,10 +19,10 @@ ROOT = Path(__file__).parent.parent
 # Each file, and each room, imports what stands on lower floors; grading/ and runtime/ nothing of the program.
 # A topic of extras/ is a room of its own.
 FLOORS = (
-    "grading runtime", "flags fsdp_utils sources", "model schedule", "batch engine",
+    "grading runtime", "flags fsdp_utils", "model schedule", "batch engine",
     "data extras.models grpo policy rollout run",
     "algorithm checkpoint extras.losses extras.teacher extras.turns metrics reward watch",
-    "command_line extras.servers inputs reports sampling update", "extras.samplers gate minimal report",
+    "command_line extras.servers reports sampling update", "extras.samplers gate minimal report",
     "evaluate plan", "train_grpo",
 )  # fmt: skip
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names.split()}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from algorithm import algorithm_of
 from grading import Grade
-from grpo import Graded, Loss, Tokens, as_loss
+from grpo import Groups, Loss, Tokens, as_loss
 from helpers.made_up import flags, make_rollout
 from helpers.runs import ROOT
 from update import compute_advantages
@@ -163,7 +163,7 @@ def advantages(given: str, rewards: list[list[float]], **changes: object) -> lis
     rewards_PG = torch.tensor(rewards, dtype=torch.float64)
     lengths_B = torch.arange(rewards_PG.numel()) + 1
     returns_T = torch.repeat_interleave(rewards_PG.flatten(), lengths_B)
-    graded = Graded(
+    graded = Groups(
         rewards_PG=rewards_PG, returns_T=returns_T, lengths_B=lengths_B, mask_T=returns_T >= 0, parts=parts,
         is_correct_PG=rewards_PG == 1, is_truncated_PG=rewards_PG < 0,
     )  # fmt: skip
@@ -214,7 +214,7 @@ def test_gigpo_compares_turns_that_began_in_the_same_state():
     states = [[b"", b"x", b"x"], [b"", b"x"], [b""], [b"", b"x"]]
     rewards, lengths = [[1.0, 0.0], [2.0, 2.0]], torch.tensor([3, 2, 1, 2])
     turns_T = torch.cat([torch.arange(n) for n in lengths])
-    graded = Graded(
+    graded = Groups(
         rewards_PG=torch.tensor(rewards), returns_T=torch.zeros(8), lengths_B=lengths, mask_T=turns_T >= 0,
         turns_T=turns_T, states_B=states,
     )  # fmt: skip
@@ -255,7 +255,7 @@ def test_gpg_scales_the_gradient_up_for_groups_without_one():
 def test_a_star_po_takes_off_a_value_from_rewards_of_the_start():
     """beta log(mean of exp(r / beta)) of the completions of the starting policy, which are in a column."""
     columns = [{"start_rewards": [1.0, 0.0, 0.0, 1.0]}, {"start_rewards": 0.25}]
-    graded = Graded(
+    graded = Groups(
         rewards_PG=torch.tensor([[1.0, 0.0], [0.0, 1.0]]), returns_T=torch.zeros(4), lengths_B=torch.ones(4).long(),
         mask_T=torch.ones(4).bool(), columns=columns,
     )  # fmt: skip

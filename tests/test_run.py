@@ -19,10 +19,10 @@ import run as run_module
 import runtime.files
 from flags import free_on_resume
 from fsdp_utils import World
+from gate.digests import digest, samples_of
 from gate.inputs import check_replayed
 from helpers.made_up import flags
 from helpers.runs import lines
-from inputs import digest, samples_of
 from run import Observer, Run, open_run_folder
 from runtime.files import DiskError
 from runtime.history import read_metrics

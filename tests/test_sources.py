@@ -16,7 +16,7 @@ import pytest
 
 from helpers.made_up import GOOD, load, prompt_of, write, write_lines, write_math12k, write_parquet
 from helpers.runs import ROOT
-from sources import name_of_source, parse_source, read_json_file, read_records, read_system_prompt
+from runtime.sources import name_of_source, parse_source, read_json_file, read_records, read_system_prompt
 
 pytestmark = pytest.mark.usefixtures("cache")
 ROW = {"problem": "q", "answer": "1"}

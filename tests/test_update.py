@@ -174,6 +174,15 @@ def test_a_wrong_loss_ends_its_step_with_a_sentence(policy_loss, words, policy):
         update.add_gradients(model, updates[0], algorithm, plan.update(2, 0), Memory.from_flags(args), ALONE)
 
 
+def test_a_kl_estimator_that_fails_on_penalties_is_named():
+    batch = pack(graded(), [0, 1, 2, 3])
+    batch = replace(batch, old_logprobs_N=batch.rollout_logprobs_N, ref_logprobs_N=batch.rollout_logprobs_N)
+    algorithm = algorithm_of(flags(group_size=2, kl_coef=0.5, kl_in="reward"))
+    algorithm = replace(algorithm, kl_estimator=lambda x: x.typo)
+    with pytest.raises(OwnCodeError, match="--kl_estimator fails in step 3: AttributeError.*'typo'"):
+        add_advantages(graded(), [Update([batch], 8)], algorithm, step=3)
+
+
 def test_the_whole_penalty_is_taken_off_before_the_baseline():
     """Advantages reach their positions, and the whole penalty is taken off the reward before the baseline. Rewards
     1, 0 and 0, 1; penalties of 0.3, 0.3 and 0.2, 0.6 in all; completions of 2, 1, 3 and 2 tokens.
@@ -220,8 +229,9 @@ def test_the_rollout_correction_weighs_the_policy_loss_alone():
         ("token_truncate", [-1 * 1.5 + 0.5 * 0.2 - 0.25 * 2, 2 * 2 - 0.5 * 0.4 - 0.25 * 1], [-1.5 + 0.5, 4 + 0.5]),
     ):
         algorithm = algorithm_of(flags(rollout_correction=correction, **terms))
-        total = grpo.total_loss(batch, logprobs_N, base, entropies_N, algorithm)
-        loss_N, (means, _) = total.per_token, token_metrics(batch, total, algorithm)
+        t = grpo.tokens_of(batch, logprobs_N, base, entropies_N)
+        loss = grpo.total_loss(batch, t, algorithm)
+        loss_N, means = loss.per_token, token_metrics(batch, t, loss, algorithm)
         assert loss_N[batch.loss_mask_N].tolist() == pytest.approx(expected, abs=1e-6)
         assert means["policy/kl_ref"][batch.loss_mask_N].tolist() == pytest.approx([0.2, -0.4], abs=1e-6)
         found = torch.autograd.grad(loss_N[batch.loss_mask_N].sum(), (logprobs_N, entropies_N))

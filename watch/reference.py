@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from runtime.history import History, read_config, read_run
+from runtime.sources import name_of_source
 from runtime.tables import in_columns
-from sources import name_of_source
 
 FOLDER = Path(__file__).parent.parent / "references"
 REACHED, NOT_REACHED, UNKNOWN = "reached", "not reached", "cannot be judged"

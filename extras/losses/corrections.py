@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo import Correction, Tokens, mismatch
+from grpo import Tokens, mismatch
 
 
-def token_truncate(t: Tokens, *, largest: float = 2.0) -> Correction:
+def token_truncate(t: Tokens, *, largest: float = 2.0) -> tuple[Tensor, Tensor]:
     """min(ratio of the token, largest): truncated importance sampling.
 
     Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
@@ -16,25 +16,25 @@ def token_truncate(t: Tokens, *, largest: float = 2.0) -> Correction:
     return truncated(mismatch(t), largest)
 
 
-def sequence_truncate(t: Tokens, *, largest: float = 2.0) -> Correction:
+def sequence_truncate(t: Tokens, *, largest: float = 2.0) -> tuple[Tensor, Tensor]:
     """min(product of the sequence's ratios, largest). Liu et al., "When Speed Kills Stability" (2025)."""
     return truncated(mismatch(t, is_sequence=True), largest)
 
 
-def token_mask(t: Tokens, *, smallest: float = 0.5, largest: float = 2.0) -> Correction:
+def token_mask(t: Tokens, *, smallest: float = 0.5, largest: float = 2.0) -> tuple[Tensor, Tensor]:
     """The ratio of the token within smallest and largest, 0 outside. IcePop (arXiv 2510.18855), with 0.5 and 5."""
     return masked(mismatch(t), smallest, largest)
 
 
-def sequence_mask(t: Tokens, *, smallest: float = 0.5, largest: float = 2.0) -> Correction:
+def sequence_mask(t: Tokens, *, smallest: float = 0.5, largest: float = 2.0) -> tuple[Tensor, Tensor]:
     """The product of the sequence's ratios within smallest and largest, 0 outside."""
     return masked(mismatch(t, is_sequence=True), smallest, largest)
 
 
-def truncated(ratio: Tensor, high: float) -> Correction:
-    return Correction(ratio.clamp(max=high), ratio > high)
+def truncated(ratio: Tensor, high: float) -> tuple[Tensor, Tensor]:
+    return ratio.clamp(max=high), ratio > high
 
 
-def masked(ratio: Tensor, low: float, high: float) -> Correction:
+def masked(ratio: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     is_outside = (ratio < low) | (ratio > high)
-    return Correction(torch.where(is_outside, 0.0, ratio), is_outside)
+    return torch.where(is_outside, 0.0, ratio), is_outside

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from grpo import Graded, centred, divided
+from grpo import Groups, centred, divided
 
 
-def maxrl(g: Graded) -> Tensor:
+def maxrl(g: Groups) -> Tensor:
     """(r - mean of group) / mean of group, and 0 where that is 0: hard prompts count more.
 
     MaxRL (arXiv 2602.02710), whose code (tajwarfahim/maxrl, `compute_maxrl_outcome_advantage`) adds 1e-6 to the mean.

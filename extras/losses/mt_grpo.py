@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo import Graded, divided, to_go
+from grpo import Groups, divided, to_go
 
 
-def mt_grpo(g: Graded, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
+def mt_grpo(g: Groups, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
     """The `grpo` of each turn's rewards among the group, summed over a token's turn and later ones.
 
     MT-GRPO (arXiv 2505.11821v1) and its code (SiliangZeng/Multi-Turn-RL-Agent), where the first of two turns has a

@@ -70,11 +70,7 @@ class ServerEngine:
         description: str = "sample",
         on_finished: OnFinished | None = None,
     ) -> Rollout:
-        """The completions of these rows, prompt-major; the same on every rank, which must give the same rows.
-
-        `seed` is the name of the call, for `begin`. The main rank calls `on_finished(b, text, token_ids, is_truncated)`
-        as soon as completion b is finished, or at once if it was finished before. Raises Stopped if a signal has come.
-        """
+        """As `rollout.Engine.sample`; the main rank calls `on_finished`. `seed` names the call, for `begin`."""
         self.begin(rows, sampling, seed, is_first=True)
         requests = self.begun.pop(seed, [])
         unfinished = dict(enumerate(requests))

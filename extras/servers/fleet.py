@@ -7,6 +7,7 @@ run: `Fleet.error` is its sentence, which the main rank raises when it needs the
 from __future__ import annotations
 
 import asyncio
+import re
 import resource
 import socket
 import threading
@@ -15,7 +16,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -39,7 +40,7 @@ WATCH_SECONDS = 1.0  # between two looks at a server
 DEATH_SECONDS = 1.0  # from the end of a dying server's sockets to its exit status
 EXIT_SECONDS = 10.0  # that the main rank has to end by itself after a fault amid a transfer of weights
 LOG_CHARACTERS = 1500  # of the end of a server's log, which are shown when it has failed
-TOKEN_COUNTERS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")  # vLLM's metrics that tell progress
+TOKENS = re.compile(r"^vllm:(?:generation|prompt)_tokens_total.* (\S+)$", re.MULTILINE)  # vLLM's metrics of progress
 
 
 class ServerFault(Exception):
@@ -54,8 +55,7 @@ FAULTS = (ServerFault, msgspec.DecodeError, *UNREACHABLE)
 
 
 class TokenLogprob(msgspec.Struct):
-    token_id: int
-    logprob: Annotated[float, msgspec.Meta(lt=1e-3)]
+    logprob: float
 
 
 class Logprobs(msgspec.Struct):
@@ -78,16 +78,7 @@ class Choice(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    prompt_token_ids: list[int]
     choices: tuple[Choice]
-
-
-class WeightInfo(msgspec.Struct):
-    weight_version: str
-
-
-class FitAnswer(msgspec.Struct):
-    results: list[dict[str, object]]  # what `Extension.own_fit` says of each worker
 
 
 @dataclass(eq=False)
@@ -110,7 +101,7 @@ class Server:
     is_ready: bool = False  # it has started, and fits the run
     num_requests: int = 0  # unfinished ones
     num_workers: int = 1
-    identity: str = ""  # the same under each of its addresses; "": it is not known yet
+    unreachable: str = ""  # why it could not be asked at first
     link: Link | None = None  # to its workers; None: they have not met the main rank
     update: asyncio.Task[None] | None = None  # waits until it has the weights that are being sent, and samples on
     tokens: float = 0.0  # by its own count
@@ -131,24 +122,17 @@ def weights_of_run(version: str, run: str) -> int:
     return int(number)
 
 
-def read_completion(content: bytes, prompt: list[int], most_tokens: int, run: str) -> Completion:
-    """Raises ServerFault or msgspec's errors if it is not what was asked for, or was made by another run's weights."""
-    answer = msgspec.json.decode(content, type=Answer)
-    (choice,) = answer.choices
-    token_ids, logprobs = choice.token_ids, choice.logprobs.content
-    if answer.prompt_token_ids != prompt:
-        raise ServerFault("it answers another prompt")
-    if not 0 < len(token_ids) <= most_tokens:
-        raise ServerFault(f"a completion of {len(token_ids)} tokens")
-    if [token.token_id for token in logprobs] != token_ids:
-        raise ServerFault("the log-probs are not those of its tokens")
-    versions = []
+def read_completion(content: bytes, run: str) -> Completion:
+    """Raises ServerFault, or msgspec's errors, if it is no completion, or was made by another run's weights."""
+    (choice,) = msgspec.json.decode(content, type=Answer).choices
+    logprobs, completion = [token.logprob for token in choice.logprobs.content], Completion()
     for span in choice.weight_versions:
-        if span.start == len(versions):
-            versions += [weights_of_run(span.version, run)] * (span.end - span.start)
-    if len(versions) != len(token_ids):
+        made = slice(span.start, span.end)
+        version = weights_of_run(span.version, run)
+        completion.extend(choice.token_ids[made], logprobs[made], version, choice.finish_reason)
+    if completion.token_ids != choice.token_ids:
         raise ServerFault("it does not say which weights made which token")
-    return Completion(token_ids, [token.logprob for token in logprobs], versions, choice.finish_reason)
+    return completion
 
 
 @dataclass(eq=False, kw_only=True)
@@ -207,12 +191,9 @@ class Fleet:
         await self.session.close()
 
     async def _disconnect(self, server: Server) -> None:
+        """A server that somebody else has started stays up: the next run closes its side of the link."""
         if server.process is not None:
             await asyncio.to_thread(server.process.end)
-        elif server.link is not None:  # it stays up for another run
-            with suppress(*FAULTS):
-                await self._check_run(server)
-                await self.ask(server, "shutdown_weight_transfer_engine", {}, ANSWER_SECONDS)
         if server.link is not None:
             await asyncio.to_thread(server.link.destroy)
 
@@ -268,7 +249,7 @@ class Fleet:
         body = {"token_ids": prompt, "sampling_params": params, "return_token_ids": True}
         content = await self.ask(server, "inference/v1/generate", body)
         try:
-            completion = read_completion(content, prompt, limit, self.run)
+            completion = read_completion(content, self.run)
         except (ServerFault, msgspec.DecodeError):
             await self._check_run(server)  # another run aborts what this one has asked for
             raise
@@ -334,7 +315,7 @@ class Fleet:
     async def _check_run(self, server: Server) -> None:
         """Raises ServerFault if the server has weights of another run, or was started anew."""
         answer = await self.ask(server, "weight_info", timeout=ANSWER_SECONDS, method="GET")
-        weights_of_run(msgspec.json.decode(answer, type=WeightInfo).weight_version, self.run)
+        weights_of_run(msgspec.json.decode(answer)["weight_version"], self.run)
 
     async def _meet(self, server: Server, device: torch.device) -> None:
         """Opens a process group with the server's workers, of its own: so a fault has a server's name."""
@@ -345,7 +326,7 @@ class Fleet:
             "rank_offset": 1, "world_size": 1 + server.num_workers,
         }  # fmt: skip
         answer = self.ask(server, "init_weight_transfer_engine", {"init_info": info})
-        link = asyncio.to_thread(open_link, listener, server.num_workers, device, min(self.timeout, MEETING_SECONDS))
+        link = asyncio.to_thread(open_link, listener, server.num_workers, device, MEETING_SECONDS)
         try:
             server.link, _ = await asyncio.gather(link, answer)  # the first that fails: the other may wait for ever
         except RuntimeError as error:
@@ -370,8 +351,7 @@ class Fleet:
 
     async def _with_all(self, do: Callable[[Server], Awaitable[None]]) -> None:
         """Raises RunError after a fault."""
-        work = [self._hold_to(server, asyncio.wait_for(do(server), self.timeout)) for server in self.servers]
-        await asyncio.gather(*work)
+        await asyncio.gather(*[self._hold_to(server, do(server)) for server in self.servers])
         self.raise_fault()
 
     def progress(self) -> list[tuple[bool, int, float]]:
@@ -424,12 +404,8 @@ class Fleet:
     async def _check_fit(self, server: Server) -> None:
         """Raises ServerFault unless the server has what the run needs, or a larger --max_model_len."""
         answer = await self.ask(server, "collective_rpc", {"method": "own_fit"}, ANSWER_SECONDS)
-        fits = msgspec.json.decode(answer, type=FitAnswer).results
-        server.identity, server.num_workers = fits[0].get("identity"), len(fits)
-        for twin in self.servers:
-            if twin is not server and twin.identity == server.identity:
-                raise ServerFault(f"it is {twin.name} by another name; give each server once")
-        misfits = []
+        fits = msgspec.json.decode(answer)["results"]  # of each worker
+        server.num_workers, misfits = len(fits), []
         for name, needed in self.needed.items():
             value = fits[0].get(name)
             if value != needed and not (name == "--max_model_len" and value > needed):
@@ -439,40 +415,36 @@ class Fleet:
         server.is_ready = True
 
     async def begin(self) -> None:
-        """Tries all servers now, and watches them from then on. Raises RunError if one is not what the run needs."""
-        await self._with_all(self._try)
+        """Looks at all servers, and watches them from then on. Raises RunError if one is not what the run needs."""
+        await self._with_all(self._look)
         for server in self.servers:
+            if server.process is None and not server.is_ready:
+                self.say(f"{server.unreachable} so far: {server.url}")
             self._start(self._hold_to(server, self._watch(server)))
 
-    async def _try(self, server: Server) -> None:
-        """Checks whether the server fits. That nobody listens is said, but is no fault before it is up."""
+    async def _look(self, server: Server) -> None:
+        """Checks the server until it fits, then counts its tokens. Before that it need not answer. Raises `FAULTS`."""
         try:
-            await self._check_fit(server)
+            if not server.is_ready:
+                await self._check_fit(server)
+            text = await self.ask(server, "metrics", timeout=ANSWER_SECONDS, method="GET")
+            server.tokens = sum(map(float, TOKENS.findall(text.decode())))
         except UNREACHABLE as error:
-            if server.process is None:
-                self.say(f"{reason_of(error)} so far: {server.url}")
+            if server.is_ready and not isinstance(error, TimeoutError):  # too busy to answer is not gone
+                raise
+            server.unreachable = reason_of(error)
 
     async def _watch(self, server: Server) -> None:
-        """Checks the server when it answers, then whether it makes progress. Raises one of `FAULTS`."""
+        """Looks whether the server makes progress. Raises one of `FAULTS`."""
         progress, last_progress = None, time.monotonic()
         while True:
             if server.process is not None and (how := server.process.how_it_ended()):
                 raise ServerFault(how)
-            is_up = server.is_ready
-            try:
-                await (self._count_tokens(server) if is_up else self._check_fit(server))
-            except UNREACHABLE as error:
-                if is_up and not isinstance(error, TimeoutError):  # too busy to answer is not gone
-                    raise
+            await self._look(server)
             before, progress = progress, (server.is_ready, server.tokens, self.num_sent)
-            is_idle = is_up and not server.num_requests and self.phase != "sending"
+            is_idle = server.is_ready and not server.num_requests and self.phase != "sending"
             if is_idle or progress != before:
                 last_progress = time.monotonic()
             if time.monotonic() - last_progress > self.timeout:
-                raise ServerFault(f"no {'progress' if is_up else 'answer'} for {self.timeout:g} s")
+                raise ServerFault(f"no {'progress' if server.is_ready else 'answer'} for {self.timeout:g} s")
             await asyncio.sleep(WATCH_SECONDS)
-
-    async def _count_tokens(self, server: Server) -> None:
-        text = await self.ask(server, "metrics", timeout=ANSWER_SECONDS, method="GET")
-        lines = [line for line in text.decode().splitlines() if line.startswith(TOKEN_COUNTERS)]
-        server.tokens = sum(float(line.rpartition(" ")[2]) for line in lines)

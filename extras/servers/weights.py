@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hmac
 import os
-import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -144,13 +143,10 @@ def fit_of(config: PretrainedConfig, max_model_len: int, dtype: str, head_dtype:
 class Extension:
     """Methods for vLLM's workers, which import this file for them."""
 
-    identity = ""  # names the server, under whatever address a run reaches it
-
     def own_fit(self) -> dict[str, object]:
         config, heads = self.vllm_config.model_config, head_dtypes(self.get_model())
         dtype = str(config.dtype).removeprefix("torch.")
-        self.identity = self.identity or secrets.token_hex()
-        return fit_of(config.hf_config, config.max_model_len, dtype, ", ".join(heads)) | {"identity": self.identity}
+        return fit_of(config.hf_config, config.max_model_len, dtype, ", ".join(heads))
 
 
 async def check_key(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:

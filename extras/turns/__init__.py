@@ -1,1 +1,1 @@
-"""Episodes of several turns: --environment, --tools. Seams: the engine's `play`, and fields of `grpo.Graded`."""
+"""Episodes of several turns: --environment, --tools. Seams: the engine's `play`, and fields of `grpo.Groups`."""

@@ -1,6 +1,6 @@
-"""The fields of `Graded` about turns: the state in which each began, and what it earned.
+"""The fields of `Groups` about turns: the state in which each began, and what it earned.
 
-Episodes with a reply, or with a reward for each turn, ask for it; `update.compute_advantages` puts it into `Graded`.
+Episodes with a reply, or with a reward for each turn, ask for it; `update.compute_advantages` puts it into `Groups`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from batch import Rollout
 
 
 def by_turn(rollout: Rollout, group_size: int) -> dict[str, Tensor | list[list[bytes]]]:
-    """The fields of `Graded` about turns. A completion without replies is one turn; not all turns have rewards."""
+    """The fields of `Groups` about turns. A completion without replies is one turn; not all turns have rewards."""
     is_by_turn = [bool(grade.turn_rewards) for grade in rollout.grades if grade.status == "ok"]
     has_rewards = all(is_by_turn or [rollout.has_replies])
     turns = rollout.turns

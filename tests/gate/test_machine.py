@@ -9,10 +9,9 @@ from io import StringIO
 import pytest
 import torch
 
-import inputs
 import serve
 import train_grpo
-from gate import machine
+from gate import digests, machine
 from gate.machine import check_launch
 from helpers.made_up import flags
 from helpers.runs import run_command
@@ -115,7 +114,7 @@ def test_only_the_main_process_fetches_weights_before_ranks_meet(policy, monkeyp
     in a collective, and its time-out would end the run.
     """
     fetched = []
-    monkeypatch.setattr(inputs, "weight_files", lambda path: fetched.append(path) or [])
+    monkeypatch.setattr(digests, "weight_files", lambda path: fetched.append(path) or [])
     files = {"model": policy, "train_data": policy / "train.jsonl", "out_dir": tmp_path}
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)

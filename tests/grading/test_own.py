@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from extras.turns import episode
+from gate.digests import digests_of_files
 from grading import Case
 from grading.own import OwnReward
 from grading.score import RewardWorker
 from grading.user_code import files_of, load_own, load_reference
 from helpers.runs import ROOT
-from inputs import digests_of_files
 
 EXTRAS = {"prompt": "<user>", "token_ids": (7, 8), "num_tokens": 2, "max_tokens": 9, "is_truncated": True}
 CASES = [Case("ab", "4", {"level": 2, "answer": "four"}, **EXTRAS), Case("abc", "5", {"level": 3})]

@@ -28,7 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -311,9 +311,11 @@ MEMORY_POLICIES += [SMALL, ONCE, f"{ONCE} --gradient_checkpointing --offload all
 
 def is_on_host(policy: Policy) -> bool:
     """Whether FSDP keeps the shards in host RAM, by FSDP's own state: on a CPU run they are there anyway."""
+    if not isinstance(policy, FSDPModule):  # one rank alone keeps plain tensors
+        return False
     groups = [group for unit in (policy, *policy.layers) for group in unit._get_fsdp_state()._fsdp_param_groups]
     (answer,) = {isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups}
-    are_on_gpu = {parameter.to_local().is_cuda for parameter in policy.parameters()}
+    are_on_gpu = {local_shard(parameter).is_cuda for parameter in policy.parameters()}
     assert are_on_gpu == {torch.cuda.is_available() and not answer}
     return answer
 
@@ -573,8 +575,8 @@ def loading(world: World, large: str, *folders: str) -> list[dict[str, object]]:
 # The last ones are a family with windows and one with experts, in folders beside the runs.
 MOVING = "--kl_coef 1 --reference_every 1 --reference_mixup 0.5"
 SAVED = (
-    f"--param_dtype float32 {MOVING}", "--param_dtype bfloat16", "--lora_rank 3", "--model FOLDER/gemma_3",
-    "--model FOLDER/qwen3_moe",
+    f"--param_dtype float32 {MOVING}", "--param_dtype bfloat16", "--lora_rank 3",
+    "--model FOLDER/gemma_3 --dtype float32", "--model FOLDER/qwen3_moe",
 )  # fmt: skip
 STATE = {"prompts_drawn": 12}
 
@@ -594,6 +596,8 @@ def reshard(whole: World, path: str, folder: str, step: str, words: str) -> None
         runs, args = Path(folder) / str(place), parsed(given, whole.num_trainers)
         world = replace(whole, shard_ranks=args.shard_ranks)
         policy, _, optimizer = build(args, world)
+        is_plain = world.num_trainers == 1 and (args.dtype == "float32" or args.param_dtype == "bfloat16")
+        assert isinstance(policy, FSDPModule) is not is_plain
         if number == 1:
             train((policy, None, optimizer), args, world, 2)
             policy.move_references(0.5)

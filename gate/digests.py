@@ -1,0 +1,69 @@
+"""Digests of all that a run's flags name, which two ranks, or a run and its continuation, must have alike."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+from transformers import GenerationConfig
+from transformers.utils import cached_file
+
+from data import PromptData
+from grading.user_code import files_of
+from model.weights import weight_files
+
+ROOT = Path(__file__).parent.parent
+
+
+def digest(pieces: Iterable[np.ndarray | bytes]) -> str:
+    """Twelve hexadecimal digits, which differ if a byte or the end of a piece does."""
+    sha1 = hashlib.sha1(usedforsecurity=False)  # the fastest that hashlib has
+    for piece in pieces:
+        sha1.update(len(piece).to_bytes(8))
+        sha1.update(piece)
+    return sha1.hexdigest()[:12]
+
+
+def digest_of_weights(path: str) -> str:
+    """The digest of 64 pieces of each weight file: training changes every tensor, and large models are not read.
+
+    Downloads weights that are not on the disk.
+    """
+    return digest(chain.from_iterable(map(samples_of, weight_files(path))))
+
+
+def samples_of(file: Path) -> Iterator[bytes]:
+    """64 pieces of 64 KiB, from all over the file."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        for i in range(64):
+            opened.seek(size * i // 64)
+            yield opened.read(2**16)
+
+
+def digest_of_config(path: str, generation: GenerationConfig) -> str:
+    """The digest of config.json and of the tokens at which completions end."""
+    return digest([Path(cached_file(path, "config.json")).read_bytes(), str(generation.eos_token_id).encode()])
+
+
+def digest_of_data(data: PromptData) -> str:
+    """The digest of what the rows bring into training."""
+    return digest(
+        chain.from_iterable(
+            (row.ids.tobytes(), row.answer.encode(), repr(row.columns).encode(), *row.encoded_images)
+            for row in data.rows
+        )
+    )
+
+
+def digests_of_files(named: Iterable[str]) -> dict[str, str]:
+    """File -> digest, of the files of these functions (my_reward.py:score), and what they import beside them.
+
+    Ours are left out: run.py compares the code of the program by itself.
+    """
+    files = [file for each in named if ".py:" in each for file in files_of(Path(each.partition(".py:")[0] + ".py"))]
+    ours = {file.resolve() for file in files_of(ROOT / "train_grpo.py")} if files else ()
+    return {str(file): digest([file.read_bytes()]) for file in files if file.resolve() not in ours}

@@ -95,8 +95,8 @@ def _same(key: Value, answer: Value) -> bool:
             return _same_choice(key, answer)
         case ("number" | "formula", *_), ("number" | "formula", *_):
             return _same_quantity(key, answer)
-        case ("list", items), ("list", items_2) if len({*items}) < len(items) and items[0][0] != "number":
-            return _same_ordered(items, items_2)  # true, false, true
+        case ("list", items), ("list", items_2) if _is_order(items):
+            return _same_ordered(items, items_2)
         case (("list" | "set", items), ("list" | "set", items_2)) | (("union", items), ("union", items_2)):
             return _same_unordered(items, items_2)
         case ("sequence", "", items, _), ("sequence", "", items_2, _):
@@ -111,6 +111,13 @@ def _same(key: Value, answer: Value) -> bool:
             is_point = len(names) != 1 and all(part[0] != "named" for part in parts)  # x < 1 has one name
             return is_point and _same_ordered(point, parts)
     return False
+
+
+def _is_order(items: tuple[Value, ...]) -> bool:
+    """Whether a key's list is an order: true, false, true; C, A, B."""
+    texts = [str(item[1]) for item in items]
+    is_shuffled = re.fullmatch("[A-Z]+", "".join(texts)) and texts != sorted(texts)
+    return items[0][0] != "number" and (len({*items}) < len(items) or bool(is_shuffled))
 
 
 def _are_letters(items: tuple[Value, ...], text: str) -> bool:
@@ -165,7 +172,7 @@ def _same_quantity(key: Value, answer: Value) -> bool:
             return value in (percent, percent / 100)
         case ("number", value, ""), ("number", percent, "%"):
             return percent / 100 == value
-        case (_, _, unit), (_, _, unit_2) if unit and unit_2 and unit != unit_2:
+        case (_, _, unit), (_, _, unit_2) if unit != unit_2 and ((unit and unit_2) or {unit, unit_2} & {"am", "pm"}):
             return False
         case ("number", value, _), ("number", value_2, _):
             return value == value_2

@@ -46,7 +46,7 @@ def _plain_scripts(match: re.Match) -> str:
 REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for pattern, replacement in [
     (rf"\\(?:operatorname\*?|mathrm|text|rm)\s*\{{\s*({FUNCTION}|mod)\s*\}}", r"\\\1 "),
     (r"\\([A-Za-z]+)", lambda m: COMMANDS.get(m[1], m[0])),
-    (r"(?:US\s*)?\\\$|US\s*\$", r"\\dollar "),
+    (r"(?:US\s*)?\\\$|US\s*\$|(?<!\$)\$(?=\d[\d.,]*\s+and\s[^$]*$)", r"\\dollar "),
     (r"(?<![A-Za-z])(?:Rs\.?|INR)\s*(?=\d)", r"\\rupee "),
     (r"(?<=\d)(?:\\[,!;: ]|\{,\}|,\s*\\[!,])\s*(?=\d{3}(?!\d))", ","),  # 1\,000 and 1{,}000
     (r"(?<![\d.,])\d{1,3}(?:[ ~]\d{3})+(?![\d/]| ?\d)", lambda m: re.sub("[ ~]", "", m[0])),  # 1 000 000
@@ -91,7 +91,7 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
     (r"\\\{\s*\\\}", r"\\emptyset"),
     (r"\^\s*\{?\s*((?:\\prime\s*)+)\}?", lambda m: "'" * m[1].count("p")),
-    (r"^\\mathbb\{R\}\s*(?:\\setminus|\\backslash|-)\s*\\?\{([^{},]*?)\\?\}$", r"x \\ne \1"),
+    (r"^(?:\\mathbb\{R\}|R)\s*(?:\\setminus|\\backslash|-)\s*\\?\{([^{},]*?)\\?\}$", r"x \\ne \1"),
     (r"\{([:,])\}", r"\1"),
     (r"^\s*(?:=|\\approxx?)", ""),
     (r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])", "^"),
@@ -113,7 +113,8 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"(?<![A-Za-z\\])C(?:\(\s*(\d+)\s*,\s*(\d+)\s*\)|\s*_\s*\{?(\d\d+|[3-9]|n)\}?\s*\^\s*\{?(\d+|[kmr])\}?)",
      r"\\binom{\1\3}{\2\4}"),
     (r"^(?i:(?:the )?(?:final )?answer(?: is|:)|so|thus|hence|therefore|then|it is|it's|that is)\b[,:]?\s+(?=\S)", ""),
-    (rf"^\s*([+-]?)\s*\\({CURRENCY})x?\s*((?:(?!\\(?:{CURRENCY})|\sand\s).)*\S)\s*$", r"\1\3 \\text{\2}"),
+    (rf"(?:^|(?<=,)|(?<=\sand))\s*([+-]?)\s*\\({CURRENCY})x?\s*((?:(?!\\(?:{CURRENCY})|,\s|\sand\s).)*[^\s,])"
+     r"(?=\s*$|,\s|\sand\s)", r" \1\3 \\text{\2}"),
     (r"\b([ap])\.\s?m\b\.?", r"\1m"),
     (r"^\s*\{([^{}]*)\}\s*$", r"\1"),
     (r"\s\(([^()]*(?:[<>]|\\(?:in|[lgn]e)x?)[^()]*)\)\s*$", r", \1"),  # y = 2x (x > 0)

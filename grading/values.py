@@ -168,7 +168,7 @@ OR = r"(?<=[\s\d})\]])or(?=[\s\\(\d-]|\w(?:\(\w\))?\s*=)|\\cup(?![A-Za-z])"
 # What SymPy has no value for is compared as text.
 UNCOUNTED = re.compile(
     r"\\(?:equiv|approx|[pb]?mod|[lc]?dots|mid|parallel|perp|neg|land|wedge|to|rightarrow|implies|iff|angle|triangle)(?![A-Za-z])"
-    r"|\.\.|\?|\\cases"
+    r"|\.\.|\?|\\cases|\\circ\s*\d+\s*'"
 )
 OPENING, CLOSING = ("(", "[", "{", "\\{", "\\langle"), (")", "]", "}", "\\}", "\\rangle")
 AMOUNTS = re.compile(r"(?:(?<=\})\s*|(?<=[A-Za-z])\s+)(?:and\s+)?(?=\d)")
@@ -296,6 +296,8 @@ def _collection(text: str) -> Value | None:
     parts = [re.sub(r"^and\s", "", part).strip() for part in _split(text, COMMA) if part and part != "and"]
     if len(parts) > 1:
         values = _flat(_parse_all(parts))
+        if len({value[2] is None for value in values if value[0] == "choice"}) > 1:
+            return _text(text)  # (a) (b) 9
         return _labelled(values) or _point(values) or ("list", values)
     if AMOUNTS.search(text) and (amounts := _labelled(_parse_all(AMOUNTS.split(text)))):
         return amounts
@@ -367,7 +369,7 @@ def _text(text: str) -> Value:
 
 
 WORDED = re.compile(  # yes, Monday, no solution; no product of letters (abc, GMm)
-    r"(?i:yes|no)|(?=.*(?:[^\W\d_]{4}|[^\W\d_]{3}\W|\W[^\W\d_]{3}))(?![A-Za-z]*[A-Z][a-z]*[A-Z][A-Za-z]*$)"
+    r"(?i:yes|no)|(?=.*(?:[^\W\d_]{4}|[^\W\d_]{3}\W|\W[^\W\d_]{3}))"
     r"[^\W\d_][^\d_+*/^=<>\\(){}\[\]|]*"
 )
 MARKED = re.compile(r"[^\W\d_][^\d_+*/^=<>\\(){}\[\]|]*")  # in \text, or with foreign letters

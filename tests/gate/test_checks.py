@@ -79,6 +79,7 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, "--eval_data x.jsonl", "--eval_data x.jsonl is never evaluated"),
     (None, "--plan_gpus 4", "--plan_gpus has no effect without --dry_run"),
     (1, "--replay nowhere", "nowhere has no config.json; name the folder"),
+    (1, "--train_data a b a", "--train_data names a more than once; name it once"),
 ]
 
 

@@ -179,7 +179,7 @@ def gather_penalties(rollout: Rollout, updates: list[Update], algorithm: Algorit
     def penalties(batch: Batch) -> Tensor:
         return algorithm.kl_coef * algorithm.kl_estimator(batch.ref_logprobs_N - batch.old_logprobs_N)
 
-    with own_code("--kl_estimator", step):
+    with own_code("--kl_estimator", step, "its input is a tensor"):
         own = own_values(rollout, updates, penalties)
     parts = gather_from_ranks(own)
     gathered = {b: values for part in parts for b, values in part.items()}

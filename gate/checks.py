@@ -308,8 +308,10 @@ def check_batches(args: argparse.Namespace, num_ranks: int) -> None:
             f"({num_ranks} ranks / --tensor_parallel_size {size}); use {near}."
         )
     check_divides("--prompts_per_update", args.prompts_per_update, "--prompts_per_step", prompts)
-    if twice := [source for source in {*args.train_data} if args.train_data.count(source) > 1]:
-        raise ValueError(f"--train_data names {twice[0]} more than once; name it once.")
+    for name in ("train_data", "server_urls"):
+        given = [each.rstrip("/") for each in getattr(args, name)]
+        if twice := [each for each in given if given.count(each) > 1]:
+            raise ValueError(f"--{name} names {twice[0]} more than once; name it once.")
     longest = args.max_prompt_tokens + args.max_completion_tokens
     if args.micro_batch_tokens < longest:
         raise ValueError(

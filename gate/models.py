@@ -58,10 +58,25 @@ def length_limits(args: Namespace) -> tuple[int, int]:
 def check_trained(args: Namespace, config: PretrainedConfig) -> None:
     """Raises ValueError for a config of --model that these flags cannot train."""
     check_model(args.model, config, length_limits(args), args.tensor_parallel_size, args.router_replay)
+    if args.compile:
+        check_compile(args.model, config, args.dtype)
     if args.lora_targets:
         from model.weights import model_of_shapes
 
         part("extras.models.lora", "--lora_rank").target_names(model_of_shapes(config), args.lora_targets)
+
+
+def check_compile(path: str, config: PretrainedConfig, dtype: str) -> None:
+    """Raises ValueError for experts that --compile does not know: torch compiles their matrices in bfloat16 alone.
+
+    In float32 transformers would multiply them one by one, outside of the graph.
+    """
+    kind = config.get_text_config().model_type
+    if kind in MIXTURES and dtype == "float32":
+        raise ValueError(
+            f"--compile with --dtype float32: the experts of --model {path} ({kind}) are compiled in bfloat16 alone; "
+            "use --dtype bfloat16, or leave --compile out."
+        )
 
 
 def check_layers(path: str, config: PretrainedConfig) -> None:

@@ -10,6 +10,7 @@ groups of the shortest completions are assumed.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from model.sizes import HEAD_CHUNK_LOGITS, OPTIMIZER_CHUNK
 from plan.setup import GIB, Setup
@@ -141,8 +142,7 @@ def misfits(setup: Setup) -> list[str]:
     for name, parts in gpu_phases(setup).items():
         if (size := needed(parts)) > room:
             lack = f"needs {size / GIB:.1f} GiB of {room / GIB:.1f}, {(size - room) / GIB:.1f} GiB too many"
-            words, _ = WAYS_OUT["sample" if name == "rollout" else name]
-            sentences.append(f"GPU, {name}: {lack}; {words}")
+            sentences.append(f"GPU, {name}: {lack}; {ways_out(setup, name)}")
     if sequences_at_once(setup) < 1:
         share = setup.engine.gpu_memory_utilization
         engine = total(without(engine_parts(setup), "KV cache"))
@@ -157,6 +157,16 @@ def misfits(setup: Setup) -> list[str]:
             lack = f"needs {size / GIB:.0f} GiB of {room / GIB:.0f} on each node"
             sentences.append(f"host RAM, {name}: {lack}; {WAYS_OUT['host'][0]}")
     return sentences
+
+
+def ways_out(setup: Setup, name: str) -> str:
+    """The flags to change for a phase on a GPU."""
+    words, _ = WAYS_OUT["sample" if name == "rollout" else name]
+    memory = replace(setup.memory, compile=True, gradient_checkpointing=False)
+    compiled = needed(gpu_phases(replace(setup, memory=memory))["update"])
+    if name == "update" and compiled < needed(gpu_phases(setup)["update"]):
+        words += f", or --compile without --gradient_checkpointing, which needs {compiled / GIB:.1f} GiB"
+    return words
 
 
 # The passes ----------------------------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ FAULTS = (ServerFault, msgspec.DecodeError, *UNREACHABLE)
 
 
 class TokenLogprob(msgspec.Struct):
+    token_id: int
     logprob: float
 
 
@@ -78,7 +79,16 @@ class Choice(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
+    prompt_token_ids: list[int]
     choices: tuple[Choice]
+
+
+class WeightInfo(msgspec.Struct):
+    weight_version: str
+
+
+class FitAnswer(msgspec.Struct):
+    results: list[dict[str, object]]  # what `Extension.own_fit` says of each worker
 
 
 @dataclass(eq=False)
@@ -122,10 +132,17 @@ def weights_of_run(version: str, run: str) -> int:
     return int(number)
 
 
-def read_completion(content: bytes, run: str) -> Completion:
-    """Raises ServerFault, or msgspec's errors, if it is no completion, or was made by another run's weights."""
-    (choice,) = msgspec.json.decode(content, type=Answer).choices
-    logprobs, completion = [token.logprob for token in choice.logprobs.content], Completion()
+def read_completion(content: bytes, prompt: list[int], most_tokens: int, run: str) -> Completion:
+    """Raises ServerFault, or msgspec's errors, if it is not what was asked for, or made by another run's weights."""
+    answer, completion = msgspec.json.decode(content, type=Answer), Completion()
+    (choice,) = answer.choices
+    if answer.prompt_token_ids != prompt:
+        raise ServerFault("it answers another prompt")
+    if not 0 < len(choice.token_ids) <= most_tokens:
+        raise ServerFault(f"a completion of {len(choice.token_ids)} tokens")
+    if [token.token_id for token in choice.logprobs.content] != choice.token_ids:
+        raise ServerFault("the log-probs are not those of its tokens")
+    logprobs = [token.logprob for token in choice.logprobs.content]
     for span in choice.weight_versions:
         made = slice(span.start, span.end)
         version = weights_of_run(span.version, run)
@@ -249,7 +266,7 @@ class Fleet:
         body = {"token_ids": prompt, "sampling_params": params, "return_token_ids": True}
         content = await self.ask(server, "inference/v1/generate", body)
         try:
-            completion = read_completion(content, self.run)
+            completion = read_completion(content, prompt, limit, self.run)
         except (ServerFault, msgspec.DecodeError):
             await self._check_run(server)  # another run aborts what this one has asked for
             raise
@@ -315,7 +332,7 @@ class Fleet:
     async def _check_run(self, server: Server) -> None:
         """Raises ServerFault if the server has weights of another run, or was started anew."""
         answer = await self.ask(server, "weight_info", timeout=ANSWER_SECONDS, method="GET")
-        weights_of_run(msgspec.json.decode(answer)["weight_version"], self.run)
+        weights_of_run(msgspec.json.decode(answer, type=WeightInfo).weight_version, self.run)
 
     async def _meet(self, server: Server, device: torch.device) -> None:
         """Opens a process group with the server's workers, of its own: so a fault has a server's name."""
@@ -404,7 +421,7 @@ class Fleet:
     async def _check_fit(self, server: Server) -> None:
         """Raises ServerFault unless the server has what the run needs, or a larger --max_model_len."""
         answer = await self.ask(server, "collective_rpc", {"method": "own_fit"}, ANSWER_SECONDS)
-        fits = msgspec.json.decode(answer)["results"]  # of each worker
+        fits = msgspec.json.decode(answer, type=FitAnswer).results
         server.num_workers, misfits = len(fits), []
         for name, needed in self.needed.items():
             value = fits[0].get(name)

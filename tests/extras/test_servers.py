@@ -70,8 +70,11 @@ def test_servers_share_prompts_by_load():
 
 
 NONSENSE = {  # what is said -> what an answer is changed by
+    "another prompt": {"prompt_token_ids": [1, 1]},
     "status 500: no memory": {"status": 500, "text": "no memory"},
     "JSON": {"text": "<html>"},
+    "6 tokens": {"token_ids": [7] * 6},
+    "log-probs are not those": {"token_ids": [7, 8, 7, 7, 7]},
     "does not say which weights": {"weight_versions": [{"version": f"{A}:0", "start": 0, "end": 4}]},
     "it has weights of the run /runs/b on node-b (process 8); give each": {
         "weight_versions": [{"version": f"{A}:0", "start": 0, "end": 4}, {"version": f"{B}:0", "start": 4, "end": 5}]

@@ -80,6 +80,7 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (None, "--plan_gpus 4", "--plan_gpus has no effect without --dry_run"),
     (1, "--replay nowhere", "nowhere has no config.json; name the folder"),
     (1, "--train_data a b a", "--train_data names a more than once; name it once"),
+    (1, "--engine server --server_urls http://h:1 http://h:1/", "--server_urls names http://h:1 more than once"),
 ]
 
 

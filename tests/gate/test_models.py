@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 
 import evaluate
-from gate.models import check_context, check_model, check_parallel, check_path
+from gate.models import check_compile, check_context, check_model, check_parallel, check_path
 from helpers.made_up import flags
 from model.weights import load_config
 from plan.dry_run import dry_run
@@ -111,6 +111,13 @@ def test_what_would_end_amid_the_start_is_refused(name):
     with pytest.raises(ValueError) as error:
         check_model("m", AutoConfig.for_model(name), (32, 32), 1)
     assert str(error.value).startswith(OTHERS[name])
+
+
+def test_experts_are_compiled_in_bfloat16():
+    for kind, dtype in (("qwen3", "float32"), ("qwen3_moe", "bfloat16")):
+        check_compile("m", AutoConfig.for_model(kind), dtype)
+    with pytest.raises(ValueError, match=r"--compile with --dtype float32: the experts of --model m \(qwen3_moe\) are"):
+        check_compile("m", AutoConfig.for_model("qwen3_moe"), "float32")
 
 
 def test_router_replay_needs_experts():

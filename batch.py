@@ -36,7 +36,6 @@ from model.special_tokens import special_tokens
 IMAGE = "<image>"  # in a prompt: the place of an image
 Messages = list[dict[str, object]]
 Metrics = dict[str, float]
-State = dict[str, int | list[int] | list[float] | list[tuple[int | str, int]]]  # the loop's, by name: in the checkpoint
 # Takes b, text, sampled token ids, whether it is truncated, and an environment's grade, if any.
 OnFinished = Callable[[int, str, Sequence[int], bool, Grade | None], None]
 NO_IDS = np.zeros(0, np.int32)

@@ -21,7 +21,7 @@ from gate import command
 # Before the imports that take seconds, so that a mistake in a flag is reported at once.
 ARGS = command.start() if __name__ == "__main__" else None
 
-from algorithm import algorithm_of
+from algorithm import algorithm_of, own_function
 from checkpoint import Writer, latest, load, set_link
 from command_line import exit_with_error
 from data import PromptData, describe_template, image_options, load_reader
@@ -44,9 +44,8 @@ from flags import (
 from fsdp_utils import World, close_world, init_world, is_main_process, set_allocator
 from gate.agreement import check_same_step, check_world
 from gate.digests import digest, digest_of_config, digest_of_data, digest_of_weights, digests_of_files
-from gate.inputs import Inputs, check_loaded, check_training, start_grader
+from gate.inputs import Inputs, check_loaded, check_training, describe_data, start_grader
 from gate.models import length_limits
-from grading.user_code import load_reference
 from grpo import Algorithm
 from metrics import merge_updates, throughput, work_of_step
 from model.weights import load_config, load_generation_config
@@ -64,7 +63,7 @@ from watch.console import Console
 from watch.memory import MemoryWatch
 from watch.results import Results
 from watch.rollouts import Keeper, bytes_of_tokens
-from watch.samples import Samples, describe_data
+from watch.samples import Samples
 from watch.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -246,7 +245,7 @@ def open_run(args: Namespace, algorithm: Algorithm) -> tuple[Inputs, PromptData,
     run = Run(out_dir, lock, world, plan.total_steps, observers_of(args, inputs, world, plan.total_steps))
     run.say(f"{world.describe()}; {plan.describe()}\n{algorithm.description}")
     if world.is_main:
-        describe_data([train_data, *eval_sets], inputs.tokenizer, out_dir)
+        run.say("\n".join(describe_data([train_data, *eval_sets], inputs.tokenizer, out_dir / "excluded_rows.jsonl")))
     return inputs, train_data, eval_sets, plan, run
 
 
@@ -254,7 +253,7 @@ def observers_of(args: Namespace, inputs: Inputs, world: World, total_steps: int
     """The observers of this rank's run: those that add to a step's line before those that show it."""
     out_dir, observers = Path(args.out_dir), [MemoryWatch(world)]
     if args.after_step:
-        observers.append(AfterStep(load_reference(args.after_step)))
+        observers.append(AfterStep(own_function("--after_step", args.after_step)))
     if args.tools:
         observers.append(inputs.turns)
     if args.keep_rollouts:

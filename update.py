@@ -22,7 +22,6 @@ from batch import (
     Batch,
     Metrics,
     Rollout,
-    State,
     Update,
     own_values,
     pack,
@@ -344,11 +343,11 @@ class UpdateGuard:
     num_skipped: int = 0  # in a row
     is_broken: bool = False  # none of the step's updates was finite: no checkpoint of it is written
 
-    def state(self) -> State:
+    def state(self) -> dict:
         """The guard's part of a checkpoint."""
         return {"skipped_in_a_row": self.num_skipped, "is_broken": self.is_broken}
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: dict) -> None:
         self.num_skipped = state.get("skipped_in_a_row", 0)
 
     def judge(self, metrics: Metrics, step: UpdateStep) -> Metrics:

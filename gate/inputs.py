@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -20,9 +22,10 @@ from fsdp_utils import is_engine_leader_process
 from gate.checks import LOOPBACK
 from gate.machine import check_launch
 from gate.models import check_model, check_path, check_trained, length_limits
+from model.special_tokens import describe_tags
 from model.weights import load_config, load_tokenizer
 from reward import Grader, workers_per_engine
-from runtime.files import run_and_step
+from runtime.files import best_effort, run_and_step, write
 from runtime.history import digests_of
 from runtime.machine import choose_interface, local_world_size
 from runtime.parts import part
@@ -153,3 +156,24 @@ def check_tokens(
             token = f"token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}), which {where} has"
             advice = f"resize it to the tokenizer's {len(tokenizer)} tokens, or take the tokenizer that belongs to it"
             raise ValueError(f"--model {path}: its embedding has {num_rows} rows, none for {token}; {advice}.")
+
+
+def describe_data(sets: list[PromptData], tokenizer: PreTrainedTokenizerBase, file: Path) -> list[str]:
+    """Lines that say what the sets hold, the first prompt as the model sees it among them. Excluded rows go to `file`.
+
+    The first set is the one that is trained on: a prompt of another set that it has, too, is warned of.
+    """
+    lines, excluded = [], ""
+    for data in sets:
+        lines += data.describe(file.name)
+        for row, reason in data.excluded:
+            excluded += json.dumps({"set": data.name, "row": row, "reason": reason}) + "\n"
+    if excluded:
+        with best_effort(str(file)):
+            write(file, excluded)
+    trained = {(row.ids.tobytes(), row.encoded_images) for row in sets[0].rows}
+    for data in sets[1:]:
+        count = sum((row.ids.tobytes(), row.encoded_images) in trained for row in data.rows)
+        if count:
+            lines.append(f"warning: {count} of the {len(data.rows)} prompts of {data.name} are training prompts, too")
+    return [*lines, *describe_tags(tokenizer), f"first prompt: {sets[0].rows[0].text!r}"]

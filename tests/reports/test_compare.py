@@ -115,7 +115,7 @@ def test_how_far_a_run_has_come_is_no_difference(tmp_path):
         runs_of(tmp_path / "b", {2: 0.5}, 10, stop_after=10),
     )
     assert "From A to B: the same flags." in said([a], [b])
-    assert seed_groups([describe(run, []) for run in (a, b)]) == [[0, 1]]
+    assert seed_groups([describe(read_run(run)) for run in (a, b)]) == [[0, 1]]
 
 
 def test_runs_without_a_spread_have_no_interval(tmp_path):
@@ -182,4 +182,4 @@ def test_other_contents_under_the_same_name_are_a_difference(tmp_path):
     text = said([runs["a"]], [runs["c"]])
     assert "From A to B: contents of my.py '1f' -> '2f'." in text
     assert text.count("not measured alike: contents of my.py") == 2 * 2, "for both metrics of each table"
-    assert seed_groups([describe(run, []) for run in runs.values()]) == [[0, 1], [2]]
+    assert seed_groups([describe(read_run(run)) for run in runs.values()]) == [[0, 1], [2]]

@@ -18,25 +18,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import grpo
-from batch import (
-    Batch,
-    Metrics,
-    Rollout,
-    Update,
-    own_values,
-    pack,
-    plan_micro_batches,
-    shared_positions,
-    to_positions,
-)
+from batch import Batch, Metrics, Rollout, Update, own_values, pack, plan_micro_batches, shared_positions, to_positions
 from flags import Memory
-from fsdp_utils import (
-    World,
-    begin_micro_batch,
-    clip_grad_norm,
-    gather_from_ranks,
-    release_gathered,
-)
+from fsdp_utils import World, begin_micro_batch, clip_grad_norm, gather_from_ranks, release_gathered
 from grpo import Algorithm, Groups, tokens_of
 from metrics import idle_share, loss_metrics, pass_metrics
 from model.optimizer import forget, set_rate

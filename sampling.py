@@ -80,7 +80,7 @@ class Sampler:
 
     def position(self) -> dict:
         """The place in the data up to which prompts are drawn at this moment."""
-        state: dict = {"prompts_drawn": self.num_drawn}
+        state = {"prompts_drawn": self.num_drawn}
         if self.drawn_ahead:
             state["drawn_ahead"] = sorted(self.drawn_ahead.items())
         if self.solved:

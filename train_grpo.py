@@ -193,7 +193,8 @@ def load_inputs(args: Namespace) -> Inputs:
     prompt_format = PromptFormat.from_flags(args, system_prompt=read_system_prompt(args.system_prompt))
     config = load_config(args.model)
     tokenizer, vision = load_reader(args.model, config, prompt_format)
-    generation = load_generation_config(args.model, config, stop_ids(tokenizer, args.stop_tokens))
+    ends = stop_ids(tokenizer, args.stop_tokens)
+    generation = load_generation_config(args.model, config, ends)
     hint_column, hints = args.hint_column, None
     if hint_column and hint_column.startswith("@"):
         make_hints = part("extras.teacher.hints", "--hint_column").Hints
@@ -224,7 +225,9 @@ def load_inputs(args: Namespace) -> Inputs:
             if path:
                 digests |= {flag: digest_of_weights(path), f"config of {flag}": digest_of_config(path, generation)}
     companions = [vision.processor if vision else tokenizer, generation]
-    inputs = Inputs(tokenizer, vision, train_data, eval_sets, samplings, grader, turns, hints, companions, digests)
+    inputs = Inputs(
+        tokenizer, ends, vision, train_data, eval_sets, samplings, grader, turns, hints, companions, digests
+    )
     check_loaded(args, inputs)
     return inputs
 
@@ -233,8 +236,8 @@ def open_run(args: Namespace, algorithm: Algorithm) -> tuple[Inputs, PromptData,
     """The user's inputs, checked by all ranks together, and the run folder. A mistake ends with one sentence."""
     try:
         inputs, out_dir = load_inputs(args), Path(args.out_dir)
-        config, free = vars(args), free_on_resume(args)
-        lock = open_run_folder(out_dir, config, free, inputs.digests) if is_main_process() else None
+        described = vars(args), free_on_resume(args), inputs.digests
+        lock = open_run_folder(out_dir, *described) if is_main_process() else None
         world = init_world(ranks_per_engine(args), args.timeout_minutes, args.shard_ranks, args.engine == "colocated")
         check_world(args, world)
         train_data = PromptData.mix([inputs.grader.check_keys(data, world) for data in inputs.train_data])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,6 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from data import ImageReader, PromptData, check_vocabulary
-from engine.options import stop_ids
 from flags import FLAGS, Grading, PromptFormat, Sampling, TurnLimits, ranks_per_engine
 from fsdp_utils import is_engine_leader_process
 from gate.checks import LOOPBACK
@@ -38,6 +36,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Inputs:
     tokenizer: PreTrainedTokenizerBase
+    stop_ids: list[int]  # of --stop_tokens
     vision: ImageReader | None  # what reads images; None if the model sees none
     train_data: list[PromptData]  # one for each source
     eval_sets: list[PromptData]
@@ -129,7 +128,7 @@ def check_places(args: Namespace) -> None:
 
 def check_loaded(args: Namespace, inputs: Inputs) -> None:
     """Raises ValueError for data that its model or reward cannot use, or a replay of other weights."""
-    check_tokens(args.model, inputs.tokenizer, args.stop_tokens, [*inputs.train_data, *inputs.eval_sets])
+    check_tokens(args.model, inputs.tokenizer, inputs.stop_ids, [*inputs.train_data, *inputs.eval_sets])
     inputs.grader.check_groups("--group_size", args.group_size)
     inputs.grader.check_groups("--eval_samples", *(sampling.num_samples for sampling in inputs.eval_samplings))
     if "--model" in inputs.digests:  # on the main process
@@ -142,13 +141,11 @@ def check_replayed(args: Namespace, weights: str) -> None:
         raise ValueError(f"--replay {args.replay} began with other weights than --model {args.model}; give its model.")
 
 
-def check_tokens(
-    path: str, tokenizer: PreTrainedTokenizerBase, stop_tokens: Sequence[str], sources: list[PromptData]
-) -> None:
+def check_tokens(path: str, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int], sources: list[PromptData]) -> None:
     """Raises ValueError for a token id beyond the rows of the model's embedding."""
     num_rows, added = load_config(path).get_text_config().vocab_size, tokenizer.get_added_vocab()
-    places = {"--stop_tokens": stop_ids(tokenizer, stop_tokens)}
-    places["the chat template"] = [added[token] for token in added if token in str(tokenizer.chat_template)]
+    in_template = [added[token] for token in added if token in str(tokenizer.chat_template)]
+    places = {"--stop_tokens": stop_ids, "the chat template": in_template}
     for source in sources:
         places |= {row.where: row.reference_ids for row in source.rows}  # with a hint, they are the ids and more
     for where, ids in places.items():

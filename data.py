@@ -427,11 +427,19 @@ def check_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
             "a base model may want --prompt_format raw, which gives it the text as it is."
         )
     template_variables(prompt_format, tokenizer)
-    if tools := prompt_format.tools:
-        question = [{"role": "user", "content": "?"}]
-        without = replace(prompt_format, tools=None)
-        if render(question, prompt_format, tokenizer) == render(question, without, tokenizer):
+    talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "0"}]
+    with suppress(UnusableRow):  # it may take other conversations; each row will say
+        prompt = render(talk[:1], prompt_format, tokenizer)
+        if (tools := prompt_format.tools) and prompt == render(talk[:1], replace(prompt_format, tools=None), tokenizer):
             raise ValueError(f"--tools {tools}: the chat template of --model shows no tools.")
+        if "1" not in prompt:
+            raise ValueError("the chat template of --model does not show what a user says; give another one.")
+        header = render(talk, prompt_format, tokenizer, continues=False).partition(prompt)[2].partition("0")[0].strip()
+        if header and prompt == render(talk[:1], prompt_format, tokenizer, continues=False):
+            raise ValueError(
+                f"the chat template of --model has no generation prompt: it writes {header!r} before a reply, but not "
+                f"at the end of {prompt!r}; give another one."
+            )
 
 
 def check_vocabulary(tokenizer: Tokenizer, other: Tokenizer, path: str) -> None:

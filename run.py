@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TextIO
 
@@ -30,7 +30,7 @@ from runtime.files import DiskError, append, best_effort, checkpoints, lock_file
 from runtime.history import INPUTS, digests_of, read_metrics
 from runtime.machine import versions
 from runtime.stall import in_phase
-from runtime.start import RunError
+from runtime.start import OwnCodeError, RunError
 
 
 def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], inputs: dict[str, str]) -> TextIO:
@@ -186,8 +186,8 @@ class Run:
             yield
 
     @contextmanager
-    def shown(self, step_record: Callable[[], StepRecord]) -> Iterator[None]:
-        """Runs the block, the update. Then observers get the record of the step, also if it ends in a sentence.
+    def shown(self, step_record: Callable[[], StepRecord], is_complete: bool = True) -> Iterator[None]:
+        """Runs the block. Then observers get the record of the step, if it is complete, or ends in a sentence.
 
         Raises Stopped, before the block, if a signal came.
         """
@@ -195,12 +195,13 @@ class Run:
         end = None
         try:
             yield
-        except RunError as error:  # on every rank alike
+        except (RunError, OwnCodeError) as error:
             end = error
-        with self.phase("log"):
-            record = step_record()
-            for observer in self.observers:
-                observer.rollout(record)
+        if end or is_complete:
+            with self.phase("log"):
+                record = replace(step_record(), is_alone=isinstance(end, OwnCodeError))
+                for observer in self.observers:
+                    observer.rollout(record)
         if end:
             raise end
 

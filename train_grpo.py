@@ -322,11 +322,12 @@ def main(args: Namespace) -> None:
 
             # 3. Advantage: how much better is a completion than the others of its group?
             # Not before the log-probs: with --kl_in reward the KL of each token is a part of its reward.
-            with run.phase("advantage"):
+            # Where own code or a guard ends the run, what was sampled is written first, so that it can be looked at.
+            record = partial(sampler.step_record, step, rollout, updates)
+            with run.phase("advantage"), run.shown(record, is_complete=False):
                 rollout, updates = add_advantages(rollout, updates, algorithm, step, plan.total_steps)
 
             # 4. Update: one optimizer step per mini-batch of prompts.
-            # Where a guard ends the run, what was sampled is written first, so that it can be looked at.
             trained = []
             with run.phase("update"), run.shown(partial(sampler.step_record, step, rollout, updates)):
                 for i, update in enumerate(updates * plan.num_iterations):

@@ -212,14 +212,15 @@ def compute_advantages(
 
 
 @contextmanager
-def own_code(flag: str, step: int, names: str = "its input is grpo.Tokens") -> Iterator[None]:
+def own_code(flag: str, step: int, names: str) -> Iterator[None]:
     """Names the flag if the block, perhaps the user's code, fails; `names`: what it could use."""
     try:
         yield
     except Exception as error:  # noqa: BLE001  the user's code may raise anything
         if "memory" in str(error):  # a lack of it is no fault of the function
             raise
-        words = f"{type(error).__name__}: {error}" + f"; {names}" * isinstance(error, LookupError)
+        is_of_names = isinstance(error, LookupError | TypeError | AttributeError)
+        words = f"{type(error).__name__}: {error}" + f"; {names}" * is_of_names
         raise OwnCodeError(f"{flag} fails in step {step}: {words}") from error
 
 
@@ -295,7 +296,8 @@ def add_gradients(
             scored = batch
             if scores.distilled:
                 scored = replace(batch, ref_logprobs_N=scores.distilled.ref_logprobs_N, distilled=scores.distilled)
-            with own_code("the loss (--policy_loss, --kl_estimator)", step.step):
+            names = "its input is grpo.Tokens" + ", ref_logprobs is None without --kl_coef" * (not algorithm.kl_coef)
+            with own_code("the loss (--policy_loss, --kl_estimator)", step.step, names):
                 t = tokens_of(scored, logprobs_N, old_logprobs_N, scores.entropies_N, step.step, step.total_steps)
                 loss = grpo.total_loss(scored, t, algorithm)
             # A sum, not a mean: the weights have the counts of the whole update in them.

@@ -137,7 +137,7 @@ def replace_columns(row: Namespace, columns: dict[str, object]) -> Namespace:
 
 
 @pytest.mark.parametrize(("advantage", "words"), [
-    (lambda g: g.rewards_PG / 0, "--advantage .*not finite"),
+    (lambda g: g.rewards_PG.where(g.rewards_PG > 0, torch.nan), r"not finite, the first at \[0, 1\] of \[2, 2\]"),
     (lambda g: g.rewards_PG.mean(), r"the shape \[\]; needed .*\[2, 2\] or \[8\]"),
     (lambda g: g.rewards_PG > 0, "returned torch.bool without a gradient; needed are floats"),
     (lambda g: (g.rewards_PG * 1.0).requires_grad_(), "torch.float32 with a gradient; needed are floats without one"),
@@ -155,6 +155,7 @@ def test_a_wrong_advantage_ends_the_run_with_its_sentence(advantage, words):
     (lambda t: t.logprob, "in step 2: AttributeError: 'Tokens' object has no attribute 'logprob'"),
     (lambda t: t.logprobs.sum(), r"it has the shape \[\]; needed is a tensor of the shape \[\d+\]"),
     (lambda t: Loss(t.logprobs, metrics={"x": t.advantages.mean()}), r"in step 2: ValueError: x has the shape \[\]"),
+    (lambda t: t.ref_logprobs - t.logprobs, "'Tensor'; its input is grpo.Tokens, ref_logprobs is None without --kl"),
     (lambda t: t.advantages, "a loss or KL has values without a gradient; compute them from the log-probs"),
 ])  # fmt: skip
 def test_a_wrong_loss_ends_its_step_with_a_sentence(policy_loss, words, policy):

@@ -21,7 +21,7 @@ from batch import StepRecord
 from fsdp_utils import broadcast_from_main, gather_from_ranks, is_main_process
 from run import Observer
 from runtime.files import atomic_write, best_effort, rollouts_file, steps_with_rollouts
-from runtime.start import RunError
+from runtime.start import OwnCodeError, RunError
 
 if TYPE_CHECKING:  # half a second that most processes never need
     import pyarrow as pa
@@ -45,23 +45,28 @@ class Keeper(Observer):
 
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:
-        """A sentence that ends the run in its update also names the file of the step."""
+        """A sentence that ends the run while a step is trained also names the file of the step."""
         try:
             yield
-        except RunError as error:  # on every rank alike
+        except (RunError, OwnCodeError) as error:
+            if name not in ("advantage", "update"):
+                raise
             self.wait()
             file = rollouts_file(self.out_dir, step)
-            # The main process writes it; no rank ends before.
-            if name != "update" or not broadcast_from_main(file.exists()):
+            is_there = file.exists()
+            if isinstance(error, RunError):  # on every rank alike: the main process writes it, and no rank ends before
+                is_there = broadcast_from_main(is_there)
+            if not is_there:
                 raise
-            raise RunError(f"{error} {file} holds the step's tokens, with both log-probs, for --replay.") from error
+            kept = f"{file} holds the step's tokens and log-probs, for --replay."
+            raise type(error)(f"{str(error).removesuffix('.')}. {kept}") from error
 
     def rollout(self, record: StepRecord) -> None:
         """Returns soon, unless the disk has not yet taken the step before."""
         logprobs = {}
-        for part in gather_from_ranks(record.logprobs):
+        for part in [record.logprobs] if record.is_alone else gather_from_ranks(record.logprobs):
             logprobs |= part
-        if is_main_process():
+        if is_main_process() or record.is_alone:
             self.wait()
             self.writing = self.thread.submit(self._write, replace(record, logprobs=logprobs))
 

@@ -189,12 +189,11 @@ class Turns(Observer):
         if reply is None:
             episode.grade = Grade(0.0, outcome.status)
             return EpisodeState.END
-        if self.limits.tools and self.environments:  # of the ranks of an engine one counts
-            errors = [message["content"] for message in reply.messages if message["content"].startswith("error: ")]
-            if errors and not self.has_told_error:
-                print(f"warning: a call of a tool ends in an {errors[0]:.200}", flush=True)
-                self.has_told_error = True
-            self.num_errors += len(errors)
+        if reply.failures and self.environments:  # of the ranks of an engine one counts
+            if not self.has_told_error:
+                print(f"warning: the tool {reply.failures[0]:.200}", flush=True)
+            self.has_told_error = True
+            self.num_errors += len(reply.failures)
         if not reply.messages:
             episode.grade = reply.grade
             return EpisodeState.END

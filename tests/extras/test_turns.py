@@ -296,7 +296,7 @@ def test_calls_in_the_format_of_hermes_are_run():
     for wrong, said in {
         "<tool_call>{": "is not closed", "<tool_call>{]</tool_call>": "Expecting",
         call % ("fail", "{}"): "ZeroDivisionError",
-        call % ("add", '{"a": 1}'): "missing 1 required", "<tool_call>[1]</tool_call>": "TypeError",
+        call % ("add", '{"a": 1}'): "missing a required", "<tool_call>[1]</tool_call>": "TypeError",
     }.items():  # fmt: skip
         (reply,) = called(wrong, functions)
         assert reply.startswith("error: ") and said in reply
@@ -314,12 +314,15 @@ def test_what_a_tool_returns_is_written_as_json(value, written):
     assert called('<tool_call>{"name": "tool"}</tool_call>', {"tool": lambda: value}) == [written]
 
 
-def test_a_call_that_ends_in_an_error_is_counted_and_named_once(capsys):
+@pytest.mark.parametrize(("limit", "count"), [(400, 3.0), (30, 1.0)])  # in the second the first reply has no room
+def test_a_tool_that_fails_is_counted_and_named_once(limit, count, capsys):
+    """A call that the model has made wrongly is none, and a reply that is asked for again counts once."""
     turns = turns_of(None, f"{FILE}:divide")
-    engine = Says("divide(2,0) divide(2,1)", "divide(1,0)", "none")
-    played(turns, [make_row([3, 20, 4])], engine=engine)
-    assert capsys.readouterr().out.count("warning: a call of a tool ends in an error: ZeroDivisionError") == 1
-    assert [turns.step(step, {}) for step in (1, 2)] == [{"tools/errors": 2.0}, {"tools/errors": 0.0}]
+    engine = Says("divide(2,0) divide(2,1) sub(2,0)", "divide(1,0)", "divide(3,0)")
+    played(turns, [make_row([3, 20, 4])], Sampling(1, 1.0, limit), engine=engine)
+    said = "warning: the tool divide raised ZeroDivisionError: "
+    assert capsys.readouterr().out.count(said) == 1
+    assert [turns.step(step, {}) for step in (1, 2)] == [{"tools/errors": count}, {"tools/errors": 0.0}]
 
 
 def test_the_chat_template_is_given_the_tools():

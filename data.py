@@ -16,7 +16,6 @@ from datetime import datetime
 from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
-from typing import Protocol
 
 import numpy as np
 from jinja2 import TemplateError
@@ -24,7 +23,7 @@ from transformers import PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import get_json_schema
 
-from batch import IMAGE, Messages, PromptImages, Row
+from batch import IMAGE, Messages, Row
 from flags import PromptFormat
 from grading import alternatives, key_text
 from model.special_tokens import template_tokens
@@ -34,18 +33,7 @@ from runtime.progress import progress
 from runtime.sources import Record, name_of_source, read_records
 
 HINT = "\n\nHere is a reference solution:\n{}\n\nAfter understanding it, solve the problem in your own words."
-
-
-class ImageReader(Protocol):
-    """A reader of images for a model: `Vision` of extras/models/vision.py."""
-
-    image_token: int
-
-    def find_images(self, encoded: tuple[bytes, ...], template_ids: np.ndarray) -> PromptImages:
-        """The images of a prompt. Raises ValueError."""
-
-    def engine_options(self, most_images: int) -> dict[str, object]:
-        """The arguments of `vllm.LLM` for prompts of at most so many images."""
+ImageReader = object  # what reads images for a model: `Vision` of extras/models/vision.py
 
 
 class UnusableRow(Exception):

@@ -18,26 +18,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import grpo
-from batch import (
-    Batch,
-    Metrics,
-    Rollout,
-    State,
-    Update,
-    own_values,
-    pack,
-    plan_micro_batches,
-    shared_positions,
-    to_positions,
-)
+from batch import Batch, Metrics, Rollout, Update, own_values, pack, plan_micro_batches, shared_positions, to_positions
 from flags import Memory
-from fsdp_utils import (
-    World,
-    begin_micro_batch,
-    clip_grad_norm,
-    gather_from_ranks,
-    release_gathered,
-)
+from fsdp_utils import World, begin_micro_batch, clip_grad_norm, gather_from_ranks, release_gathered
 from grpo import Algorithm, Groups, tokens_of
 from metrics import idle_share, loss_metrics, pass_metrics
 from model.optimizer import forget, set_rate
@@ -348,11 +331,11 @@ class UpdateGuard:
     num_skipped: int = 0  # in a row
     is_broken: bool = False  # none of the step's updates was finite: no checkpoint of it is written
 
-    def state(self) -> State:
+    def state(self) -> dict:
         """The guard's part of a checkpoint."""
         return {"skipped_in_a_row": self.num_skipped, "is_broken": self.is_broken}
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: dict) -> None:
         self.num_skipped = state.get("skipped_in_a_row", 0)
 
     def judge(self, metrics: Metrics, step: UpdateStep) -> Metrics:

@@ -160,6 +160,16 @@ def run_and_step(path: str) -> tuple[Path, int]:
     return (folder.parent, int(number)) if number != folder.name and number.isdigit() else (folder, 0)
 
 
+def rollouts_file(out_dir: Path, step: int) -> Path:
+    """Where --keep_rollouts keeps the completions of a step."""
+    return out_dir / "rollouts" / f"step_{step}.parquet"
+
+
+def steps_with_rollouts(out_dir: Path) -> list[int]:
+    """The steps whose completions are there, in order."""
+    return sorted(int(file.stem.partition("_")[2]) for file in (out_dir / "rollouts").glob("step_*.parquet"))
+
+
 def write_sizes(folder: Path) -> None:
     """Writes the size of each file of the folder into SIZES, the last of them. Raises OSError."""
     sizes = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}

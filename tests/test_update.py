@@ -37,14 +37,7 @@ from metrics import token_metrics
 from policy import Policy
 from runtime.start import OwnCodeError, RunError
 from schedule import make_plan
-from update import (
-    UpdateGuard,
-    add_advantages,
-    compute_advantages,
-    gather_penalties,
-    pack_updates,
-    with_advantages,
-)
+from update import UpdateGuard, add_advantages, compute_advantages, gather_penalties, pack_updates, with_advantages
 
 REWARDS = [1.0, 0.0, 0.0, 1.0]
 PENALTIES = [np.array(p, dtype=np.float32) for p in ([0.1, 0.2], [0.3], [0.0, 0.1, 0.1], [0.2, 0.4])]

@@ -20,24 +20,12 @@ import numpy as np
 from batch import StepRecord
 from fsdp_utils import broadcast_from_main, gather_from_ranks, is_main_process
 from run import Observer
-from runtime.files import atomic_write, best_effort
+from runtime.files import atomic_write, best_effort, rollouts_file, steps_with_rollouts
 from runtime.start import OwnCodeError, RunError
 
 if TYPE_CHECKING:  # half a second that most processes never need
     import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
-
-FOLDER = "rollouts"
-
-
-def file_of(out_dir: Path, step: int) -> Path:
-    return out_dir / FOLDER / f"step_{step}.parquet"
-
-
-def steps_in(out_dir: Path) -> list[int]:
-    """The steps whose rollouts are there, in order."""
-    return sorted(int(file.stem.partition("_")[2]) for file in (out_dir / FOLDER).glob("step_*.parquet"))
-
 
 # Written --------------------------------------------------------------------------------------------------------------
 
@@ -61,12 +49,14 @@ class Keeper(Observer):
         try:
             yield
         except (RunError, OwnCodeError) as error:
+            if name not in ("advantage", "update"):
+                raise
             self.wait()
-            file = file_of(self.out_dir, step)
+            file = rollouts_file(self.out_dir, step)
             is_there = file.exists()
             if isinstance(error, RunError):  # on every rank alike: the main process writes it, and no rank ends before
                 is_there = broadcast_from_main(is_there)
-            if name not in ("advantage", "update") or not is_there:
+            if not is_there:
                 raise
             kept = f"{file} holds the step's tokens and log-probs, for --replay."
             raise type(error)(f"{str(error).removesuffix('.')}. {kept}") from error
@@ -91,18 +81,19 @@ class Keeper(Observer):
     def _write(self, record: StepRecord) -> None:
         import pyarrow as pa
 
-        folder = self.out_dir / FOLDER
+        folder = self.out_dir / "rollouts"
         with best_effort(str(folder)):
             folder.mkdir(exist_ok=True)
             tokens = folder / "tokens.parquet"
             if self.tokens and not tokens.exists():
                 _write_table(pa.table({"bytes": pa.array(self.tokens, pa.binary())}), tokens)
-            _write_table(table_of(record), file_of(self.out_dir, record.step))
-            sizes = {step: file_of(self.out_dir, step).stat().st_size for step in steps_in(self.out_dir)}
+            _write_table(table_of(record), rollouts_file(self.out_dir, record.step))
+            steps = steps_with_rollouts(self.out_dir)
+            sizes = {step: rollouts_file(self.out_dir, step).stat().st_size for step in steps}
             room = shutil.disk_usage(self.out_dir).free + sum(sizes.values())
             while sum(sizes.values()) > min(self.max_gib * 2**30, room / 4) and len(sizes) > 1:
                 oldest = min(sizes)
-                file_of(self.out_dir, oldest).unlink()
+                rollouts_file(self.out_dir, oldest).unlink()
                 del sizes[oldest]
 
 

@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -36,9 +35,6 @@ from grading.pool import Outcome
 from run import Observer
 from runtime.progress import progress
 from runtime.start import requested
-
-if TYPE_CHECKING:
-    from rollout import Engine
 
 REPLY_STEPS = 4  # of the engine, from the end of a turn to the next one: replies come meanwhile, others sample on
 REPLY_SECONDS = 3.0  # that an engine then waits for a reply, on a busy machine, too; see `Turns.replies`
@@ -219,10 +215,8 @@ class Turns(Observer):
 
     # In an engine of the ranks ----------------------------------------------------------------------------------------
 
-    def play(
-        self, engine: Engine, rows: list[Row], sampling: Sampling, description: str
-    ) -> Iterator[tuple[int, Episode]]:
-        """Yields (index, episode) of each row when it is over.
+    def play(self, engine, rows: list[Row], sampling: Sampling, description: str) -> Iterator[tuple[int, Episode]]:
+        """Yields (index, episode) of each row when it is over. `engine`: the `Engine` of `rollout.py`.
 
         What is sampled is a function of the seed and of the replies: these enter the engine `REPLY_STEPS` after the
         turn, not when they come.
@@ -259,7 +253,7 @@ class Turns(Observer):
                             bar.update()
             bar.refresh()
 
-    def replies(self, engine: Engine, due: dict[int, int], step: float) -> list[tuple[int, Outcome]]:
+    def replies(self, engine, due: dict[int, int], step: float) -> list[tuple[int, Outcome]]:
         """The replies, by episode, that are due at this step of the engine; the same on all of its ranks.
 
         They are waited for; after one that takes longer than `REPLY_SECONDS` replies are taken as they come.

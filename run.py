@@ -199,7 +199,7 @@ class Run:
             end = error
         if end or is_complete:
             with self.phase("log"):
-                record = replace(step_record(), is_alone=isinstance(end, OwnCodeError))
+                record = replace(step_record(), end=end)
                 for observer in self.observers:
                     observer.rollout(record)
         if end:

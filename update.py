@@ -211,8 +211,11 @@ def compute_advantages(
     return [piece.numpy() for piece in advantages.split(lengths_B.tolist())]
 
 
+TOKENS = "its input is grpo.Tokens, whose ref_logprobs are None without --kl_coef"
+
+
 @contextmanager
-def own_code(flag: str, step: int, names: str) -> Iterator[None]:
+def own_code(flag: str, step: int, names: str = TOKENS) -> Iterator[None]:
     """Names the flag if the block, perhaps the user's code, fails; `names`: what it could use."""
     try:
         yield
@@ -296,8 +299,7 @@ def add_gradients(
             scored = batch
             if scores.distilled:
                 scored = replace(batch, ref_logprobs_N=scores.distilled.ref_logprobs_N, distilled=scores.distilled)
-            names = "its input is grpo.Tokens" + ", ref_logprobs is None without --kl_coef" * (not algorithm.kl_coef)
-            with own_code("the loss (--policy_loss, --kl_estimator)", step.step, names):
+            with own_code("the loss (--policy_loss, --kl_estimator)", step.step):
                 t = tokens_of(scored, logprobs_N, old_logprobs_N, scores.entropies_N, step.step, step.total_steps)
                 loss = grpo.total_loss(scored, t, algorithm)
             # A sum, not a mean: the weights have the counts of the whole update in them.

@@ -155,7 +155,7 @@ def test_a_wrong_advantage_ends_the_run_with_its_sentence(advantage, words):
     (lambda t: t.logprob, "in step 2: AttributeError: 'Tokens' object has no attribute 'logprob'"),
     (lambda t: t.logprobs.sum(), r"it has the shape \[\]; needed is a tensor of the shape \[\d+\]"),
     (lambda t: Loss(t.logprobs, metrics={"x": t.advantages.mean()}), r"in step 2: ValueError: x has the shape \[\]"),
-    (lambda t: t.ref_logprobs - t.logprobs, "'Tensor'; its input is grpo.Tokens, ref_logprobs is None without --kl"),
+    (lambda t: t.ref_logprobs - t.logprobs, "'Tensor'; its input is grpo.Tokens, whose ref_logprobs are None with"),
     (lambda t: t.advantages, "a loss or KL has values without a gradient; compute them from the log-probs"),
 ])  # fmt: skip
 def test_a_wrong_loss_ends_its_step_with_a_sentence(policy_loss, words, policy):

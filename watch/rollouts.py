@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +19,7 @@ from batch import StepRecord
 from fsdp_utils import broadcast_from_main, gather_from_ranks, is_main_process
 from run import Observer
 from runtime.files import atomic_write, best_effort, rollouts_file, steps_with_rollouts
-from runtime.start import OwnCodeError, RunError
+from runtime.start import OwnCodeError
 
 if TYPE_CHECKING:  # half a second that most processes never need
     import pyarrow as pa
@@ -43,32 +41,24 @@ class Keeper(Observer):
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rollouts"))
     writing: Future[None] | None = None  # the step that is being written, or was last
 
-    @contextmanager
-    def phase(self, name: str, step: int) -> Iterator[None]:
-        """A sentence that ends the run while a step is trained also names the file of the step."""
-        try:
-            yield
-        except (RunError, OwnCodeError) as error:
-            if name not in ("advantage", "update"):
-                raise
-            self.wait()
-            file = rollouts_file(self.out_dir, step)
-            is_there = file.exists()
-            if isinstance(error, RunError):  # on every rank alike: the main process writes it, and no rank ends before
-                is_there = broadcast_from_main(is_there)
-            if not is_there:
-                raise
-            kept = f"{file} holds the step's tokens and log-probs, for --replay."
-            raise type(error)(f"{str(error).removesuffix('.')}. {kept}") from error
-
     def rollout(self, record: StepRecord) -> None:
-        """Returns soon, unless the disk has not yet taken the step before."""
-        logprobs = {}
-        for part in [record.logprobs] if record.is_alone else gather_from_ranks(record.logprobs):
+        """Returns soon, unless the disk has not yet taken the step before. A sentence that ends the run names the file.
+
+        With an error of own code each rank writes what it has, because the others may wait for it in a collective.
+        """
+        is_alone, logprobs = isinstance(record.end, OwnCodeError), {}
+        for part in [record.logprobs] if is_alone else gather_from_ranks(record.logprobs):
             logprobs |= part
-        if is_main_process() or record.is_alone:
+        if is_alone or is_main_process():
             self.wait()
             self.writing = self.thread.submit(self._write, replace(record, logprobs=logprobs))
+        if record.end:
+            self.wait()
+            file = rollouts_file(self.out_dir, record.step)
+            # Else the main process writes it, and no rank ends before.
+            if file.exists() if is_alone else broadcast_from_main(file.exists()):
+                kept = f"{file} holds the step's tokens and log-probs, for --replay."
+                record.end.args = (f"{str(record.end).removesuffix('.')}. {kept}",)
 
     def end(self, how: str) -> None:
         self.wait()

@@ -115,7 +115,9 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"^(?i:(?:the )?(?:final )?answer(?: is|:)|so|thus|hence|therefore|then|it is|it's|that is)\b[,:]?\s+(?=\S)", ""),
     (rf"(?:^|(?<=,)|(?<=\sand))\s*([+-]?)\s*\\({CURRENCY})x?\s*((?:(?!\\(?:{CURRENCY})|,\s|\sand\s).)*[^\s,])"
      r"(?=\s*$|,\s|\sand\s)", r" \1\3 \\text{\2}"),
-    (r"\b([ap])\.\s?m\b\.?", r"\1m"),
+    (r"(?<=[\d}])\s*(?:\\text\{\s*)?([apAP])\.?\s?[mM]\b\.?\s*\}?", lambda m: f" {m[1].lower()}m"),
+    (r"\s*:\s*", ":"),
+    (r"(?<![\d:.])0(?=\d:\d)", ""),  # 07:05
     (r"^\s*\{([^{}]*)\}\s*$", r"\1"),
     (r"\s\(([^()]*(?:[<>]|\\(?:in|[lgn]e)x?)[^()]*)\)\s*$", r", \1"),  # y = 2x (x > 0)
     (r"^(.+?)[\s,;(]+(?:where\s|for\s)?\s*([a-z])\s*\\in\s*\\mathbb\{Z\}$",  # k\pi, k \in \mathbb{Z}

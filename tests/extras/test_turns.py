@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM
 
 from algorithm import algorithm_of
 from batch import Completion, Rollout, pack
-from data import check_template, render, tool_schemas
+from data import render, tool_schemas
 from extras.turns.credit import states_of
 from extras.turns.episode import EpisodeWorker, Turn
 from extras.turns.tools import Toolbox, read_calls
 from extras.turns.turns import Episode, Template, Turns
 from flags import Grading, PromptFormat, Sampling, TurnLimits
+from gate.inputs import check_template
 from grading import Grade
 from grading.user_code import load_reference
 from helpers.fake_servers import FakeServer, engine_of, synced

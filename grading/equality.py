@@ -224,7 +224,10 @@ def same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
     symbols = sorted(gold.free_symbols | pred.free_symbols, key=str)
     are_equations = isinstance(gold, Eq) and isinstance(pred, Eq)
     if are_equations:
-        gold, pred = (sympy.fraction(sympy.together(side.lhs - side.rhs))[0] for side in (gold, pred))
+        try:
+            gold, pred = (sympy.fraction(sympy.together(side.lhs - side.rhs))[0] for side in (gold, pred))
+        except UNSOLVED:  # a letter that is a matrix
+            return False
     are_rational = all(isinstance(side, Expr) and side.is_rational_function() for side in (gold, pred))
     points = _points(symbols)[: 2 if are_rational else None]
     if are_equations:  # they agree if one is a multiple of the other

@@ -37,13 +37,14 @@ SCALED = re.compile(rf"(.+?)\s*(?:\\text\{{\s*|\()?({'|'.join(SCALES)})\s*[)}}]?
 def number(text: str) -> Fraction | None:
     """The exact value of an integer, decimal, fraction, mixed or repeating number, 3.5 million or 2x10^5; else None."""
     text = LATEX_FRACTION.sub(r" \1/\2 ", text).strip()
+    if scaled := SCALED.fullmatch(text):
+        inner = number(scaled[1])
+        return None if inner is None else inner * SCALES[scaled[2]]
     match = NUMBER.fullmatch(text)
     if not match:
-        scaled = SCALED.fullmatch(text)
-        inner = number(scaled[1]) if scaled else None
-        return None if inner is None else inner * SCALES[scaled[2]]
+        return None
     part = {name: digits.replace(",", "") for name, digits in match.groupdict("0").items()}
-    result = Fraction(part["digits"]) * Fraction(10) ** int(part["power"]) + int(part["whole"])
+    result = Fraction(f"{part['digits']}e{part['power']}") + int(part["whole"])
     if match["bottom"]:
         top, bottom = Fraction(part["top"]), Fraction(part["bottom"])
         if bottom == 0 or (match["whole"] and not 0 <= top < bottom):
@@ -202,12 +203,8 @@ def _brackets(text: str) -> tuple[str, str, str] | None:
     match = re.fullmatch(r"(\\\{|\\langle|\(|\[)(.*)(\\\}|\\rangle|\)|\])", text, re.DOTALL)
     if not match:
         return None
-    depth = 0
-    for token in re.findall(BRACKET, match[2]):
-        depth += (token in OPENING) - (token in CLOSING)
-        if depth < 0:
-            return None
-    return match.groups() if depth == 0 else None
+    depths = itertools.accumulate((token in OPENING) - (token in CLOSING) for token in re.findall(BRACKET, match[2]))
+    return match.groups() if min(depths, default=0) >= 0 else None
 
 
 def _choice(text: str) -> Value | None:

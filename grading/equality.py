@@ -97,11 +97,9 @@ def _same(key: Value, answer: Value) -> bool:
             return _same_quantity(key, answer)
         case ("list", items), ("list", items_2) if _is_order(items):
             return _same_ordered(items, items_2)
-        case (
-            (("list" | "set", items), ("list" | "set", items_2))
-            | (("union", items), ("union", items_2))
-            | (("sequence", "", items, _), ("sequence", "", items_2, _))
-        ):
+        case (("list" | "set", items), ("list" | "set", items_2)) | (("union", items), ("union", items_2)):
+            return _same_unordered(items, items_2)
+        case ("sequence", "", items, _), ("sequence", "", items_2, _):
             return _same_unordered(items, items_2)
         case ("sequence", brackets, items, names), ("sequence", brackets_2, items_2, names_2):
             are_named_alike = not names or not names_2 or names == names_2

@@ -280,7 +280,7 @@ def _collection(text: str) -> Value | None:
         values = _flat(_parse_all(parts))
         if len({value[2] is None for value in values if value[0] == "choice"}) > 1:
             return _text(text)  # (a) (b) 9
-        return _labelled(values) or _point(values) or ("list", values)
+        return _labelled(values) or ("list", values)
     if AMOUNTS.search(text) and (amounts := _labelled(_parse_all(AMOUNTS.split(text)))):
         return amounts
     if column := COLUMN.fullmatch(text):
@@ -304,16 +304,20 @@ def _collection(text: str) -> Value | None:
 
 
 def _labelled(values: tuple[Value, ...]) -> Value | None:
-    """(a) 2, (b) 9 and 5 ft 11 in: each part has a name of its own or a unit of its own; else None."""
-    labels = {value[1] if value[0] == "choice" else value[2] for value in values if value[0] in ("choice", "number")}
-    is_complete = len(labels) == len(values) and all(value[2] for value in values)
-    return ("sequence", "", values, ()) if is_complete else None
-
-
-def _point(values: tuple[Value, ...]) -> Value | None:
-    """y=2, x=1 as (1, 2), in the order of its names; None for 1, 2 and for x=1, x=2."""
-    items = dict(sorted({value[1]: value[2] for value in values if value[0] == "named"}.items()))
-    return ("sequence", "()", tuple(items.values()), tuple(items)) if len(items) == len(values) else None
+    """y=2, x=1 as (1, 2), in the order of its names; (a) 2, (b) 9; 5 ft 11 in. None if a label is missing or twice."""
+    items: dict[str, Value | None] = {}
+    for value in values:
+        match value:
+            case ("named", label, item, _) | ("choice", label, item):
+                items[label] = item
+            case ("number", _, label):
+                items[label] = value
+    if len(items) < len(values) or "" in items or None in items.values():
+        return None
+    if value[0] == "number":
+        return ("sequence", "", values, ())
+    names = tuple(sorted(items))
+    return ("sequence", "()", tuple(items[name] for name in names), names)
 
 
 def _flat(values: tuple[Value, ...]) -> tuple[Value, ...]:

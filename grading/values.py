@@ -61,7 +61,7 @@ UNITS = {name: names.split()[0] for names in re.findall("[^,]+", """
     kg kilogram 千克 公斤, g gram 克, mg milligram 毫克, lb pound lbs, oz ounce, ft feet foot, yd yard, mi mile,
     in inche inch, s second sec 秒, min minute 分钟, h hour hr hrs 小时 时, L l liter litre 升,
     mL ml milliliter millilitre 毫升, $ dollar usd buck 美元, deg degree 度, % percent, u unit, mi/h mph, km/h kph kmph,
-    rad radian, J joule, N newton, W watt, V volt, Hz hertz, Ω ohm, A ampere amp, K kelvin, Pa pascal,
+    rad radian, J joule, N newton, W watt, V volt, Hz hertz, Ω ohm, A ampere amp, K kelvin, T tesla, Pa pascal,
     degC celsius celsiu, degF fahrenheit, people person 人, child children, man men, woman women, mol mole, day 天 日,
     week 周, year 年, month, cent, euro, sterling, 元 yuan rmb, rupee inr, yen, 岁, 月, 个月, 分, 吨, 分米, 公顷
 """) for name in names.split()}  # fmt: skip
@@ -102,7 +102,7 @@ def unit(text: str, is_apart: bool) -> str | None:
         folded = word.lower() if len(word) > 2 else word
         may_be_factors = not is_marked and re.fullmatch("[MGT]?[A-Z]|.*[ACFHKT]|.", word)
         is_glued = len(word.encode()) == 1 and not (is_apart or names)
-        if word.lower() in NO_UNITS or (word in ("K", "T") and not names):  # 5K is 5,000
+        if word.lower() in NO_UNITS:
             return None
         if word[0] in "^/" or ((is_apart or names) and SI.fullmatch(word) and not may_be_factors):
             name = word

@@ -97,11 +97,9 @@ def _same(key: Value, answer: Value) -> bool:
             return _same_quantity(key, answer)
         case ("list", items), ("list", items_2) if _is_order(items):
             return _same_ordered(items, items_2)
-        case (
-            (("list" | "set", items), ("list" | "set", items_2))
-            | (("union", items), ("union", items_2))
-            | (("sequence", "", items, _), ("sequence", "", items_2, _))
-        ):
+        case (("list" | "set", items), ("list" | "set", items_2)) | (("union", items), ("union", items_2)):
+            return _same_unordered(items, items_2)
+        case ("sequence", "", items, _), ("sequence", "", items_2, _):
             return _same_unordered(items, items_2)
         case ("sequence", brackets, items, names), ("sequence", brackets_2, items_2, names_2):
             are_named_alike = not names or not names_2 or names == names_2
@@ -224,7 +222,10 @@ def same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
     symbols = sorted(gold.free_symbols | pred.free_symbols, key=str)
     are_equations = isinstance(gold, Eq) and isinstance(pred, Eq)
     if are_equations:
-        gold, pred = (sympy.fraction(sympy.together(side.lhs - side.rhs))[0] for side in (gold, pred))
+        try:
+            gold, pred = (sympy.fraction(sympy.together(side.lhs - side.rhs))[0] for side in (gold, pred))
+        except UNSOLVED:  # a letter that is a matrix
+            return False
     are_rational = all(isinstance(side, Expr) and side.is_rational_function() for side in (gold, pred))
     points = _points(symbols)[: 2 if are_rational else None]
     if are_equations:  # they agree if one is a multiple of the other

@@ -69,6 +69,7 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\\mux?\s*\\(?:text|mathrm)\s*\{\s*", r"\\text{μ"),
     (r"(\d)\s*(?:\\(?:text|mathrm)\s*\{\s*)?([kM]?)\}?\s*\\Omegax?\s*$", r"\1 \\text{\2Ω}"),
     (r"(?<=[\d/}])(\s*)\\mathrm\s*\{\s*([A-DF-Za-cf-hj-z])\s*\}", r"\1\\text{\2}"),  # a unit
+    (r"(?<=\d)\\text\s*\{([KT])\}", r"\1"),  # 5K is 5,000, but 5 K is a unit
     (r"(\\(?:mathbf|boldsymbol|vec)\s*\{?\s*[A-Za-z]\s*\}?\s*)\\timesx?", r"\1\\wedge "),  # a product of vectors
     (rf"\\(?:mathbf|mathit|boldsymbol|bm|pmb|underline)\s*{BRACED}|\\(?:mathrm|vec)\s*\{{\s*([a-zA-Z])\s*\}}",
      r" \1\2 "),

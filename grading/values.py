@@ -37,13 +37,14 @@ SCALED = re.compile(rf"(.+?)\s*(?:\\text\{{\s*|\()?({'|'.join(SCALES)})\s*[)}}]?
 def number(text: str) -> Fraction | None:
     """The exact value of an integer, decimal, fraction, mixed or repeating number, 3.5 million or 2x10^5; else None."""
     text = LATEX_FRACTION.sub(r" \1/\2 ", text).strip()
+    if scaled := SCALED.fullmatch(text):
+        inner = number(scaled[1])
+        return None if inner is None else inner * SCALES[scaled[2]]
     match = NUMBER.fullmatch(text)
     if not match:
-        scaled = SCALED.fullmatch(text)
-        inner = number(scaled[1]) if scaled else None
-        return None if inner is None else inner * SCALES[scaled[2]]
+        return None
     part = {name: digits.replace(",", "") for name, digits in match.groupdict("0").items()}
-    result = Fraction(part["digits"]) * Fraction(10) ** int(part["power"]) + int(part["whole"])
+    result = Fraction(f"{part['digits']}e{part['power']}") + int(part["whole"])
     if match["bottom"]:
         top, bottom = Fraction(part["top"]), Fraction(part["bottom"])
         if bottom == 0 or (match["whole"] and not 0 <= top < bottom):
@@ -60,7 +61,7 @@ UNITS = {name: names.split()[0] for names in re.findall("[^,]+", """
     kg kilogram 千克 公斤, g gram 克, mg milligram 毫克, lb pound lbs, oz ounce, ft feet foot, yd yard, mi mile,
     in inche inch, s second sec 秒, min minute 分钟, h hour hr hrs 小时 时, L l liter litre 升,
     mL ml milliliter millilitre 毫升, $ dollar usd buck 美元, deg degree 度, % percent, u unit, mi/h mph, km/h kph kmph,
-    rad radian, J joule, N newton, W watt, V volt, Hz hertz, Ω ohm, A ampere amp, K kelvin, Pa pascal,
+    rad radian, J joule, N newton, W watt, V volt, Hz hertz, Ω ohm, A ampere amp, K kelvin, T tesla, Pa pascal,
     degC celsius celsiu, degF fahrenheit, people person 人, child children, man men, woman women, mol mole, day 天 日,
     week 周, year 年, month, cent, euro, sterling, 元 yuan rmb, rupee inr, yen, 岁, 月, 个月, 分, 吨, 分米, 公顷
 """) for name in names.split()}  # fmt: skip
@@ -101,7 +102,7 @@ def unit(text: str, is_apart: bool) -> str | None:
         folded = word.lower() if len(word) > 2 else word
         may_be_factors = not is_marked and re.fullmatch("[MGT]?[A-Z]|.*[ACFHKT]|.", word)
         is_glued = len(word.encode()) == 1 and not (is_apart or names)
-        if word.lower() in NO_UNITS or (word in ("K", "T") and not names):  # 5K is 5,000
+        if word.lower() in NO_UNITS:
             return None
         if word[0] in "^/" or ((is_apart or names) and SI.fullmatch(word) and not may_be_factors):
             name = word
@@ -202,12 +203,8 @@ def _brackets(text: str) -> tuple[str, str, str] | None:
     match = re.fullmatch(r"(\\\{|\\langle|\(|\[)(.*)(\\\}|\\rangle|\)|\])", text, re.DOTALL)
     if not match:
         return None
-    depth = 0
-    for token in re.findall(BRACKET, match[2]):
-        depth += (token in OPENING) - (token in CLOSING)
-        if depth < 0:
-            return None
-    return match.groups() if depth == 0 else None
+    depths = itertools.accumulate((token in OPENING) - (token in CLOSING) for token in re.findall(BRACKET, match[2]))
+    return match.groups() if min(depths, default=0) >= 0 else None
 
 
 def _choice(text: str) -> Value | None:
@@ -283,7 +280,7 @@ def _collection(text: str) -> Value | None:
         values = _flat(_parse_all(parts))
         if len({value[2] is None for value in values if value[0] == "choice"}) > 1:
             return _text(text)  # (a) (b) 9
-        return _labelled(values) or _point(values) or ("list", values)
+        return _labelled(values) or ("list", values)
     if AMOUNTS.search(text) and (amounts := _labelled(_parse_all(AMOUNTS.split(text)))):
         return amounts
     if column := COLUMN.fullmatch(text):
@@ -307,16 +304,20 @@ def _collection(text: str) -> Value | None:
 
 
 def _labelled(values: tuple[Value, ...]) -> Value | None:
-    """(a) 2, (b) 9 and 5 ft 11 in: each part has a name of its own or a unit of its own; else None."""
-    labels = {value[1] if value[0] == "choice" else value[2] for value in values if value[0] in ("choice", "number")}
-    is_complete = len(labels) == len(values) and all(value[2] for value in values)
-    return ("sequence", "", values, ()) if is_complete else None
-
-
-def _point(values: tuple[Value, ...]) -> Value | None:
-    """y=2, x=1 as (1, 2), in the order of its names; None for 1, 2 and for x=1, x=2."""
-    items = dict(sorted({value[1]: value[2] for value in values if value[0] == "named"}.items()))
-    return ("sequence", "()", tuple(items.values()), tuple(items)) if len(items) == len(values) else None
+    """y=2, x=1 as (1, 2), in the order of its names; (a) 2, (b) 9; 5 ft 11 in. None if a label is missing or twice."""
+    items: dict[str, Value | None] = {}
+    for value in values:
+        match value:
+            case ("named", label, item, _) | ("choice", label, item):
+                items[label] = item
+            case ("number", _, label):
+                items[label] = value
+    if len(items) < len(values) or "" in items or None in items.values():
+        return None
+    if value[0] == "number":
+        return ("sequence", "", values, ())
+    names = tuple(sorted(items))
+    return ("sequence", "()", tuple(items[name] for name in names), names)
 
 
 def _flat(values: tuple[Value, ...]) -> tuple[Value, ...]:

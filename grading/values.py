@@ -157,7 +157,7 @@ OR = r"(?<=[\s\d})\]])or(?=[\s\\(\d-]|\w(?:\(\w\))?\s*=)|\\cup(?![A-Za-z])"
 # What SymPy has no value for is compared as text.
 UNCOUNTED = re.compile(
     r"\\(?:equiv|approx|[pb]?mod|[lc]?dots|mid|parallel|perp|neg|land|wedge|to|rightarrow|implies|iff|angle|triangle)(?![A-Za-z])"
-    r"|:|\d [ap]m$|\.\.|\?|\\cases|\\circ\s*\d+\s*'"
+    r"|:|!!|[fgh]\s*\^\s*\{?-1\}?\s*\(|\d [ap]m$|\.\.|\?|\\cases|\\circ\s*\d+\s*'"
 )
 OPENING, CLOSING = ("(", "[", "{", "\\{", "\\langle"), (")", "]", "}", "\\}", "\\rangle")
 AMOUNTS = re.compile(r"(?:(?<=\})\s*|(?<=[A-Za-z])\s+)(?:and\s+)?(?=\d)")

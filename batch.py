@@ -36,23 +36,9 @@ from model.special_tokens import special_tokens
 IMAGE = "<image>"  # in a prompt: the place of an image
 Messages = list[dict[str, object]]
 Metrics = dict[str, float]
-State = dict[str, int | list[int] | list[float] | list[tuple[int | str, int]]]  # the loop's, by name: in the checkpoint
 # Takes b, text, sampled token ids, whether it is truncated, and an environment's grade, if any.
 OnFinished = Callable[[int, str, Sequence[int], bool, Grade | None], None]
 NO_IDS = np.zeros(0, np.int32)
-
-
-class PromptImages(Protocol):
-    """The images of a prompt, as far as the core has to know them; `extras/models/vision.py` has the rest."""
-
-    encoded: tuple[bytes, ...]
-    template_ids: np.ndarray  # int32, with one token for each image, as the engine wants the prompt
-
-    def is_image(self) -> np.ndarray:
-        """bool, one per token of the prompt."""
-
-    def decoded(self) -> list[object]:
-        """The images, as the engine wants them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +52,7 @@ class Row:
     encoded_images: tuple[bytes, ...] = ()  # in the order of the image parts
     text: str = ""  # the rendered prompt, which the model continues
     ids: np.ndarray = field(default_factory=lambda: NO_IDS)  # its tokens, image tokens repeated
-    images: PromptImages | None = None  # None: the prompt has no image, or the model sees none
+    images: object | None = None  # `PromptImages` of extras/models/vision.py; None: no image, or the model sees none
     hinted_ids: np.ndarray = field(default_factory=lambda: NO_IDS)  # tokens of the prompt with its hint, if it has one
 
     @property

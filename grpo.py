@@ -398,7 +398,8 @@ def check_returned(what: str, values: object, shapes: list[tuple[int, ...]]) -> 
             "needed are floats without one."
         )
     if not values.isfinite().all():
-        raise ValueError(f"{what} returned values that are not finite.")
+        first = (~values.isfinite()).nonzero()[0].tolist()
+        raise ValueError(f"{what} returned values that are not finite, the first at {first} of {list(values.shape)}.")
 
 
 def check_shape(what: str, values: object, shapes: list[tuple[int, ...]]) -> None:

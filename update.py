@@ -18,26 +18,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import grpo
-from batch import (
-    Batch,
-    Metrics,
-    Rollout,
-    State,
-    Update,
-    own_values,
-    pack,
-    plan_micro_batches,
-    shared_positions,
-    to_positions,
-)
+from batch import Batch, Metrics, Rollout, Update, own_values, pack, plan_micro_batches, shared_positions, to_positions
 from flags import Memory
-from fsdp_utils import (
-    World,
-    begin_micro_batch,
-    clip_grad_norm,
-    gather_from_ranks,
-    release_gathered,
-)
+from fsdp_utils import World, begin_micro_batch, clip_grad_norm, gather_from_ranks, release_gathered
 from grpo import Algorithm, Groups, tokens_of
 from metrics import idle_share, loss_metrics, pass_metrics
 from model.optimizer import forget, set_rate
@@ -228,15 +211,19 @@ def compute_advantages(
     return [piece.numpy() for piece in advantages.split(lengths_B.tolist())]
 
 
+TOKENS = "its input is grpo.Tokens, whose ref_logprobs are None without --kl_coef"
+
+
 @contextmanager
-def own_code(flag: str, step: int, names: str = "its input is grpo.Tokens") -> Iterator[None]:
+def own_code(flag: str, step: int, names: str = TOKENS) -> Iterator[None]:
     """Names the flag if the block, perhaps the user's code, fails; `names`: what it could use."""
     try:
         yield
     except Exception as error:  # noqa: BLE001  the user's code may raise anything
         if "memory" in str(error):  # a lack of it is no fault of the function
             raise
-        words = f"{type(error).__name__}: {error}" + f"; {names}" * isinstance(error, LookupError)
+        is_of_names = isinstance(error, LookupError | TypeError | AttributeError)
+        words = f"{type(error).__name__}: {error}" + f"; {names}" * is_of_names
         raise OwnCodeError(f"{flag} fails in step {step}: {words}") from error
 
 
@@ -344,11 +331,11 @@ class UpdateGuard:
     num_skipped: int = 0  # in a row
     is_broken: bool = False  # none of the step's updates was finite: no checkpoint of it is written
 
-    def state(self) -> State:
+    def state(self) -> dict:
         """The guard's part of a checkpoint."""
         return {"skipped_in_a_row": self.num_skipped, "is_broken": self.is_broken}
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: dict) -> None:
         self.num_skipped = state.get("skipped_in_a_row", 0)
 
     def judge(self, metrics: Metrics, step: UpdateStep) -> Metrics:

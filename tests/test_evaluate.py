@@ -14,17 +14,7 @@ import pytest
 
 from batch import Row
 from data import PromptData
-from evaluate import (
-    Evaluator,
-    Result,
-    figures_of,
-    main,
-    majority_score,
-    new_folder,
-    parse_arguments,
-    pass_at_k,
-    table,
-)
+from evaluate import Evaluator, Result, figures_of, main, majority_score, new_folder, parse_arguments, pass_at_k, table
 from flags import Sampling
 from grading import Grade
 from helpers.made_up import flags, make_rollout, write_lines

@@ -199,3 +199,8 @@ def test_the_hacks_of_the_page_train_together(tmp_path, policy):
     changed = {name for name in before if not torch.equal(before[name].float(), after[name].float())}
     assert changed and not any("layers.0." in name or "embed_tokens" in name for name in changed)
     assert any("layers.1." in name for name in changed)
+    shown = run(copy, "minimal.py", *training_flags(policy, tmp_path / "mine", **changes | {"stop_after": 1}))
+    assert re.search(r"^\{'eval/heldout/avg@4': 0\.\d+, 'eval/heldout/stderr': .*\}\nstep 1/4 \| reward ", shown, re.M)
+    assert (tmp_path / "mine" / "step_1" / "heldout.jsonl").read_text().count("\n") == 16 * 4
+    mine = load_file(tmp_path / "mine" / "model.safetensors")
+    assert all(torch.equal(mine[name], before[name]) != (name in changed) for name in mine), "the same are trained"

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers.distributed import on_ranks
 from helpers.runs import PICTURES, begin, copy_at, lines, metrics_of, run_ranks, torchrun, training_flags, without_times
-from watch.rollouts import file_of
+from runtime.files import rollouts_file
 
 METRICS_OF_A_STEP = {
     "reward": "mean std frac_groups_all_right frac_groups_all_wrong frac_groups_with_signal",
@@ -103,7 +103,7 @@ def test_a_reward_that_sometimes_fails_costs_those_completions(policy, tmp_path)
     (tmp_path / "my_reward.py").write_text(FAILING_REWARD)
     changes = {"reward": f"{tmp_path}/my_reward.py:score", "reward_timeout": 2.0, "total_steps": 2}
     done = torchrun(2, "train_grpo.py", *training_flags(policy, tmp_path / "run", **changes, **NO_EVAL))
-    kept = [row for step in (1, 2) for row in read_table(file_of(tmp_path / "run", step)).to_pylist()]
+    kept = [row for step in (1, 2) for row in read_table(rollouts_file(tmp_path / "run", step)).to_pylist()]
     failures = lines(tmp_path / "run" / "reward_failures.jsonl")
     for failure in failures:
         status = failure["reward_status"].partition(" ")[0]

@@ -37,14 +37,7 @@ from metrics import token_metrics
 from policy import Policy
 from runtime.start import OwnCodeError, RunError
 from schedule import make_plan
-from update import (
-    UpdateGuard,
-    add_advantages,
-    compute_advantages,
-    gather_penalties,
-    pack_updates,
-    with_advantages,
-)
+from update import UpdateGuard, add_advantages, compute_advantages, gather_penalties, pack_updates, with_advantages
 
 REWARDS = [1.0, 0.0, 0.0, 1.0]
 PENALTIES = [np.array(p, dtype=np.float32) for p in ([0.1, 0.2], [0.3], [0.0, 0.1, 0.1], [0.2, 0.4])]
@@ -144,7 +137,7 @@ def replace_columns(row: Namespace, columns: dict[str, object]) -> Namespace:
 
 
 @pytest.mark.parametrize(("advantage", "words"), [
-    (lambda g: g.rewards_PG / 0, "--advantage .*not finite"),
+    (lambda g: g.rewards_PG.where(g.rewards_PG > 0, torch.nan), r"not finite, the first at \[0, 1\] of \[2, 2\]"),
     (lambda g: g.rewards_PG.mean(), r"the shape \[\]; needed .*\[2, 2\] or \[8\]"),
     (lambda g: g.rewards_PG > 0, "returned torch.bool without a gradient; needed are floats"),
     (lambda g: (g.rewards_PG * 1.0).requires_grad_(), "torch.float32 with a gradient; needed are floats without one"),
@@ -162,6 +155,7 @@ def test_a_wrong_advantage_ends_the_run_with_its_sentence(advantage, words):
     (lambda t: t.logprob, "in step 2: AttributeError: 'Tokens' object has no attribute 'logprob'"),
     (lambda t: t.logprobs.sum(), r"it has the shape \[\]; needed is a tensor of the shape \[\d+\]"),
     (lambda t: Loss(t.logprobs, metrics={"x": t.advantages.mean()}), r"in step 2: ValueError: x has the shape \[\]"),
+    (lambda t: t.ref_logprobs - t.logprobs, "'Tensor'; its input is grpo.Tokens, whose ref_logprobs are None with"),
     (lambda t: t.advantages, "a loss or KL has values without a gradient; compute them from the log-probs"),
 ])  # fmt: skip
 def test_a_wrong_loss_ends_its_step_with_a_sentence(policy_loss, words, policy):

@@ -245,7 +245,7 @@ def torchrun(
 
 
 def run_command(
-    command: list[str], environment: dict[str, str] = ENVIRONMENT, timeout: float | None = None
+    command: list[str], environment: dict[str, str] = ENVIRONMENT, timeout: float = GUARD_SECONDS
 ) -> subprocess.CompletedProcess[str]:
     """What a command says in the repository's root."""
     options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}

@@ -114,10 +114,11 @@ def _same(key: Value, answer: Value) -> bool:
 
 
 def _is_order(items: tuple[Value, ...]) -> bool:
-    """Whether a key's list is an order: true, false, true; C, A, B."""
+    """Whether a key's list is an order: x, y, x; yes, no; C, A, B."""
     texts = [str(item[1]) for item in items]
     is_shuffled = re.fullmatch("[A-Z]+", "".join(texts)) and texts != sorted(texts)
-    return items[0][0] != "number" and (len({*items}) < len(items) or bool(is_shuffled))
+    has_verdicts = not {"yes", "no", "true", "false"}.isdisjoint(texts)
+    return items[0][0] != "number" and (len({*items}) < len(items) or has_verdicts or bool(is_shuffled))
 
 
 def _same_choice(key: Value, answer: Value) -> bool:

@@ -46,7 +46,7 @@ def _plain_scripts(match: re.Match) -> str:
 REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for pattern, replacement in [
     (rf"\\(?:operatorname\*?|mathrm|text|rm)\s*\{{\s*({FUNCTION}|mod)\s*\}}", r"\\\1 "),
     (r"\\([A-Za-z]+)", lambda m: COMMANDS.get(m[1], m[0])),
-    (r"(?:US\s*)?\\\$|US\s*\$|(?<!\$)\$(?=\d[\d.,]*\s+and\s[^$]*$)", r"\\dollar "),
+    (r"(?:US\s*)?\\\$|US\s*\$|(?<!\$)\$(?=\d[^$]*$)", r"\\dollar "),
     (r"(?<![A-Za-z])(?:Rs\.?|INR)\s*(?=\d)", r"\\rupee "),
     (r"(?<=\d)(?:\\[,!;: ]|\{,\}|,\s*\\[!,])\s*(?=\d{3}(?!\d))", ","),  # 1\,000 and 1{,}000
     (r"(?<![\d.,])\d{1,3}(?:[ ~]\d{3})+(?![\d/]| ?\d)", lambda m: re.sub("[ ~]", "", m[0])),  # 1 000 000

@@ -96,7 +96,7 @@ def unit(text: str, is_apart: bool) -> str | None:
     text = re.sub(r"\s+([A-Za-z]+)\s*\^\s*-(\d)", r"/\1^\2", text).replace("^1", "")
     text = re.sub(r"(?i)\b(?:square|sq)\s+([a-z]+)|平方(\w+)|([a-z]+)\s+squared\b", r"\1\2\3^2", text)
     text = re.sub(r"(?i)\b(?:cubic|cu)\s+([a-z]+)|立方(\w+)|([a-z]+)\s+cubed\b", r"\1\2\3^3", text)
-    text = re.sub(r"(?i)\b(?:of|the|old|left)\b", " ", text)
+    text = re.sub(r"(?i)\b(?:of(?:\s+[a-z]+)?|the|old|left)\b", " ", text)  # boxes of candy
     names: list[str] = []
     for word in re.findall(r"[A-Za-zμΩ\u4e00-\u9fff]+|\^\s*-?\d|/|\S", text):
         folded = word.lower() if len(word) > 2 else word
@@ -157,7 +157,7 @@ OR = r"(?<=[\s\d})\]])or(?=[\s\\(\d-]|\w(?:\(\w\))?\s*=)|\\cup(?![A-Za-z])"
 # What SymPy has no value for is compared as text.
 UNCOUNTED = re.compile(
     r"\\(?:equiv|approx|[pb]?mod|[lc]?dots|mid|parallel|perp|neg|land|wedge|to|rightarrow|implies|iff|angle|triangle)(?![A-Za-z])"
-    r"|:|\d [ap]m$|\.\.|\?|\\cases|\\circ\s*\d+\s*'"
+    r"|:|!!|[fgh]\s*\^\s*\{?-1\}?\s*\(|\d [ap]m$|\.\.|\?|\\cases|\\circ\s*\d+\s*'"
 )
 OPENING, CLOSING = ("(", "[", "{", "\\{", "\\langle"), (")", "]", "}", "\\}", "\\rangle")
 AMOUNTS = re.compile(r"(?:(?<=\})\s*|(?<=[A-Za-z])\s+)(?:and\s+)?(?=\d)")
@@ -370,9 +370,6 @@ def quantity(text: str, is_apart: bool = False) -> Value | None:
                 noun = written["unit"].strip("()")
                 is_spaced = kind == "number" and text[written.start("unit") - 1].isspace()
                 name = unit(noun, is_apart or is_spaced or "\\text" in noun)
-                is_noun = WORDED.fullmatch(noun) and NO_UNITS.isdisjoint(noun.lower().split())
-                if name is None and written["unit"][0] == "(" and kind == "number" and is_noun:
-                    name = fold(noun)  # 14 (pieces of candy)
                 if name is not None:
                     return (kind, value, name)
     return _text(text) if FOREIGN.search(text) else None

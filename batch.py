@@ -318,7 +318,6 @@ class StepRecord:
     used_B: np.ndarray  # int64, indices of those that were trained on, in their order
     advantages: list[np.ndarray] = field(default_factory=list)  # for these; empty: nothing was trained
     logprobs: dict[int, np.ndarray] = field(default_factory=dict)  # index in `used_B` -> the trainer's old ones
-    end: Exception | None = None  # what ends the run: OwnCodeError perhaps this rank alone, so no collective may follow
 
 
 def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:

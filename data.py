@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
 from itertools import chain
-from operator import itemgetter
 
 import numpy as np
 from jinja2 import TemplateError
@@ -65,7 +64,6 @@ class PromptData:
         Without `vision` images count as the template writes them: enough to look at data, not to train.
         Raises ValueError or FileNotFoundError if the source or a column is not there, or no row is left.
         """
-        check_template(prompt_format, tokenizer)
         kept, lengths, excluded = [], [], []
         limit = prompt_format.max_prompt_tokens
         for record in progress(f"read {source}", items=read_records(source, seed, is_shuffled)):
@@ -403,39 +401,3 @@ def describe_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> list
     """Lines for the log: the variables that the chat template gets beside the messages, with their types."""
     variables = template_variables(prompt_format, tokenizer)
     return [f"template: {name} = {value!r} ({type(value).__name__})" for name, value in variables.items()]
-
-
-def check_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
-    """Raises ValueError for a chat template that is missing, or that ignores --template_args or --tools."""
-    if prompt_format.prompt_format == "raw":
-        return
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            "--prompt_format chat: the tokenizer of --model has no chat template; "
-            "a base model may want --prompt_format raw, which gives it the text as it is."
-        )
-    template_variables(prompt_format, tokenizer)
-    talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "0"}]
-    with suppress(UnusableRow):  # it may take other conversations; each row will say
-        prompt = render(talk[:1], prompt_format, tokenizer)
-        if (tools := prompt_format.tools) and prompt == render(talk[:1], replace(prompt_format, tools=None), tokenizer):
-            raise ValueError(f"--tools {tools}: the chat template of --model shows no tools.")
-        if "1" not in prompt:
-            raise ValueError("the chat template of --model does not show what a user says; give another one.")
-        header = render(talk, prompt_format, tokenizer, continues=False).partition(prompt)[2].partition("0")[0].strip()
-        if header and prompt == render(talk[:1], prompt_format, tokenizer, continues=False):
-            raise ValueError(
-                f"the chat template of --model has no generation prompt: it writes {header!r} before a reply, but not "
-                f"at the end of {prompt!r}; give another one."
-            )
-
-
-def check_vocabulary(tokenizer: Tokenizer, other: Tokenizer, path: str) -> None:
-    """Raises ValueError unless both have the same token at every id. `path`: the value of --reference."""
-    different = tokenizer.get_vocab().items() ^ other.get_vocab().items()
-    if different:
-        token, i = min(different, key=itemgetter(1))
-        raise ValueError(
-            f"--reference {path}: it or --model has {token!r} as token {i}, the other has not; "
-            "use a model with the same vocabulary."
-        )

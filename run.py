@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TextIO
 
@@ -118,8 +118,11 @@ class Observer:
         """Goes around a phase of the loop; "load" comes before the first step."""
         return nullcontext()
 
-    def rollout(self, record: StepRecord) -> None:
-        """Takes all completions of a step, with the advantages and log-probs that its update has used."""
+    def rollout(self, record: StepRecord, end: Exception | None) -> None:
+        """Takes all completions of a step, with the advantages and log-probs that its update has used.
+
+        `end`: what ends the run. After an OwnCodeError, perhaps of this rank alone, no collective may follow.
+        """
 
     def step(self, step: int, metrics: Metrics) -> Metrics | Literal["stop"] | None:
         """The metrics that it adds to the line of a step, or "stop" if the step was the last."""
@@ -199,9 +202,9 @@ class Run:
             end = error
         if end or is_complete:
             with self.phase("log"):
-                record = replace(step_record(), end=end)
+                record = step_record()
                 for observer in self.observers:
-                    observer.rollout(record)
+                    observer.rollout(record, end)
         if end:
             raise end
 

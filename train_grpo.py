@@ -44,7 +44,7 @@ from flags import (
 from fsdp_utils import World, close_world, init_world, is_main_process, set_allocator
 from gate.agreement import check_same_step, check_world
 from gate.digests import digest, digest_of_config, digest_of_data, digest_of_weights, digests_of_files
-from gate.inputs import Inputs, check_loaded, check_training, describe_data, start_grader
+from gate.inputs import Inputs, check_loaded, check_template, check_training, describe_data, start_grader
 from gate.models import length_limits
 from grpo import Algorithm
 from metrics import merge_updates, throughput, work_of_step
@@ -193,6 +193,7 @@ def load_inputs(args: Namespace) -> Inputs:
     prompt_format = PromptFormat.from_flags(args, system_prompt=read_system_prompt(args.system_prompt))
     config = load_config(args.model)
     tokenizer, vision = load_reader(args.model, config, prompt_format)
+    check_template(prompt_format, tokenizer)
     ends = stop_ids(tokenizer, args.stop_tokens)
     generation = load_generation_config(args.model, config, ends)
     hint_column, hints = args.hint_column, None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 from argparse import Namespace
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -14,7 +16,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
-from data import ImageReader, PromptData, check_vocabulary
+from data import ImageReader, PromptData, UnusableRow, render, template_variables
 from flags import FLAGS, Grading, PromptFormat, Sampling, TurnLimits, ranks_per_engine
 from fsdp_utils import is_engine_leader_process
 from gate.checks import LOOPBACK
@@ -153,6 +155,42 @@ def check_tokens(path: str, tokenizer: PreTrainedTokenizerBase, stop_ids: list[i
             token = f"token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}), which {where} has"
             advice = f"resize it to the tokenizer's {len(tokenizer)} tokens, or take the tokenizer that belongs to it"
             raise ValueError(f"--model {path}: its embedding has {num_rows} rows, none for {token}; {advice}.")
+
+
+def check_template(prompt_format: PromptFormat, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError for a chat template that is missing, or that ignores --template_args or --tools."""
+    if prompt_format.prompt_format == "raw":
+        return
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            "--prompt_format chat: the tokenizer of --model has no chat template; "
+            "a base model may want --prompt_format raw, which gives it the text as it is."
+        )
+    template_variables(prompt_format, tokenizer)
+    talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "0"}]
+    with suppress(UnusableRow):  # it may take other conversations; each row will say
+        prompt = render(talk[:1], prompt_format, tokenizer)
+        if (tools := prompt_format.tools) and prompt == render(talk[:1], replace(prompt_format, tools=None), tokenizer):
+            raise ValueError(f"--tools {tools}: the chat template of --model shows no tools.")
+        if "1" not in prompt:
+            raise ValueError("the chat template of --model does not show what a user says; give another one.")
+        header = render(talk, prompt_format, tokenizer, continues=False).partition(prompt)[2].partition("0")[0].strip()
+        if header and prompt == render(talk[:1], prompt_format, tokenizer, continues=False):
+            raise ValueError(
+                f"the chat template of --model has no generation prompt: it writes {header!r} before a reply, but not "
+                f"at the end of {prompt!r}; give another one."
+            )
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, path: str) -> None:
+    """Raises ValueError unless both have the same token at every id. `path`: the value of --reference."""
+    different = tokenizer.get_vocab().items() ^ other.get_vocab().items()
+    if different:
+        token, i = min(different, key=itemgetter(1))
+        raise ValueError(
+            f"--reference {path}: it or --model has {token!r} as token {i}, the other has not; "
+            "use a model with the same vocabulary."
+        )
 
 
 def describe_data(sets: list[PromptData], tokenizer: PreTrainedTokenizerBase, file: Path) -> list[str]:

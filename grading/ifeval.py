@@ -23,7 +23,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -133,7 +132,7 @@ def read_argument(parameter: str, value: object) -> tuple[str, object]:
 def python_value(value: object) -> object:
     """The value without numpy, None for a null: parquet and pandas give arrays, numpy scalars and NaN."""
     value = value.tolist() if hasattr(value, "tolist") else value
-    return None if isinstance(value, float) and math.isnan(value) else value
+    return value if value == value else None  # nan equals nothing
 
 
 def from_json(value: object, name: str) -> object:
@@ -144,10 +143,10 @@ def from_json(value: object, name: str) -> object:
         raise ValueError(f"{name} {value[:200]!r} is not a JSON text.") from error
 
 
-def holds(count: int, relation: str, wanted: int, around: int | None = None) -> bool:
+def holds(count: int, relation: str, wanted: int, around: int = 0) -> bool:
     """Whether `count` stands in `relation` to `wanted`. "around" reaches this far, by default 10 % and at least 1."""
     if relation == "around":
-        return abs(count - wanted) <= (max(round(wanted * 0.1), 1) if around is None else around)
+        return abs(count - wanted) <= (around or max(round(wanted * 0.1), 1))
     return {"less than": count < wanted, "at least": count >= wanted, "at most": count <= wanted}[relation]
 
 

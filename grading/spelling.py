@@ -46,7 +46,7 @@ def _plain_scripts(match: re.Match) -> str:
 REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for pattern, replacement in [
     (rf"\\(?:operatorname\*?|mathrm|text|rm)\s*\{{\s*({FUNCTION}|mod)\s*\}}", r"\\\1 "),
     (r"\\([A-Za-z]+)", lambda m: COMMANDS.get(m[1], m[0])),
-    (r"(?:US\s*)?\\\$|US\s*\$|(?<!\$)\$(?=\d[\d.,]*\s+and\s[^$]*$)", r"\\dollar "),
+    (r"(?:US\s*)?\\\$|US\s*\$|(?<!\$)\$(?=\d[^$]*$)", r"\\dollar "),
     (r"(?<![A-Za-z])(?:Rs\.?|INR)\s*(?=\d)", r"\\rupee "),
     (r"(?<=\d)(?:\\[,!;: ]|\{,\}|,\s*\\[!,])\s*(?=\d{3}(?!\d))", ","),  # 1\,000 and 1{,}000
     (r"(?<![\d.,])\d{1,3}(?:[ ~]\d{3})+(?![\d/]| ?\d)", lambda m: re.sub("[ ~]", "", m[0])),  # 1 000 000
@@ -69,6 +69,7 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\\mux?\s*\\(?:text|mathrm)\s*\{\s*", r"\\text{μ"),
     (r"(\d)\s*(?:\\(?:text|mathrm)\s*\{\s*)?([kM]?)\}?\s*\\Omegax?\s*$", r"\1 \\text{\2Ω}"),
     (r"(?<=[\d/}])(\s*)\\mathrm\s*\{\s*([A-DF-Za-cf-hj-z])\s*\}", r"\1\\text{\2}"),  # a unit
+    (r"(?<=\d)\\text\s*\{([KT])\}", r"\1"),  # 5K is 5,000, but 5 K is a unit
     (r"(\\(?:mathbf|boldsymbol|vec)\s*\{?\s*[A-Za-z]\s*\}?\s*)\\timesx?", r"\1\\wedge "),  # a product of vectors
     (rf"\\(?:mathbf|mathit|boldsymbol|bm|pmb|underline)\s*{BRACED}|\\(?:mathrm|vec)\s*\{{\s*([a-zA-Z])\s*\}}",
      r" \1\2 "),
@@ -115,7 +116,9 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"^(?i:(?:the )?(?:final )?answer(?: is|:)|so|thus|hence|therefore|then|it is|it's|that is)\b[,:]?\s+(?=\S)", ""),
     (rf"(?:^|(?<=,)|(?<=\sand))\s*([+-]?)\s*\\({CURRENCY})x?\s*((?:(?!\\(?:{CURRENCY})|,\s|\sand\s).)*[^\s,])"
      r"(?=\s*$|,\s|\sand\s)", r" \1\3 \\text{\2}"),
-    (r"\b([ap])\.\s?m\b\.?", r"\1m"),
+    (r"(?<=[\d}])\s*(?:\\text\{\s*)?([apAP])\.?\s?[mM]\b\.?\s*\}?", lambda m: f" {m[1].lower()}m"),
+    (r"\s*:\s*", ":"),
+    (r"(?<![\d:.])0(?=\d:\d)", ""),  # 07:05
     (r"^\s*\{([^{}]*)\}\s*$", r"\1"),
     (r"\s\(([^()]*(?:[<>]|\\(?:in|[lgn]e)x?)[^()]*)\)\s*$", r", \1"),  # y = 2x (x > 0)
     (r"^(.+?)[\s,;(]+(?:where\s|for\s)?\s*([a-z])\s*\\in\s*\\mathbb\{Z\}$",  # k\pi, k \in \mathbb{Z}

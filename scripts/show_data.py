@@ -23,6 +23,7 @@ from extras.turns.turns import Turns
 from flags import FLAGS as TRAINING_FLAGS
 from flags import GROUPS, INF, Grading, PromptFormat, TurnLimits, flag
 from gate.checks import check_ranges, check_turns
+from gate.inputs import check_template
 from runtime.sources import read_system_prompt
 
 # fmt: off
@@ -68,6 +69,7 @@ def main() -> None:
         check_turns(args)
         prompt_format = PromptFormat.from_flags(args, system_prompt=read_system_prompt(args.system_prompt))
         tokenizer, vision = load_reader(args.model, config, prompt_format)
+        check_template(prompt_format, tokenizer)
         parts = [PromptData.load(source, prompt_format, tokenizer, args.seed, vision) for source in args.data]
         turns = None
         if args.environment or args.tools:

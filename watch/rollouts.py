@@ -41,24 +41,24 @@ class Keeper(Observer):
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rollouts"))
     writing: Future[None] | None = None  # the step that is being written, or was last
 
-    def rollout(self, record: StepRecord) -> None:
+    def rollout(self, record: StepRecord, end: Exception | None = None) -> None:
         """Returns soon, unless the disk has not yet taken the step before. A sentence that ends the run names the file.
 
         With an error of own code each rank writes what it has, because the others may wait for it in a collective.
         """
-        is_alone, logprobs = isinstance(record.end, OwnCodeError), {}
+        is_alone, logprobs = isinstance(end, OwnCodeError), {}
         for part in [record.logprobs] if is_alone else gather_from_ranks(record.logprobs):
             logprobs |= part
         if is_alone or is_main_process():
             self.wait()
             self.writing = self.thread.submit(self._write, replace(record, logprobs=logprobs))
-        if record.end:
+        if end:
             self.wait()
             file = rollouts_file(self.out_dir, record.step)
             # Else the main process writes it, and no rank ends before.
             if file.exists() if is_alone else broadcast_from_main(file.exists()):
                 kept = f"{file} holds the step's tokens and log-probs, for --replay."
-                record.end.args = (f"{str(record.end).removesuffix('.')}. {kept}",)
+                end.args = (f"{str(end).removesuffix('.')}. {kept}",)
 
     def end(self, how: str) -> None:
         self.wait()

@@ -17,7 +17,7 @@ class Samples(Observer):
 
     out_dir: Path
 
-    def rollout(self, record: StepRecord) -> None:
+    def rollout(self, record: StepRecord, end: Exception | None = None) -> None:
         """Keeps the first two completions of the first two groups that are trained on."""
         self.report_failures(record.step, record.rollout)
         for i in (0, 1, record.group_size, record.group_size + 1):

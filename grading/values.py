@@ -78,7 +78,7 @@ NO_UNITS = {*SCALES, *WORDS, *re.findall(r"\w+", """
     thousands times to trap trillion triples twice twins unless versus vs was wrong wrongly yes""")}  # fmt: skip
 UNIT_WORD = r"[A-Za-zμΩ\u4e00-\u9fff]+\.?(?:\s*\^\s*(?:\{-?\d\}|-?\d))?"
 QUANTITY = re.compile(
-    rf"(?!.*\\(?:sin|cos|tan|cot|sec|csc).*\\circ)(?P<value>.*(?:[\d}})]|\\pi|{'|'.join(SCALES)}))\s*(?P<unit>\\?%|\^\\circ\s*"
+    rf"(?!.*\\(?:sin|cos|tan|cot|sec|csc).*\\circ)(?P<value>.*(?:[\d}})]|\\pi|{'|'.join(SCALES)}))(?P<space>\s*)(?P<unit>\\?%|\^\\circ\s*"
     r"|(?:\\text\{[^{}]*\}(?:\s*\^\s*(?:\{-?\d\}|-?\d))?\s*(?:/|\\cdot)?\s*)+"
     rf"|\([^()]+\)|(?:(?<=\s)|(?<=[\d)}}])){UNIT_WORD}(?:(?:\s*/\s*|\s+){UNIT_WORD})*)", re.DOTALL,
 )  # fmt: skip
@@ -212,10 +212,12 @@ def _choice(text: str) -> Value | None:
     match = CHOICE.fullmatch(re.sub(r"^(?:\\text\s*\{\s*)+([^{}]*)\}", r"\1 ", text))
     if not match:
         return None
-    letter, mark, rest = match[1].upper(), match[2], match[3].strip()
-    if rest and (not mark or DENIALS.search(re.sub(r"\([^()]{2,}\)", "()", match[3]))):
+    letter, mark, rest = match.groups()
+    if not rest.strip():
+        return ("choice", letter.upper(), None)
+    if not mark or DENIALS.search(re.sub(r"\([^()]{2,}\)", "()", rest)):
         return None
-    return ("choice", letter, parse_value(clean(rest)) if rest else None)
+    return ("choice", letter.upper(), parse_value(clean(rest)))
 
 
 def _named(text: str) -> Value | None:
@@ -368,7 +370,7 @@ def quantity(text: str, is_apart: bool = False) -> Value | None:
         match parse_value(written["value"].strip()):
             case ("number" | "formula" as kind, value, ""):
                 noun = written["unit"].strip("()")
-                is_spaced = kind == "number" and text[written.start("unit") - 1].isspace()
+                is_spaced = kind == "number" and written["space"] != ""
                 name = unit(noun, is_apart or is_spaced or "\\text" in noun)
                 if name is not None:
                     return (kind, value, name)

@@ -93,7 +93,7 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
     (r"\\\{\s*\\\}", r"\\emptyset"),
     (r"\^\s*\{?\s*((?:\\prime\s*)+)\}?", lambda m: "'" * m[1].count("p")),
-    (r"^(?:\\mathbb\{R\}|R)\s*(?:\\setminus|\\backslash|-)\s*\\?\{([^{},]*?)\\?\}$", r"x \\ne \1"),
+    (r"^(?:\\mathbb\{R\}|R)\s*(?:\\setminus|\\backslash|-)\s*\\?\{([^{}]*?)\\?\}$", r"x \\ne \1"),
     (r"\{([:,])\}", r"\1"),
     (r"^\s*(?:=|\\approxx?)", ""),
     (r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])", "^"),

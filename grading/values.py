@@ -4,7 +4,7 @@ A value is a tuple: its kind, and what follows that.
     number (fraction, unit)                    formula (text, unit)               words (text)
     list, set, union (values)                  choice (letter, value): (C) 12
     named (name, value, text): x = 5           equation (text): 2x < y            chain (equal values): 2+3 = 5
-    sequence (brackets, values, names): a point, an interval (0 < x, too), 12:30, 3:4
+    sequence (brackets, values, names): a point, an interval (0 < x, too); without brackets 5 ft 11 in
 Numbers are exact fractions; formulas are left to SymPy (`equality.py`).
 """
 
@@ -364,7 +364,7 @@ WORDED = re.compile(  # yes, Monday, no solution; no product of letters (abc, GM
 
 
 def quantity(text: str, is_apart: bool = False) -> Value | None:
-    """Based numbers, times and ratios, words, money, and what has a unit. `is_apart`: also of one letter (0.64N)."""
+    """Based numbers, texts that are not formulas, and what has a unit. `is_apart`: also of one letter (0.64N)."""
     if based := BASED.fullmatch(text):
         digits, base = based[1].lstrip("0").upper(), WORDS.get(based[2], based[2])
         return ("number", Fraction(digits), f"base {base}") if digits.isdigit() else ("words", f"{digits}{base}")

@@ -78,8 +78,10 @@ def read_instructions(answer: str, columns: dict[str, object]) -> list[Instructi
         raise ValueError(f"column instruction_id_list = {names!r} must be a list with at least one instruction.")
     if not isinstance(rows, list | tuple) or len(rows) != len(names):
         raise ValueError(f"column kwargs = {rows!r} must be a list of {len(names)} dicts, one for each of {names}.")
-    where = "column instruction_id_list names"
-    return [read_instruction(where, name, given, INSTRUCTIONS) for name, given in zip(names, rows, strict=True)]
+    return [
+        read_instruction("column instruction_id_list names", name, given, INSTRUCTIONS)
+        for name, given in zip(names, rows, strict=True)
+    ]
 
 
 def read_instruction(where: str, name: object, given: object, known: dict[str, str]) -> Instruction:

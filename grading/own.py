@@ -82,7 +82,7 @@ class OwnReward:
                 self.required += [name] * (name not in known)
         if self.required and form != "completions":
             raise ValueError(f"{self.name} cannot be called: nothing is known of its parameter {self.required[0]!r}.")
-        self.takes_token_ids = "token_ids" in self.named or "completion_ids" in self.named
+        self.takes_token_ids = not {"token_ids", "completion_ids"}.isdisjoint(self.named)
 
     def check_row(self, case: Case) -> None:
         """Raises ValueError if it cannot be called for this row."""

@@ -30,6 +30,7 @@ COMMANDS = {name: meaning for meaning, names in {
     " ": "displaystyle textstyle limits nolimits bf rm large Large",
 }.items() for name in names.split()}  # fmt: skip
 
+INVISIBLE = re.compile(r"[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]")
 BRACED = r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"  # with up to two more pairs of braces in it
 CURRENCY = "dollar|euro|sterling|rupee|yuan"
 FUNCTION = r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|ln|lg|exp|sqrt|gcd|lcm"
@@ -92,7 +93,7 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
     (r"\\\{\s*\\\}", r"\\emptyset"),
     (r"\^\s*\{?\s*((?:\\prime\s*)+)\}?", lambda m: "'" * m[1].count("p")),
-    (r"^(?:\\mathbb\{R\}|R)\s*(?:\\setminus|\\backslash|-)\s*\\?\{([^{},]*?)\\?\}$", r"x \\ne \1"),
+    (r"^(?:\\mathbb\{R\}|R)\s*(?:\\setminus|\\backslash|-)\s*\\?\{([^{}]*?)\\?\}$", r"x \\ne \1"),
     (r"\{([:,])\}", r"\1"),
     (r"^\s*(?:=|\\approxx?)", ""),
     (r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])", "^"),
@@ -143,8 +144,7 @@ def clean(text: str) -> str:
     text = re.sub(r"([₀-₉]+)", r"_{\1}", text)
     # Not of ①③, which is no 13.
     text = re.sub(r"[^\u2460-\u24ff]+", lambda m: unicodedata.normalize("NFKC", m[0]), text.translate(SYMBOLS))
-    visible = (c for c in text if c.isspace() or unicodedata.category(c) not in ("Cf", "Cc"))
-    text = " ".join("".join(visible).split())
+    text = " ".join(INVISIBLE.sub("", text).split())
     text = text.strip("`*" if not text.endswith("^*") else "`").strip()
     for pattern, replacement in REWRITES:
         text = pattern.sub(replacement, text)

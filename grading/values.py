@@ -4,7 +4,7 @@ A value is a tuple: its kind, and what follows that.
     number (fraction, unit)                    formula (text, unit)               words (text)
     list, set, union (values)                  choice (letter, value): (C) 12
     named (name, value, text): x = 5           equation (text): 2x < y            chain (equal values): 2+3 = 5
-    sequence (brackets, values, names): a point, an interval (0 < x, too), 12:30, 3:4
+    sequence (brackets, values, names): a point, an interval (0 < x, too); without brackets 5 ft 11 in
 Numbers are exact fractions; formulas are left to SymPy (`equality.py`).
 """
 
@@ -78,7 +78,7 @@ NO_UNITS = {*SCALES, *WORDS, *re.findall(r"\w+", """
     thousands times to trap trillion triples twice twins unless versus vs was wrong wrongly yes""")}  # fmt: skip
 UNIT_WORD = r"[A-Za-zμΩ\u4e00-\u9fff]+\.?(?:\s*\^\s*(?:\{-?\d\}|-?\d))?"
 QUANTITY = re.compile(
-    rf"(?!.*\\(?:sin|cos|tan|cot|sec|csc).*\\circ)(?P<value>.*(?:[\d}})]|\\pi|{'|'.join(SCALES)}))\s*(?P<unit>\\?%|\^\\circ\s*"
+    rf"(?!.*\\(?:sin|cos|tan|cot|sec|csc).*\\circ)(?P<value>.*(?:[\d}})]|\\pi|{'|'.join(SCALES)}))(?P<space>\s*)(?P<unit>\\?%|\^\\circ\s*"
     r"|(?:\\text\{[^{}]*\}(?:\s*\^\s*(?:\{-?\d\}|-?\d))?\s*(?:/|\\cdot)?\s*)+"
     rf"|\([^()]+\)|(?:(?<=\s)|(?<=[\d)}}])){UNIT_WORD}(?:(?:\s*/\s*|\s+){UNIT_WORD})*)", re.DOTALL,
 )  # fmt: skip
@@ -138,7 +138,7 @@ CONSTANT = re.compile(  # a side without letters
 )
 NAMES = re.compile(r"\(\s*[A-Za-z](?:_\{?\d\}?)?(?:\s*,\s*[A-Za-z](?:_\{?\d\}?)?)+\s*\)")
 NAMED = re.compile(rf"{NAME}(?:\s*:\s*{NAME})*")
-BUILDER = re.compile(rf"\s*{NAME}(?:\s*\\in\s*\\mathbb\{{R\}})?\s*(?:\\mid|:|\|)\s*(.+)")
+BUILDER = re.compile(rf"\\\{{\s*{NAME}(?:\s*\\in\s*\\mathbb\{{R\}})?\s*(?:\\mid|:|\|)\s*(.+)\\\}}")
 CHOICE = re.compile(r"(?!.$)(?:option |choice |answer )?\s*\(?\s*([A-J])(?![A-Z])\s*([).:、]*)(.*)", re.I | re.DOTALL)
 DENIALS = re.compile(  # behind a letter and its mark: an operator; another option; a word that takes it back
     r"^[-+*/^_=(<>']|^\s*(?:[,/&]|(?i:or|and|but|或|和)\s|\(?[A-J][).]*$)|(?<!\w)\([A-Ja-j]\)|[,;]\s*[a-j][:.)]|(?<![\w(])[A-Ja-j]\)"
@@ -149,6 +149,9 @@ DENIALS = re.compile(  # behind a letter and its mark: an operator; another opti
 FOREIGN = re.compile(r"[^\W\d_\x00-\x7fͰ-Ͽ]|(?<!_)(?<!_\{)\\text")
 BASED = re.compile(r"\(?([0-9A-Fa-f]+)\)?_\{?(?:\\text\{)?\s*(\d+|two|three|four|five|six|seven|eight|nine)\s*\}*")
 VARIABLE = re.compile(r"[A-Za-z](?:_\w)?(?:\(\w\))?|\\(?!pi|infty)[a-z]+")
+EXCLUDED = re.compile(  # x \ne 1, x \ne 2
+    rf"({VARIABLE.pattern})\s*\\ne(?!\s*[xyz]$)((?:(?!(?!\1)[a-z]\s*\\ne|[<>=]|\\[lg]e(?![A-Za-z])).)+)"
+)
 # Separators of a text, see `_split`
 RELATION = r"\\[lg]e(?![A-Za-z])|\\ne(?![A-Za-z])|(?<!\\)[<>]"
 EQUALS = r"(?<![<>:\\])=|\\in(?![A-Za-z])"
@@ -212,14 +215,21 @@ def _choice(text: str) -> Value | None:
     match = CHOICE.fullmatch(re.sub(r"^(?:\\text\s*\{\s*)+([^{}]*)\}", r"\1 ", text))
     if not match:
         return None
-    letter, mark, rest = match[1].upper(), match[2], match[3].strip()
-    if rest and (not mark or DENIALS.search(re.sub(r"\([^()]{2,}\)", "()", match[3]))):
+    letter, mark, rest = match.groups()
+    if not rest.strip():
+        return ("choice", letter.upper(), None)
+    if not mark or DENIALS.search(re.sub(r"\([^()]{2,}\)", "()", rest)):
         return None
-    return ("choice", letter, parse_value(clean(rest)) if rest else None)
+    return ("choice", letter.upper(), parse_value(clean(rest)))
 
 
 def _named(text: str) -> Value | None:
     """x = 5, f(x) = x^2, x in (0, 1); equations and relations that are no such definitions; 2 + 3 = 5 is 5."""
+    if excluded := EXCLUDED.fullmatch(text):  # the reals without 1 and 2: all that lies between
+        points = parse_value(re.sub(rf"{excluded[1]}\s*\\ne", "", excluded[2]).strip())
+        low, high = _parse_all([r"-\infty", r"\infty"])
+        pairs = itertools.pairwise([low, *sorted(_flat((points,))), high])
+        return ("union", tuple(("sequence", "()", pair, (excluded[1],)) for pair in pairs))
     if len(_split(text, f"{COMMA}|{OR}")) > 1:
         return None
     terms, sides = _split(text, RELATION), _split(text, EQUALS)
@@ -229,8 +239,8 @@ def _named(text: str) -> Value | None:
         return _relation(terms, signs) if is_whole else _text(text)
     match sides:
         case [point, values] if NAMES.fullmatch(point):  # (x, y) = (1, 2)
-            names, value = re.findall(r"[A-Za-z]", point), parse_value(values)
-            return value if names == sorted(names) or value[0] != "sequence" else _text(text)
+            names = re.findall(r"[A-Za-z]", point)
+            return parse_value(values) if names == sorted(names) else _text(text)
         case [first, *rest] if rest and NAMED.fullmatch(first):
             return ("named", re.sub(r"\\text|[\s{}]", "", fold(first)), _chain(rest), f"{first} = {rest[-1]}")
         case [first, *_, last] if CONSTANT.fullmatch(first) and CONSTANT.fullmatch(last):
@@ -254,8 +264,6 @@ def _relation(terms: list[str], signs: list[str]) -> Value:
         terms, signs = terms[::-1], ["<" if sign == ">" else r"\le" for sign in signs[::-1]]
     match terms:
         case [name, bound] if VARIABLE.fullmatch(name) and bound not in ("x", "y", "z"):
-            if signs == [r"\ne"]:  # x \ne 2 is (-\infty, 2) \cup (2, \infty)
-                return ("union", (_relation([name, bound], ["<"]), _relation([bound, name], ["<"])))
             terms, signs = [r"-\infty", name, bound], ["<", *signs]
         case [bound, name] if VARIABLE.fullmatch(name):
             terms, signs = [bound, name, r"\infty"], [*signs, "<"]
@@ -285,16 +293,15 @@ def _collection(text: str) -> Value | None:
         return amounts
     if column := COLUMN.fullmatch(text):
         return ("sequence", "()", _parse_all(re.split(r"\s*\\\\\s*", column[1].strip())), ())
+    if builder := BUILDER.fullmatch(text):
+        return parse_value(builder[1].strip())
     inner = _brackets(text)
     if inner is None:
         if text.count("\\pm") != 1:
             return None
         return ("list", _parse_all([text.replace("\\pm", sign) for sign in "+-"]))
     opening, inside, closing = inner
-    builder = BUILDER.fullmatch(inside)
-    if builder and opening == "\\{":
-        return parse_value(builder[1].strip())
-    items = [item for item in _split(inside, COMMA) if item]
+    items = [*filter(None, _split(inside, COMMA))]
     if opening == "\\{":
         return ("set", _flat(_parse_all(items)))
     if opening in ("[", "\\langle") or len(items) > 1:
@@ -337,8 +344,7 @@ def _is_formula(text: str) -> bool:
     """False for substances and capitals alone, for letters before digits (9 R 4) and digits apart (2 4 1)."""
     if SUBSTANCE.fullmatch(re.sub(r"\\text|[\s_{}]", "", text)):
         return False
-    signs = re.sub(rf"\\[A-Za-z]+|(?<![A-Za-z])(?:{FUNCTION}|max|min|mod)", r"\\", text)
-    signs = re.sub(r"_\s*(?:\{[^{}]*\}|\w)", "", signs)
+    signs = re.sub(rf"\\[A-Za-z]+|(?<![A-Za-z])(?:{FUNCTION}|max|min|mod)|_\s*(?:\{{[^{{}}]*\}}|\w)", r"\\", text)
     signs = re.sub(r"\^\s*(?:\{[^{}]*[^{}+-]\}|\w(?![+-]$))", "^", signs)
     return not re.search(r"[A-Za-z]\s*\d|[A-Za-z]{2}\s+(?!d)[A-Za-z]{2}|[\d)]\s+\d|\^(?:\{\d*[+-]\}|\d*[+-]$)", signs)
 
@@ -358,7 +364,7 @@ WORDED = re.compile(  # yes, Monday, no solution; no product of letters (abc, GM
 
 
 def quantity(text: str, is_apart: bool = False) -> Value | None:
-    """Based numbers, times and ratios, words, money, and what has a unit. `is_apart`: also of one letter (0.64N)."""
+    """Based numbers, texts that are not formulas, and what has a unit. `is_apart`: also of one letter (0.64N)."""
     if based := BASED.fullmatch(text):
         digits, base = based[1].lstrip("0").upper(), WORDS.get(based[2], based[2])
         return ("number", Fraction(digits), f"base {base}") if digits.isdigit() else ("words", f"{digits}{base}")
@@ -368,8 +374,8 @@ def quantity(text: str, is_apart: bool = False) -> Value | None:
         match parse_value(written["value"].strip()):
             case ("number" | "formula" as kind, value, ""):
                 noun = written["unit"].strip("()")
-                is_spaced = kind == "number" and text[written.start("unit") - 1].isspace()
+                is_spaced = kind == "number" and written["space"] != ""
                 name = unit(noun, is_apart or is_spaced or "\\text" in noun)
-                if name is not None:
+                if name:
                     return (kind, value, name)
     return _text(text) if FOREIGN.search(text) else None

@@ -155,7 +155,6 @@ def test_a_wrong_advantage_ends_the_run_with_its_sentence(advantage, words):
     (lambda t: t.logprob, "in step 2: AttributeError: 'Tokens' object has no attribute 'logprob'"),
     (lambda t: t.logprobs.sum(), r"per_token has the shape \[\]; needed is a tensor of the shape \[\d+\]"),
     (lambda t: Loss(t.logprobs, ratio=t.logprobs.sum()), r"ratio has the shape \[\]; needed is a tensor of the shape"),
-    (lambda t: (x := t.logprobs.exp()) * t.advantages + 0 * x.mul_(2), "in step 2: RuntimeError: .* inplace oper"),
     (lambda t: Loss(t.logprobs, metrics={"x": t.advantages.mean()}), r"in step 2: ValueError: x has the shape \[\]"),
     (lambda t: t.ref_logprobs - t.logprobs, "'Tensor'; its input is grpo.Tokens, whose ref_logprobs are None with"),
     (lambda t: t.advantages, "a loss or KL has values without a gradient; compute them from the log-probs"),

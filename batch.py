@@ -52,7 +52,7 @@ class Row:
     encoded_images: tuple[bytes, ...] = ()  # in the order of the image parts
     text: str = ""  # the rendered prompt, which the model continues
     ids: np.ndarray = field(default_factory=lambda: NO_IDS)  # its tokens, image tokens repeated
-    images: object | None = None  # `PromptImages` of extras/models/vision.py; None: no image, or the model sees none
+    images: object | None = None  # `PromptImages` of extras/models/vision.py; None: none
     hinted_ids: np.ndarray = field(default_factory=lambda: NO_IDS)  # tokens of the prompt with its hint, if it has one
 
     @property

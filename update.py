@@ -222,8 +222,7 @@ def own_code(flag: str, step: int, names: str = TOKENS) -> Iterator[None]:
     except Exception as error:  # noqa: BLE001  the user's code may raise anything
         if "memory" in str(error):  # a lack of it is no fault of the function
             raise
-        is_of_names = isinstance(error, LookupError | TypeError | AttributeError)
-        words = f"{type(error).__name__}: {error}" + f"; {names}" * is_of_names
+        words = f"{type(error).__name__}: {error}" + f"; {names}" * (not isinstance(error, ValueError))
         raise OwnCodeError(f"{flag} fails in step {step}: {words}") from error
 
 

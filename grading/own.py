@@ -133,14 +133,14 @@ def read_reward(result: object, name: str) -> Score:
         result = result[key]
     score = _number(result)
     if not math.isfinite(score):
-        raise WrongReturn(f"{name} returned {result!r:.200}, not a finite number")
+        raise WrongReturn(f"{name} returned {result!r:.200}, not a finite number of 32 bits")
     return Score(score, parts, feedback)
 
 
 def _number(value: object) -> float:
-    """The value if it is a number, also a scalar of NumPy or torch; else nan."""
+    """The value if it is a number of 32 bits, also a scalar of NumPy or torch; else nan."""
     try:
-        return math.nan if isinstance(value, (str, bytes)) else float(value)
+        return math.nan if isinstance(value, (str, bytes)) or abs(float(value)) > 1e38 else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return math.nan
 

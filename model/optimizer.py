@@ -51,7 +51,7 @@ def make_optimizer(named: dict[str, nn.Parameter], adamw: AdamW, memory: Memory)
                 "that it was given, and of no others: those of a loss are not saved (docs/hacks.md)."
             )
         for group in optimizer.param_groups:
-            group["relative_lr"] = adamw.learning_rate and group["lr"] / adamw.learning_rate
+            group["relative_lr"] = adamw.learning_rate and group.get("lr", 0.0) / adamw.learning_rate
         return optimizer
     parameters = named.values()
     betas = (adamw.adam_beta1, adamw.adam_beta2)

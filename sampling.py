@@ -64,9 +64,9 @@ class Sampler:
     num_drawn: int = 0  # prompts drawn or skipped so far, in the order of the data
     solved: dict[str, int] = field(default_factory=dict)  # place of a row that is skipped -> num_drawn at that time
     drawn_ahead: dict[int, int] = field(default_factory=dict)  # step that was begun -> num_drawn before its first round
-    before: dict[int, dict] = field(default_factory=dict)  # the last step -> `position` at its beginning
+    before: dict[int, dict] = field(default_factory=dict)  # last step -> `position` at its start
     # About the step that was collected last:
-    seconds_RE: list[np.ndarray] = field(default_factory=list)  # the time of each engine in each round
+    seconds_RE: list[np.ndarray] = field(default_factory=list)  # of each engine in each round
     rollout: Rollout | None = None  # all its completions, also those that are not trained on
     round_B: np.ndarray | None = None  # the round of each
     used_B: np.ndarray | None = None  # the indices of the completions that are trained on

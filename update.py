@@ -172,7 +172,7 @@ def gather_penalties(rollout: Rollout, updates: list[Update], algorithm: Algorit
 def compute_advantages(
     rollout: Rollout, penalties: list[np.ndarray] | None, algorithm: Algorithm, step: int = 1, total_steps: int = 1
 ) -> list[np.ndarray]:
-    """The advantage of each token of each completion. Raises OwnCodeError where --advantage fails."""
+    """The advantage of each completion's tokens. Raises OwnCodeError where --advantage fails."""
     rewards_B = torch.from_numpy(rollout.rewards_B)
     lengths_B = torch.tensor([len(completion) for completion in rollout.completions])
     returns_T = torch.repeat_interleave(rewards_B, lengths_B)
@@ -275,7 +275,7 @@ def update_policy(
 def add_gradients(
     policy: Policy, update: Update, algorithm: Algorithm, step: UpdateStep, memory: Memory, world: World
 ) -> list[dict[str, Tensor]]:
-    """The metrics of the passes over this rank's micro-batches, whose gradients add up in the policy.
+    """The metrics of passes over this rank's micro-batches, whose gradients add up in the policy.
 
     In the first update of a step no weight has changed since sampling, so the old log-probs are the current ones and
     every ratio is exactly 1. With dropout they are those of a pass without it.

@@ -158,7 +158,7 @@ def check_tokens(path: str, tokenizer: PreTrainedTokenizerBase, stop_ids: list[i
 
 
 def check_template(prompt_format: PromptFormat, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ValueError for a chat template that is missing, or that ignores --template_args or --tools."""
+    """Raises ValueError for a chat template that is missing, or that ignores what is to be shown."""
     if prompt_format.prompt_format == "raw":
         return
     if tokenizer.chat_template is None:
@@ -173,7 +173,7 @@ def check_template(prompt_format: PromptFormat, tokenizer: PreTrainedTokenizerBa
         if (tools := prompt_format.tools) and prompt == render(talk[:1], replace(prompt_format, tools=None), tokenizer):
             raise ValueError(f"--tools {tools}: the chat template of --model shows no tools.")
         if "1" not in prompt:
-            raise ValueError("the chat template of --model does not show what a user says; give another one.")
+            raise ValueError("the chat template of --model shows no text of a user; give another one.")
         header = render(talk, prompt_format, tokenizer, continues=False).partition(prompt)[2].partition("0")[0].strip()
         if header and prompt == render(talk[:1], prompt_format, tokenizer, continues=False):
             raise ValueError(
@@ -183,7 +183,7 @@ def check_template(prompt_format: PromptFormat, tokenizer: PreTrainedTokenizerBa
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, path: str) -> None:
-    """Raises ValueError unless both have the same token at every id. `path`: the value of --reference."""
+    """Raises ValueError unless both have the same tokens. `path`: the value of --reference."""
     different = tokenizer.get_vocab().items() ^ other.get_vocab().items()
     if different:
         token, i = min(different, key=itemgetter(1))
@@ -194,9 +194,9 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokeni
 
 
 def describe_data(sets: list[PromptData], tokenizer: PreTrainedTokenizerBase, file: Path) -> list[str]:
-    """Lines that say what the sets hold, the first prompt as the model sees it among them. Excluded rows go to `file`.
+    """Lines that say what the sets hold. Excluded rows go to `file`.
 
-    The first set is the one that is trained on: a prompt of another set that it has, too, is warned of.
+    Warns of prompts that the first set, which is trained on, has in common with others.
     """
     lines, excluded = [], ""
     for data in sets:
@@ -210,5 +210,5 @@ def describe_data(sets: list[PromptData], tokenizer: PreTrainedTokenizerBase, fi
     for data in sets[1:]:
         count = sum((row.ids.tobytes(), row.encoded_images) in trained for row in data.rows)
         if count:
-            lines.append(f"warning: {count} of the {len(data.rows)} prompts of {data.name} are training prompts, too")
+            lines.append(f"warning: {count} of {len(data.rows)} prompts of {data.name} are training prompts")
     return [*lines, *describe_tags(tokenizer), f"first prompt: {sets[0].rows[0].text!r}"]

@@ -13,7 +13,7 @@ from runtime.machine import local_world_size
 from runtime.start import check_divides, launched_world_size
 
 INSTALLED = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU that the driver has, whether it answers or not
-LONGEST_FOLDER = 70  # the name of a socket has 107 bytes; vLLM's has 37 behind its folder, one of multiprocessing 32
+LONGEST_FOLDER = 70  # a socket's path has 107 bytes, vLLM's 37 of them behind the folder
 
 
 def check_launch(tp_size: int, dtype: str, server_gpus: int = 0) -> None:

@@ -85,7 +85,7 @@ def read_instructions(answer: str, columns: dict[str, object]) -> list[Instructi
 
 
 def read_instruction(where: str, name: object, given: object, known: dict[str, str]) -> Instruction:
-    """The instruction of this name, in one of the two tables, with the arguments that the row gives."""
+    """The instruction of this name in the table, with the arguments that the row gives."""
     if not isinstance(name, str) or name not in known:
         raise ValueError(f"{where} {name!r}, which is none of {list(known)}.")
     instruction, *keys = known[name].split()
@@ -105,7 +105,7 @@ def read_instruction(where: str, name: object, given: object, known: dict[str, s
 
 
 def read_argument(parameter: str, value: object) -> tuple[str, object]:
-    """What a checker requires of this parameter, and the value as it takes it; None for a value that is no such."""
+    """What a checker requires of this parameter, and the value as it takes it; None: it is none."""
     text = value.strip() if isinstance(value, str) else ""
     if parameter.endswith(("relation", "language")):
         known = list(RELATIONS)

@@ -30,7 +30,7 @@ FORMS = ("completion", "completions", "solution_str", "solution_strs")  # the pa
 
 
 def values_of(case: Case, form: str) -> dict[str, object]:
-    """The values that a function of this form may name, for one completion; one of a group gets lists of them."""
+    """The values of a completion that a function of this form may name; of a group, lists."""
     if form in ("completion", "completions"):
         values = {name: getattr(case, name) for name in ("completion", "answer", "token_ids", "columns", *EXTRAS)}
         names = {"completion": "completions", "answer": "answers", "prompt": "prompts", "token_ids": "completion_ids"}

@@ -27,7 +27,7 @@ Side = list[History]  # the runs of A, or of B
 # * stands for any text.
 METRICS = (
     "reward/mean", "eval/*/avg@*", "completion/tokens_mean", "policy/kl_ref", "policy/entropy",
-    "time/step_s", "sampling/prompts",  # what a step costs; with dynamic sampling it samples more than it trains on
+    "time/step_s", "sampling/prompts",  # what a step costs
 )  # fmt: skip
 GRADED_BY = ("--reward", "--environment", "--tools")
 SAMPLED_BY = ("--temperature", "--max_completion_tokens")

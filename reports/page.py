@@ -26,7 +26,7 @@ BYTES_OF_SAMPLES = 18_500_000  # so that a page stays below 20 MB
 
 
 def write_page(file: Path, runs: list[History], published: list[dict[str, dict]]) -> None:
-    """Writes the page of these runs. `published`: of each, metric -> the curve that was published of it."""
+    """Writes the page of these runs. `published`: of each, metric -> published curve."""
     described = []
     chunks = {}
     names = [run.folder.absolute().name for run in runs]

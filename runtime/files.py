@@ -104,7 +104,7 @@ def best_effort(what: str, *more: type[Exception]) -> Iterator[None]:
 @contextmanager
 def atomic_write(file: Path) -> Iterator[Path]:
     """The path for the block to write, which then becomes the file. If it fails, an older file stays as it was."""
-    unfinished = file.with_name(f".{file.name}.{os.environ.get('RANK', 0)}")  # where a run fails, each rank may write
+    unfinished = file.with_name(f".{file.name}.{os.environ.get('RANK', 0)}")  # all ranks may write
     try:
         yield unfinished
         unfinished.replace(file)

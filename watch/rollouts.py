@@ -42,9 +42,9 @@ class Keeper(Observer):
     writing: Future[None] | None = None  # the step that is being written, or was last
 
     def rollout(self, record: StepRecord, end: Exception | None = None) -> None:
-        """Returns soon, unless the disk has not yet taken the step before. A sentence that ends the run names the file.
+        """Returns soon, if the disk has taken the step before. The sentence that ends a run names the file.
 
-        With an error of own code each rank writes what it has, because the others may wait for it in a collective.
+        After an OwnCodeError each rank writes what it has: others may wait for it in a collective.
         """
         is_alone, logprobs = isinstance(end, OwnCodeError), {}
         for part in [record.logprobs] if is_alone else gather_from_ranks(record.logprobs):

@@ -96,7 +96,7 @@ def weights_of(replayed: str, last: int) -> tuple[int, Path | None]:
     folder, done = run_and_step(replayed)
     steps, saved = steps_with_rollouts(folder), dict(checkpoints(folder))
     if not steps:
-        raise RunError(f"--replay {folder}: there are no rollouts in {folder}/rollouts; name the folder of a run.")
+        raise RunError(f"--replay {folder}: it has no folder rollouts; name the folder of a run.")
     for step in range(done + 1, last + 1):
         if step not in steps:
             raise RunError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from batch import Batch
 from fsdp_utils import release_gathered
@@ -13,8 +12,8 @@ from model.head import Teacher
 
 
 @torch.no_grad()
-def run(reference, divergence: Callable[..., tuple[Tensor, Tensor]], temperature: float, batch: Batch) -> Teacher:
-    """The distributions of the reference, a `Policy`, at the trained tokens. `divergence`: of `divergences.py`."""
+def run(reference, divergence: Callable, temperature: float, batch: Batch) -> Teacher:
+    """The distributions of the reference, a `Policy`, at the trained tokens. `divergence`: its KL."""
     with reference.adapter_off():
         hidden_KD, weight_VD = reference.hidden_states(batch.reference_batch())
     if reference.adapter is None:  # with LoRA the policy computes with these weights next

@@ -216,7 +216,7 @@ class Turns(Observer):
     # In an engine of the ranks ----------------------------------------------------------------------------------------
 
     def play(self, engine, rows: list[Row], sampling: Sampling, description: str) -> Iterator[tuple[int, Episode]]:
-        """Yields (index, episode) of each row when it is over. `engine`: the `Engine` of `rollout.py`.
+        """Yields (index, episode) of each row when it is over. `engine`: `rollout.Engine`.
 
         What is sampled is a function of the seed and of the replies: these enter the engine `REPLY_STEPS` after the
         turn, not when they come.

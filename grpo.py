@@ -383,7 +383,7 @@ def as_loss(returned: Loss | Tensor, t: Tokens) -> Loss:
     )
     for what, values in (loss._asdict() | loss.metrics).items():
         if what != "metrics":
-            check_shape(what, values, [tuple(t.mask.shape)])
+            check_shape(what, values, [t.mask.shape])
     check_gradient(loss.per_token, t.logprobs)
     return loss
 
@@ -401,9 +401,8 @@ def check_returned(what: str, values: object, shapes: list[tuple[int, ...]]) -> 
             f"{what} returned {values.dtype} with{'' if values.requires_grad else 'out'} a gradient; "
             "needed are floats without one."
         )
-    if not values.isfinite().all():
-        first = (~values.isfinite()).nonzero()[0].tolist()
-        raise ValueError(f"{what} returned values that are not finite, the first at {first}.")
+    if wrong := (~values.isfinite()).nonzero().tolist():
+        raise ValueError(f"{what} returned values that are not finite, the first at {wrong[0]}.")
 
 
 def check_shape(what: str, values: object, shapes: list[tuple[int, ...]]) -> None:
@@ -415,6 +414,7 @@ def check_shape(what: str, values: object, shapes: list[tuple[int, ...]]) -> Non
 
 
 def check_gradient(values: Tensor, logprobs: Tensor) -> None:
-    """Raises ValueError for a loss that would train nothing, where the log-probs have a gradient."""
+    """Raises ValueError for a loss that is not per token, or that would train nothing."""
+    check_shape("a loss or KL", values, [logprobs.shape])
     if logprobs.requires_grad and not values.requires_grad:
         raise ValueError("a loss or KL has values without a gradient; compute them from the log-probs.")

@@ -211,11 +211,10 @@ def compute_advantages(
     return [piece.numpy() for piece in advantages.split(lengths_B.tolist())]
 
 
-TOKENS = "its input is grpo.Tokens, whose ref_logprobs are None without --kl_coef"
-
-
 @contextmanager
-def own_code(flag: str, step: int, names: str = TOKENS) -> Iterator[None]:
+def own_code(
+    flag: str, step: int, names: str = "its input is grpo.Tokens, whose ref_logprobs are None without --kl_coef"
+) -> Iterator[None]:
     """Names the flag if the block, perhaps the user's code, fails; `names`: what it could use."""
     try:
         yield

@@ -79,7 +79,7 @@ class OwnReward:
             if parameter.kind is Parameter.VAR_KEYWORD:
                 self.takes_rest = form in ("completion", "completions")
             elif parameter.kind is not Parameter.VAR_POSITIONAL and parameter.default is Parameter.empty:
-                self.required += [name] * (name not in known)
+                self.required += {name} - known.keys()
         if self.required and form != "completions":
             raise ValueError(f"{self.name} cannot be called: nothing is known of its parameter {self.required[0]!r}.")
         self.takes_token_ids = not {"token_ids", "completion_ids"}.isdisjoint(self.named)

@@ -90,6 +90,7 @@ def unit(text: str, is_apart: bool) -> str | None:
     A unit is made of known names, abbreviations and plurals of any noun. `is_apart`: a letter is no factor ("5 m").
     """
     is_marked = "\\text" in text
+    is_apart |= is_marked
     text = re.sub(r"\\text|\\cdot|[{}().]|^\W*in\s(?=\s*\w)", " ", text)
     text = re.sub(r"\\?%", " percent ", text.replace("^\\circ", " deg "))
     text = re.sub(r"\bper\b|每", "/", re.sub(r"(?i)\bdeg(?:ree)?s?\s(?=\s*[cf]\w)", "", text))
@@ -368,16 +369,14 @@ def quantity(text: str, is_apart: bool = False) -> Value | None:
     if based := BASED.fullmatch(text):
         digits, base = based[1].lstrip("0").upper(), WORDS.get(based[2], based[2])
         return ("number", Fraction(digits), f"base {base}") if digits.isdigit() else ("words", f"{digits}{base}")
-    if UNCOUNTED.search(text) or WORDED.fullmatch(text):
-        return _text(text)
     if len(parts := _split(text, ":")) > 1:
         return ("sequence", ":", _parse_all(parts), ())
+    if UNCOUNTED.search(text) or WORDED.fullmatch(text):
+        return _text(text)
     if written := QUANTITY.fullmatch(text):
         match parse_value(written["value"].strip()):
             case ("number" | "formula" as kind, value, ""):
-                noun = written["unit"].strip("()")
                 is_spaced = kind == "number" and written["space"] != ""
-                name = unit(noun, is_apart or is_spaced or "\\text" in noun)
-                if name:
+                if name := unit(written["unit"], is_apart or is_spaced):
                     return (kind, value, name)
     return _text(text) if FOREIGN.search(text) else None

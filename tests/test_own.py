@@ -141,10 +141,10 @@ def test_a_hook_that_fails_ends_the_run_with_a_sentence():
 def test_a_hook_gets_a_copy_and_gives_metrics_to_the_line():
     def hook(step, metrics):
         metrics["reward/mean"] = 9.0
-        return {"step": 7, "mine/x": step}
+        return {"step": 7, "mine/x": step, 3: step}
 
     metrics = {"reward/mean": 1.0}
-    assert AfterStep(hook).step(3, metrics) == {"mine/x": 3.0} and metrics == {"reward/mean": 1.0}
+    assert AfterStep(hook).step(3, metrics) == {"mine/x": 3.0, "3": 3.0} and metrics == {"reward/mean": 1.0}
     assert AfterStep(hook).step(0, metrics) is None, "an evaluation before training"
 
 

@@ -137,7 +137,7 @@ def replace_columns(row: Namespace, columns: dict[str, object]) -> Namespace:
 
 
 @pytest.mark.parametrize(("advantage", "words"), [
-    (lambda g: g.rewards_PG.where(g.rewards_PG > 0, torch.nan), r"not finite, the first at \[0, 1\] of \[2, 2\]"),
+    (lambda g: g.rewards_PG.where(g.rewards_PG > 0, torch.nan), r"not finite, the first at \[0, 1\]\."),
     (lambda g: g.rewards_PG.mean(), r"the shape \[\]; needed .*\[2, 2\] or \[8\]"),
     (lambda g: g.rewards_PG > 0, "returned torch.bool without a gradient; needed are floats"),
     (lambda g: (g.rewards_PG * 1.0).requires_grad_(), "torch.float32 with a gradient; needed are floats without one"),
@@ -197,6 +197,16 @@ def test_a_kl_estimator_that_fails_on_penalties_is_named():
     algorithm = replace(algorithm, kl_estimator=lambda x: x.typo)
     with pytest.raises(OwnCodeError, match="--kl_estimator fails in step 3: AttributeError.*'typo'"):
         add_advantages(graded(), [Update([batch], 8)], algorithm, step=3)
+
+
+def test_a_kl_estimator_that_returns_one_number_is_refused():
+    """Added to each token it would have another gradient."""
+    batch, algorithm = pack(graded(), [0, 1, 2, 3]), algorithm_of(flags(kl_coef=0.5))
+    logprobs_N = batch.rollout_logprobs_N
+    batch = replace(batch, ref_logprobs_N=logprobs_N, advantages_N=logprobs_N)
+    t = grpo.tokens_of(batch, logprobs_N, logprobs_N, logprobs_N)
+    with pytest.raises(ValueError, match=r"a loss or KL has the shape \[\]; needed is a tensor of the shape \[\d+\]"):
+        grpo.total_loss(batch, t, replace(algorithm, kl_estimator=torch.mean))
 
 
 def test_the_whole_penalty_is_taken_off_before_the_baseline():

@@ -88,9 +88,16 @@ class Judge(BaseHTTPRequestHandler):
         pass
 
 
+class Server(ThreadingHTTPServer):
+    """Says nothing of those who hang up: a grading that is late is ended."""
+
+    def handle_error(self, *_: object) -> None:
+        pass
+
+
 def test_a_judge_gets_parallel_requests_and_may_fail(tmp_path):
     """A judge is asked several times at once, and may answer late or talk nonsense."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    server = Server(("127.0.0.1", 0), Judge)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     (tmp_path / "judge.py").write_text(  # the workers' environment is that of an earlier test
         f"import os\nos.environ |= dict(JUDGE_URL='http://127.0.0.1:{server.server_port}/v1', JUDGE_MODEL='fake')\n"
@@ -126,7 +133,7 @@ class RewardModel(Judge):
 
 def test_a_reward_model_gets_parallel_requests(tmp_path):
     """A reward model scores several completions at once; one that it does not take counts as failed."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), RewardModel)
+    server = Server(("127.0.0.1", 0), RewardModel)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     (tmp_path / "reward_model.py").write_text(
         f"import os\nos.environ['REWARD_MODEL_URL'] = 'http://127.0.0.1:{server.server_port}'\n"

@@ -110,7 +110,7 @@ def test_other_data_is_refused(tmp_path):
 
 
 def test_steps_and_weights_that_are_not_there_are_named(tmp_path):
-    with pytest.raises(RunError, match="there are no rollouts"):
+    with pytest.raises(RunError, match="it has no folder rollouts"):
         weights_of(f"{tmp_path}", 1)
     kept(tmp_path, *map(sampled, (1, 2, 3)))
     (tmp_path / "step_1").mkdir()

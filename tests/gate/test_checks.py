@@ -78,8 +78,6 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, "--overlong_cache_tokens 5", "has no effect without the reward `length`"),
     (1, "--eval_data x.jsonl", "--eval_data x.jsonl is never evaluated"),
     (None, "--plan_gpus 4", "--plan_gpus has no effect without --dry_run"),
-    (None, "--plan_gpu A100-80GB", "--plan_gpu has no effect without --dry_run"),
-    (None, "--plan_prompt_tokens 9", "--plan_prompt_tokens has no effect without --dry_run"),
     (1, "--replay nowhere", "nowhere has no config.json; name the folder"),
     (1, "--train_data a b a", "--train_data names a more than once; name it once"),
     (1, "--engine server --server_urls http://h:1 http://h:1/", "--server_urls names http://h:1 more than once"),

@@ -115,7 +115,7 @@ def test_a_sampler_at_another_temperature_ends_the_run(policy, tmp_path):
     """A run whose sampler has another temperature ends before it learns from the samples. Through the program
     itself: the sentence is the last thing said, and its file has the tokens of the step.
     """
-    done = run_ranks(2, PROGRAMS, ["cooler", *training_flags(policy, tmp_path / "run")], timeout=300)
+    done = run_ranks(2, PROGRAMS, ["cooler", *training_flags(policy, tmp_path / "run")])
     file = tmp_path / "run" / "rollouts" / "step_1.parquet"
     said = done.stderr.strip().splitlines()[-1]
     assert done.returncode != 0 and "error: step 1, update 1 is not made" in said and "Traceback" not in done.stderr

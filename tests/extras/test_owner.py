@@ -24,7 +24,7 @@ from extras.servers.weights import check_key
 from flags import EngineSettings, Sampling, Servers
 from helpers.fake_servers import HAS, KEY, TOKENIZER, A, B, FakeServer, engine_of, synced
 from helpers.made_up import ALONE, load_policy, make_model, make_row
-from helpers.runs import ENVIRONMENT, ROOT, wait_for
+from helpers.runs import ENVIRONMENT, GUARD_SECONDS, ROOT, wait_for
 from runtime.start import RunError
 
 
@@ -117,10 +117,10 @@ def test_a_server_that_hangs_in_a_transfer_ends_the_run(hangs, server, monkeypat
     with run_of(A, server, timeout=1.0) as engine:
         synced(engine)
         server.hangs = hangs
-        engine.fleet.servers[0].link.broadcast = lambda *_, **__: is_over.wait(60.0)
+        engine.fleet.servers[0].link.broadcast = lambda *_, **__: is_over.wait(GUARD_SECONDS)
         with ThreadPoolExecutor(1) as pool:
             pool.submit(synced, engine)
-            assert ended.result(30.0) == 1
+            assert ended.result(GUARD_SECONDS / 10) == 1
             assert f"{server.url} has failed: no " in capsys.readouterr().err
             server.event.set()
             is_over.set()
@@ -133,12 +133,12 @@ def test_failures_during_a_connection_that_hangs_are_noticed(server, monkeypatch
     hangs, ended = threading.Event(), Future()
     monkeypatch.setattr("extras.servers.fleet.EXIT_SECONDS", 0.1)
     monkeypatch.setattr("os._exit", ended.set_result)
-    monkeypatch.setattr("extras.servers.fleet.open_link", lambda *_: hangs.wait(60.0))
+    monkeypatch.setattr("extras.servers.fleet.open_link", lambda *_: hangs.wait(GUARD_SECONDS))
     server.meet = lambda info: 1 / 0
     with run_of(A, server) as engine:
         with pytest.raises(RunError, match="has failed: /init_weight_transfer_engine answers"):
             synced(engine)
-        assert ended.result(30.0) == 1
+        assert ended.result(GUARD_SECONDS / 10) == 1
         hangs.set()
 
 
@@ -183,7 +183,7 @@ def status_of(url: str, method: str, key: str) -> int:
     headers = {"Authorization": key, "Origin": "http://x", "Access-Control-Request-Method": "POST"}
     request = urllib.request.Request(url, method=method, data=b'{"method": "own_fit"}', headers=headers)
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(request, timeout=60)
+        urllib.request.urlopen(request, timeout=GUARD_SECONDS)
     return refused.value.code
 
 
@@ -224,7 +224,7 @@ def test_real_servers_have_one_run_and_end_on_sigterm(tmp_path, monkeypatch):
             engine.fleet.send(next(policy.full_weights())[1])
             processes = [process, *process.children(recursive=True)]
             process.terminate()
-            _, left = psutil.wait_procs(processes, timeout=10.0)
+            _, left = psutil.wait_procs(processes, timeout=GUARD_SECONDS / 10)
             assert not left
     finally:
         with suppress(psutil.NoSuchProcess):

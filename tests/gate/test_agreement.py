@@ -65,7 +65,7 @@ def test_flags_code_and_batch_are_compared(monkeypatch):
 def test_a_rank_with_another_reward_ends_the_run_and_is_named(policy, tmp_path):
     (tmp_path / "program.py").write_text(OTHER_REWARD)
     options = training_flags(policy, tmp_path / "run", total_steps=1, eval_before_training=None)
-    done = run_ranks(2, str(tmp_path / "program.py"), options, timeout=200)
+    done = run_ranks(2, str(tmp_path / "program.py"), options)
     assert done.returncode == 1
     assert "error: the ranks have diverged in step 1: rank 1 has rewards " in done.stderr
     assert not (tmp_path / "run" / "metrics.jsonl").exists(), "before anything is trained on it"

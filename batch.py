@@ -36,23 +36,9 @@ from model.special_tokens import special_tokens
 IMAGE = "<image>"  # in a prompt: the place of an image
 Messages = list[dict[str, object]]
 Metrics = dict[str, float]
-State = dict[str, int | list[int] | list[float] | list[tuple[int | str, int]]]  # the loop's, by name: in the checkpoint
 # Takes b, text, sampled token ids, whether it is truncated, and an environment's grade, if any.
 OnFinished = Callable[[int, str, Sequence[int], bool, Grade | None], None]
 NO_IDS = np.zeros(0, np.int32)
-
-
-class PromptImages(Protocol):
-    """The images of a prompt, as far as the core has to know them; `extras/models/vision.py` has the rest."""
-
-    encoded: tuple[bytes, ...]
-    template_ids: np.ndarray  # int32, with one token for each image, as the engine wants the prompt
-
-    def is_image(self) -> np.ndarray:
-        """bool, one per token of the prompt."""
-
-    def decoded(self) -> list[object]:
-        """The images, as the engine wants them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +52,7 @@ class Row:
     encoded_images: tuple[bytes, ...] = ()  # in the order of the image parts
     text: str = ""  # the rendered prompt, which the model continues
     ids: np.ndarray = field(default_factory=lambda: NO_IDS)  # its tokens, image tokens repeated
-    images: PromptImages | None = None  # None: the prompt has no image, or the model sees none
+    images: object | None = None  # `PromptImages` of extras/models/vision.py; None: none
     hinted_ids: np.ndarray = field(default_factory=lambda: NO_IDS)  # tokens of the prompt with its hint, if it has one
 
     @property
@@ -84,7 +70,7 @@ class Rollout:
     rollout_logprobs: list[np.ndarray]  # float32, one per completion token, by the engine at its temperature
     texts: list[str]  # the completions as text, without what begins, ends and parts messages
     is_truncated_B: np.ndarray  # bool: stopped by the length limit, not by the model
-    is_sampled: list[np.ndarray]  # bool, one per completion token: false where an environment said it
+    is_sampled: list[np.ndarray]  # bool, one per completion token: false: an environment said it
     is_trained_B: np.ndarray  # bool: false: the sequence is left out of the loss
     # Empty until they are known:
     grades: list[Grade] = field(default_factory=list)
@@ -269,7 +255,7 @@ class Batch:
     """One packed micro-batch: S sequences laid end to end in N positions. Position n predicts `labels_N[n]`."""
 
     input_ids_N: Tensor  # int64
-    position_ids_N: Tensor  # int64, the place in the sequence; with images [3, N]: time, row, column
+    position_ids_N: Tensor  # int64, place in the sequence; with images [3, N]: time, row, column
     labels_N: Tensor  # int64, the next token of the same sequence
     loss_mask_N: Tensor  # bool, true where the label is a sampled token that is trained
     trained_K: Tensor  # int64, the positions where the mask is true: to index by a mask, the host waits for the device
@@ -282,7 +268,7 @@ class Batch:
     parts: tuple[Part, ...] = ()  # of this model
     packing: Packing | None = None  # for its attention, on the device; None: each pass makes it
     advantages_N: Tensor | None = None  # float32, zero where the label is no completion token; None: not known yet
-    old_logprobs_N: Tensor | None = None  # float32, under the weights that sampled; None: not needed
+    old_logprobs_N: Tensor | None = None  # float32, of the weights that sampled; None: not needed
     ref_logprobs_N: Tensor | None = None  # float32, under the reference; None: no KL term
     hinted: Batch | None = None  # the same sequences as the reference reads them; None: as they are here
     distilled: Distilled | None = None  # for a KL over the vocabulary; None: it is not known yet
@@ -330,7 +316,7 @@ class StepRecord:
     rollout: Rollout
     round_B: np.ndarray  # int64, the round of dynamic sampling that a completion is of
     used_B: np.ndarray  # int64, indices of those that were trained on, in their order
-    advantages: list[np.ndarray] = field(default_factory=list)  # for these; empty: nothing was trained
+    advantages: list[np.ndarray] = field(default_factory=list)  # for these; empty: none trained
     logprobs: dict[int, np.ndarray] = field(default_factory=dict)  # index in `used_B` -> the trainer's old ones
 
 
@@ -490,7 +476,7 @@ def _sum(unit: np.ndarray, values: np.ndarray, shared: np.ndarray) -> float:
 def _units(
     group: np.ndarray, lengths: np.ndarray, shared: np.ndarray, together: int, max_tokens: int
 ) -> list[np.ndarray]:
-    """The group, halved until no part has more than `together` sequences or `max_tokens` positions."""
+    """The group, halved until no part exceeds `together` sequences or `max_tokens` positions."""
     if len(group) <= together and _sum(group, lengths, shared) <= max_tokens:
         return [group]
     return [unit for half in np.array_split(group, 2) for unit in _units(half, lengths, shared, together, max_tokens)]

@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.optim import Optimizer
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
-from batch import State
 from flags import Saving
 from fsdp_utils import World, broadcast_from_main, gather_from_ranks
 from policy import Policy
@@ -42,6 +41,7 @@ from runtime.start import RunError
 # The other files of a model, in its folder.
 Companions = list[PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig]
 Weights = dict[str, Tensor]  # by name, in the engine's dtype
+State = dict[str, object]  # of the loop, by name: progress.json
 
 REFUSED = (OSError, SafetensorError, CheckpointException)  # what a full disk ends in; the last is of `dcp`
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
 from itertools import chain
-from operator import itemgetter
-from typing import Protocol
 
 import numpy as np
 from jinja2 import TemplateError
@@ -24,7 +22,7 @@ from transformers import PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import get_json_schema
 
-from batch import IMAGE, Messages, PromptImages, Row
+from batch import IMAGE, Messages, Row
 from flags import PromptFormat
 from grading import alternatives, key_text
 from model.special_tokens import template_tokens
@@ -34,18 +32,7 @@ from runtime.progress import progress
 from runtime.sources import Record, name_of_source, read_records
 
 HINT = "\n\nHere is a reference solution:\n{}\n\nAfter understanding it, solve the problem in your own words."
-
-
-class ImageReader(Protocol):
-    """A reader of images for a model: `Vision` of extras/models/vision.py."""
-
-    image_token: int
-
-    def find_images(self, encoded: tuple[bytes, ...], template_ids: np.ndarray) -> PromptImages:
-        """The images of a prompt. Raises ValueError."""
-
-    def engine_options(self, most_images: int) -> dict[str, object]:
-        """The arguments of `vllm.LLM` for prompts of at most so many images."""
+ImageReader = object  # what reads images for a model: `Vision` of extras/models/vision.py
 
 
 class UnusableRow(Exception):
@@ -77,7 +64,6 @@ class PromptData:
         Without `vision` images count as the template writes them: enough to look at data, not to train.
         Raises ValueError or FileNotFoundError if the source or a column is not there, or no row is left.
         """
-        check_template(prompt_format, tokenizer)
         kept, lengths, excluded = [], [], []
         limit = prompt_format.max_prompt_tokens
         for record in progress(f"read {source}", items=read_records(source, seed, is_shuffled)):
@@ -248,7 +234,7 @@ def hinted_ids(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer
 
 
 def _look_up(record: Record, column: str, flag: str) -> object:
-    """The value of this column, or else at this dotted path; None if an object on the path is null."""
+    """The value of this column, or else at this dotted path; None if one on the path is null."""
     value: object = record.columns
     for key in [column] if column in record.columns else column.split("."):
         if not isinstance(value, dict) or key not in value:
@@ -415,31 +401,3 @@ def describe_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> list
     """Lines for the log: the variables that the chat template gets beside the messages, with their types."""
     variables = template_variables(prompt_format, tokenizer)
     return [f"template: {name} = {value!r} ({type(value).__name__})" for name, value in variables.items()]
-
-
-def check_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
-    """Raises ValueError for a chat template that is missing, or that ignores --template_args or --tools."""
-    if prompt_format.prompt_format == "raw":
-        return
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            "--prompt_format chat: the tokenizer of --model has no chat template; "
-            "a base model may want --prompt_format raw, which gives it the text as it is."
-        )
-    template_variables(prompt_format, tokenizer)
-    if tools := prompt_format.tools:
-        question = [{"role": "user", "content": "?"}]
-        without = replace(prompt_format, tools=None)
-        if render(question, prompt_format, tokenizer) == render(question, without, tokenizer):
-            raise ValueError(f"--tools {tools}: the chat template of --model shows no tools.")
-
-
-def check_vocabulary(tokenizer: Tokenizer, other: Tokenizer, path: str) -> None:
-    """Raises ValueError unless both have the same token at every id. `path`: the value of --reference."""
-    different = tokenizer.get_vocab().items() ^ other.get_vocab().items()
-    if different:
-        token, i = min(different, key=itemgetter(1))
-        raise ValueError(
-            f"--reference {path}: it or --model has {token!r} as token {i}, the other has not; "
-            "use a model with the same vocabulary."
-        )

@@ -33,7 +33,7 @@ import numpy as np
 from batch import Metrics, Rollout
 from command_line import exit_with_error, parser_of
 from data import PromptData, describe_template, image_options, load_reader
-from engine.options import EngineDemand, largest_share
+from engine.options import EngineDemand, largest_share, stop_ids
 from flags import FLAGS as TRAINING_FLAGS
 from flags import (
     GROUPS,
@@ -280,7 +280,7 @@ def main() -> None:
     try:
         args = parse_arguments()
         from gate.checks import check_ranges, check_turns
-        from gate.inputs import check_evaluation, check_tokens, start_grader
+        from gate.inputs import check_evaluation, check_template, check_tokens, start_grader
 
         check_ranges(args, FLAGS)
         check_turns(args)
@@ -294,8 +294,9 @@ def main() -> None:
         folder = new_folder(args.out_dir, args.model)
         prompt_format = PromptFormat.from_flags(args, system_prompt=read_system_prompt(args.system_prompt))
         tokenizer, vision = load_reader(args.model, load_config(args.model), prompt_format)
+        check_template(prompt_format, tokenizer)
         sets = [PromptData.load(source, prompt_format, tokenizer, 0, vision) for source in args.data]
-        check_tokens(args.model, tokenizer, args.stop_tokens, sets)
+        check_tokens(args.model, tokenizer, stop_ids(tokenizer, args.stop_tokens), sets)
         size, limits = args.tensor_parallel_size, TurnLimits.from_flags(args)
         grader, turns = start_grader(Grading.from_flags(args), limits, prompt_format, tokenizer, size)
         grader.check_groups("--samples", *(sampling.num_samples for sampling in samplings))

@@ -334,13 +334,16 @@ class Algorithm:
 def tokens_of(
     batch: Batch, logprobs_N: Tensor, old_logprobs_N: Tensor, entropies_N: Tensor, step: int = 1, total_steps: int = 1
 ) -> Tokens:
-    """The tokens of the micro-batch under the policy, whose pass has given log-probs and entropies."""
+    """The tokens of the micro-batch under the policy, whose pass has given log-probs and entropies.
+
+    What the batch keeps is copied: a loss of the user's may change it in place.
+    """
     return Tokens(
         logprobs=logprobs_N,
-        old_logprobs=old_logprobs_N,
-        rollout_logprobs=batch.rollout_logprobs_N,
-        advantages=batch.advantages_N,
-        mask=batch.loss_mask_N,
+        old_logprobs=old_logprobs_N.clone(),
+        rollout_logprobs=batch.rollout_logprobs_N.clone(),
+        advantages=batch.advantages_N.clone(),
+        mask=batch.loss_mask_N.clone(),
         sequence_ids=batch.sequence_ids_N,
         entropies=entropies_N,
         ref_logprobs=batch.ref_logprobs_N,
@@ -370,18 +373,19 @@ def total_loss(batch: Batch, t: Tokens, algorithm: Algorithm) -> Loss:
 
 def as_loss(returned: Loss | Tensor, t: Tokens) -> Loss:
     """Fills in the fields that the function left out: they are needed for the metrics alone."""
-    loss = returned if isinstance(returned, Loss) else Loss(returned)
-    for what, values in {"it": loss.per_token, **(loss.metrics or {})}.items():
-        check_shape(what, values, [tuple(t.mask.shape)])
-    check_gradient(loss.per_token, t.logprobs)
-    nowhere = torch.zeros_like(t.mask)
-    return Loss(
+    loss, nowhere = returned if isinstance(returned, Loss) else Loss(returned), torch.zeros_like(t.mask)
+    loss = Loss(
         per_token=loss.per_token,
         ratio=token_ratio(t.logprobs, t.old_logprobs) if loss.ratio is None else loss.ratio,
-        is_low=nowhere if loss.is_low is None else loss.is_low,
-        is_high=nowhere if loss.is_high is None else loss.is_high,
+        is_low=nowhere if loss.is_low is None else loss.is_low.bool(),
+        is_high=nowhere if loss.is_high is None else loss.is_high.bool(),
         metrics=loss.metrics or {},
     )
+    for what, values in (loss._asdict() | loss.metrics).items():
+        if what != "metrics":
+            check_shape(what, values, [t.mask.shape])
+    check_gradient(loss.per_token, t.logprobs)
+    return loss
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
@@ -397,8 +401,8 @@ def check_returned(what: str, values: object, shapes: list[tuple[int, ...]]) -> 
             f"{what} returned {values.dtype} with{'' if values.requires_grad else 'out'} a gradient; "
             "needed are floats without one."
         )
-    if not values.isfinite().all():
-        raise ValueError(f"{what} returned values that are not finite.")
+    if wrong := (~values.isfinite()).nonzero().tolist():
+        raise ValueError(f"{what} returned values that are not finite, the first at {wrong[0]}.")
 
 
 def check_shape(what: str, values: object, shapes: list[tuple[int, ...]]) -> None:
@@ -410,6 +414,7 @@ def check_shape(what: str, values: object, shapes: list[tuple[int, ...]]) -> Non
 
 
 def check_gradient(values: Tensor, logprobs: Tensor) -> None:
-    """Raises ValueError for a loss that would train nothing, where the log-probs have a gradient."""
+    """Raises ValueError for a loss that is not per token, or that would train nothing."""
+    check_shape("a loss or KL", values, [logprobs.shape])
     if logprobs.requires_grad and not values.requires_grad:
         raise ValueError("a loss or KL has values without a gradient; compute them from the log-probs.")

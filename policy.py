@@ -14,8 +14,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch._dynamo
@@ -37,28 +35,6 @@ from runtime.progress import OFF
 from runtime.stall import beat
 
 
-class Adapter(Protocol):
-    """LoRA, as far as the core has to know it: all that is trained of a policy. See `extras/models/lora.py`."""
-
-    layers: dict[str, nn.Module]  # name of a weight -> the layer whose adapter is merged into it
-    has_dropout: bool
-
-    def off(self) -> AbstractContextManager[None]:
-        """Makes the policy its base model in the block."""
-
-    def dropout_on(self, seed: tuple[int, ...], world: World) -> AbstractContextManager[None]:
-        """Has the adapter drop inputs in the block."""
-
-    def merged(self, layer: nn.Module, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight with the layer's adapter in it."""
-
-    def save(self, folder: Path, world: World) -> None:
-        """Writes it in peft's form."""
-
-    def describe(self) -> str:
-        """For the first lines of the log."""
-
-
 class Policy(nn.Module):
     """The policy, or the reference, which is the same but frozen."""
 
@@ -71,7 +47,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.dtype = dtype
-        self.adapter: Adapter | None = None  # None: all is trained
+        self.adapter = None  # `Adapter` of extras/models/lora.py; None: all is trained
         self.expert_loads = None  # counts the tokens of each expert; None: the model has none
         if any(hasattr(getattr(layer, "mlp", None), "experts") for layer in self.layers):
             experts = part("extras.models.experts", "--model: a mixture of experts")
@@ -249,8 +225,9 @@ def compile_layers(policy: Policy) -> None:
     for layer in policy.layers:
         # A graph for each state: gradients, adapter on or off, kind of layer, range of lengths.
         compiled = torch.compile(layer.forward, dynamic=True, recompile_limit=64)
-        # On CPUs `Engine` disables compilation in the whole process, for vLLM.
-        layer.forward = torch._dynamo.config.patch(disable=False)(compiled)
+        # On CPUs `Engine` disables compilation in the whole process, for vLLM. Nested: a graph before attention and one
+        # after it; without, the layer's own part and that of its attention's module have two each.
+        layer.forward = torch._dynamo.config.patch(disable=False, nested_graph_breaks=True)(compiled)
 
 
 def place(batch: Batch, device: torch.device) -> Batch:

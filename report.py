@@ -14,7 +14,7 @@ from pathlib import Path
 
 from reports.compare import compare
 from reports.page import write_page
-from runtime.history import read_config, read_metrics, read_run
+from runtime.history import History, read_config, read_metrics, read_run
 from runtime.start import print_any_text
 from watch import reference
 from watch.curves import plot
@@ -45,10 +45,11 @@ def main() -> None:
 
 def write_pages(runs: list[Path], file: Path) -> None:
     """The page that compares the runs, and the curves of each. Raises ValueError or OSError."""
-    for run_dir in runs:
-        if not (run_dir / "metrics.jsonl").exists() and "out_dir" not in read_config(run_dir):  # a model has one, too
-            raise ValueError(f"{run_dir} is no run: it holds neither metrics.jsonl nor config.json of a run.")
-    write_page(file, {run_dir: read_metrics(run_dir) for run_dir in runs})
+    histories = [History(run_dir, read_config(run_dir), read_metrics(run_dir)) for run_dir in runs]
+    for run in histories:
+        if not run.lines and "out_dir" not in run.config:  # a model has a config.json, too
+            raise ValueError(f"{run.folder} is no run: it has neither its metrics.jsonl nor config.json.")
+    write_page(file, histories, list(map(reference.published_curves, histories)))
     for run_dir in runs:
         plot(run_dir)
     print(file)

@@ -30,7 +30,7 @@ from runtime.files import DiskError, append, best_effort, checkpoints, lock_file
 from runtime.history import INPUTS, digests_of, read_metrics
 from runtime.machine import versions
 from runtime.stall import in_phase
-from runtime.start import RunError
+from runtime.start import OwnCodeError, RunError
 
 
 def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], inputs: dict[str, str]) -> TextIO:
@@ -118,8 +118,11 @@ class Observer:
         """Goes around a phase of the loop; "load" comes before the first step."""
         return nullcontext()
 
-    def rollout(self, record: StepRecord) -> None:
-        """Takes all completions of a step, with the advantages and log-probs that its update has used."""
+    def rollout(self, record: StepRecord, end: Exception | None) -> None:
+        """Takes all completions of a step, with advantages and log-probs as its update has them.
+
+        `end`: what ends the run. After an OwnCodeError, perhaps of one rank, no collective may follow.
+        """
 
     def step(self, step: int, metrics: Metrics) -> Metrics | Literal["stop"] | None:
         """The metrics that it adds to the line of a step, or "stop" if the step was the last."""
@@ -186,8 +189,8 @@ class Run:
             yield
 
     @contextmanager
-    def shown(self, step_record: Callable[[], StepRecord]) -> Iterator[None]:
-        """Runs the block, the update. Then observers get the record of the step, also if it ends in a sentence.
+    def shown(self, step_record: Callable[[], StepRecord], is_complete: bool = True) -> Iterator[None]:
+        """Runs the block. Observers get the step's record if it is complete, or if the run ends.
 
         Raises Stopped, before the block, if a signal came.
         """
@@ -195,12 +198,13 @@ class Run:
         end = None
         try:
             yield
-        except RunError as error:  # on every rank alike
+        except (RunError, OwnCodeError) as error:
             end = error
-        with self.phase("log"):
-            record = step_record()
-            for observer in self.observers:
-                observer.rollout(record)
+        if end or is_complete:
+            with self.phase("log"):
+                record = step_record()
+                for observer in self.observers:
+                    observer.rollout(record, end)
         if end:
             raise end
 

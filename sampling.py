@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from batch import Metrics, Rollout, Row, State, StepRecord, Update, own_values
+from batch import Metrics, Rollout, Row, StepRecord, Update, own_values
 from flags import Sampling, Settings
 from metrics import lag_metrics, rollout_metrics
 from runtime.parts import part
@@ -64,30 +64,30 @@ class Sampler:
     num_drawn: int = 0  # prompts drawn or skipped so far, in the order of the data
     solved: dict[str, int] = field(default_factory=dict)  # place of a row that is skipped -> num_drawn at that time
     drawn_ahead: dict[int, int] = field(default_factory=dict)  # step that was begun -> num_drawn before its first round
-    before: dict[int, State] = field(default_factory=dict)  # the last step -> `position` at its beginning
+    before: dict[int, dict] = field(default_factory=dict)  # last step -> `position` at its start
     # About the step that was collected last:
-    seconds_RE: list[np.ndarray] = field(default_factory=list)  # the time of each engine in each round
+    seconds_RE: list[np.ndarray] = field(default_factory=list)  # of each engine in each round
     rollout: Rollout | None = None  # all its completions, also those that are not trained on
     round_B: np.ndarray | None = None  # the round of each
     used_B: np.ndarray | None = None  # the indices of the completions that are trained on
 
-    def state(self, step: int) -> State:
+    def state(self, step: int) -> dict:
         """The position after `step` (the last step or the one before), for the checkpoint.
 
         A run that continues samples again what was begun ahead, from the same prompts.
         """
         return self.before.get(step + 1) or self.position()
 
-    def position(self) -> State:
+    def position(self) -> dict:
         """The place in the data up to which prompts are drawn at this moment."""
-        state: State = {"prompts_drawn": self.num_drawn}
+        state = {"prompts_drawn": self.num_drawn}
         if self.drawn_ahead:
             state["drawn_ahead"] = sorted(self.drawn_ahead.items())
         if self.solved:
             state["solved"] = sorted(self.solved.items())
         return state
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: dict) -> None:
         self.num_drawn, self.drawn_ahead = state["prompts_drawn"], dict(state.get("drawn_ahead", ()))
         self.solved = dict(state.get("solved", ()))
 

@@ -21,7 +21,7 @@ from gate import command
 # Before the imports that take seconds, so that a mistake in a flag is reported at once.
 ARGS = command.start() if __name__ == "__main__" else None
 
-from algorithm import algorithm_of
+from algorithm import algorithm_of, own_function
 from checkpoint import Writer, latest, load, set_link
 from command_line import exit_with_error
 from data import PromptData, describe_template, image_options, load_reader
@@ -44,9 +44,8 @@ from flags import (
 from fsdp_utils import World, close_world, init_world, is_main_process, set_allocator
 from gate.agreement import check_same_step, check_world
 from gate.digests import digest, digest_of_config, digest_of_data, digest_of_weights, digests_of_files
-from gate.inputs import Inputs, check_loaded, check_training, start_grader
+from gate.inputs import Inputs, check_loaded, check_template, check_training, describe_data, start_grader
 from gate.models import length_limits
-from grading.user_code import load_reference
 from grpo import Algorithm
 from metrics import merge_updates, throughput, work_of_step
 from model.weights import load_config, load_generation_config
@@ -64,7 +63,7 @@ from watch.console import Console
 from watch.memory import MemoryWatch
 from watch.results import Results
 from watch.rollouts import Keeper, bytes_of_tokens
-from watch.samples import Samples, describe_data
+from watch.samples import Samples
 from watch.tracker import Tracker
 
 if TYPE_CHECKING:
@@ -194,7 +193,9 @@ def load_inputs(args: Namespace) -> Inputs:
     prompt_format = PromptFormat.from_flags(args, system_prompt=read_system_prompt(args.system_prompt))
     config = load_config(args.model)
     tokenizer, vision = load_reader(args.model, config, prompt_format)
-    generation = load_generation_config(args.model, config, stop_ids(tokenizer, args.stop_tokens))
+    check_template(prompt_format, tokenizer)
+    ends = stop_ids(tokenizer, args.stop_tokens)
+    generation = load_generation_config(args.model, config, ends)
     hint_column, hints = args.hint_column, None
     if hint_column and hint_column.startswith("@"):
         make_hints = part("extras.teacher.hints", "--hint_column").Hints
@@ -225,7 +226,9 @@ def load_inputs(args: Namespace) -> Inputs:
             if path:
                 digests |= {flag: digest_of_weights(path), f"config of {flag}": digest_of_config(path, generation)}
     companions = [vision.processor if vision else tokenizer, generation]
-    inputs = Inputs(tokenizer, vision, train_data, eval_sets, samplings, grader, turns, hints, companions, digests)
+    inputs = Inputs(
+        tokenizer, ends, vision, train_data, eval_sets, samplings, grader, turns, hints, companions, digests
+    )
     check_loaded(args, inputs)
     return inputs
 
@@ -234,8 +237,8 @@ def open_run(args: Namespace, algorithm: Algorithm) -> tuple[Inputs, PromptData,
     """The user's inputs, checked by all ranks together, and the run folder. A mistake ends with one sentence."""
     try:
         inputs, out_dir = load_inputs(args), Path(args.out_dir)
-        config, free = vars(args), free_on_resume(args)
-        lock = open_run_folder(out_dir, config, free, inputs.digests) if is_main_process() else None
+        described = vars(args), free_on_resume(args), inputs.digests
+        lock = open_run_folder(out_dir, *described) if is_main_process() else None
         world = init_world(ranks_per_engine(args), args.timeout_minutes, args.shard_ranks, args.engine == "colocated")
         check_world(args, world)
         train_data = PromptData.mix([inputs.grader.check_keys(data, world) for data in inputs.train_data])
@@ -246,7 +249,7 @@ def open_run(args: Namespace, algorithm: Algorithm) -> tuple[Inputs, PromptData,
     run = Run(out_dir, lock, world, plan.total_steps, observers_of(args, inputs, world, plan.total_steps))
     run.say(f"{world.describe()}; {plan.describe()}\n{algorithm.description}")
     if world.is_main:
-        describe_data([train_data, *eval_sets], inputs.tokenizer, out_dir)
+        run.say("\n".join(describe_data([train_data, *eval_sets], inputs.tokenizer, out_dir / "excluded_rows.jsonl")))
     return inputs, train_data, eval_sets, plan, run
 
 
@@ -254,7 +257,7 @@ def observers_of(args: Namespace, inputs: Inputs, world: World, total_steps: int
     """The observers of this rank's run: those that add to a step's line before those that show it."""
     out_dir, observers = Path(args.out_dir), [MemoryWatch(world)]
     if args.after_step:
-        observers.append(AfterStep(load_reference(args.after_step)))
+        observers.append(AfterStep(own_function("--after_step", args.after_step)))
     if args.tools:
         observers.append(inputs.turns)
     if args.keep_rollouts:
@@ -320,11 +323,12 @@ def main(args: Namespace) -> None:
 
             # 3. Advantage: how much better is a completion than the others of its group?
             # Not before the log-probs: with --kl_in reward the KL of each token is a part of its reward.
-            with run.phase("advantage"):
+            # Where own code or a guard ends the run, what was sampled is written first, so that it can be looked at.
+            record = partial(sampler.step_record, step, rollout, updates)
+            with run.phase("advantage"), run.shown(record, is_complete=False):
                 rollout, updates = add_advantages(rollout, updates, algorithm, step, plan.total_steps)
 
             # 4. Update: one optimizer step per mini-batch of prompts.
-            # Where a guard ends the run, what was sampled is written first, so that it can be looked at.
             trained = []
             with run.phase("update"), run.shown(partial(sampler.step_record, step, rollout, updates)):
                 for i, update in enumerate(updates * plan.num_iterations):

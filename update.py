@@ -18,26 +18,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import grpo
-from batch import (
-    Batch,
-    Metrics,
-    Rollout,
-    State,
-    Update,
-    own_values,
-    pack,
-    plan_micro_batches,
-    shared_positions,
-    to_positions,
-)
+from batch import Batch, Metrics, Rollout, Update, own_values, pack, plan_micro_batches, shared_positions, to_positions
 from flags import Memory
-from fsdp_utils import (
-    World,
-    begin_micro_batch,
-    clip_grad_norm,
-    gather_from_ranks,
-    release_gathered,
-)
+from fsdp_utils import World, begin_micro_batch, clip_grad_norm, gather_from_ranks, release_gathered
 from grpo import Algorithm, Groups, tokens_of
 from metrics import idle_share, loss_metrics, pass_metrics
 from model.optimizer import forget, set_rate
@@ -189,7 +172,7 @@ def gather_penalties(rollout: Rollout, updates: list[Update], algorithm: Algorit
 def compute_advantages(
     rollout: Rollout, penalties: list[np.ndarray] | None, algorithm: Algorithm, step: int = 1, total_steps: int = 1
 ) -> list[np.ndarray]:
-    """The advantage of each token of each completion. Raises OwnCodeError where --advantage fails."""
+    """The advantage of each completion's tokens. Raises OwnCodeError where --advantage fails."""
     rewards_B = torch.from_numpy(rollout.rewards_B)
     lengths_B = torch.tensor([len(completion) for completion in rollout.completions])
     returns_T = torch.repeat_interleave(rewards_B, lengths_B)
@@ -229,14 +212,16 @@ def compute_advantages(
 
 
 @contextmanager
-def own_code(flag: str, step: int, names: str = "its input is grpo.Tokens") -> Iterator[None]:
+def own_code(
+    flag: str, step: int, names: str = "its input is grpo.Tokens, whose ref_logprobs are None without --kl_coef"
+) -> Iterator[None]:
     """Names the flag if the block, perhaps the user's code, fails; `names`: what it could use."""
     try:
         yield
     except Exception as error:  # noqa: BLE001  the user's code may raise anything
         if "memory" in str(error):  # a lack of it is no fault of the function
             raise
-        words = f"{type(error).__name__}: {error}" + f"; {names}" * isinstance(error, LookupError)
+        words = f"{type(error).__name__}: {error}" + f"; {names}" * (not isinstance(error, ValueError))
         raise OwnCodeError(f"{flag} fails in step {step}: {words}") from error
 
 
@@ -289,7 +274,7 @@ def update_policy(
 def add_gradients(
     policy: Policy, update: Update, algorithm: Algorithm, step: UpdateStep, memory: Memory, world: World
 ) -> list[dict[str, Tensor]]:
-    """The metrics of the passes over this rank's micro-batches, whose gradients add up in the policy.
+    """The metrics of passes over this rank's micro-batches, whose gradients add up in the policy.
 
     In the first update of a step no weight has changed since sampling, so the old log-probs are the current ones and
     every ratio is exactly 1. With dropout they are those of a pass without it.
@@ -344,11 +329,11 @@ class UpdateGuard:
     num_skipped: int = 0  # in a row
     is_broken: bool = False  # none of the step's updates was finite: no checkpoint of it is written
 
-    def state(self) -> State:
+    def state(self) -> dict:
         """The guard's part of a checkpoint."""
         return {"skipped_in_a_row": self.num_skipped, "is_broken": self.is_broken}
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: dict) -> None:
         self.num_skipped = state.get("skipped_in_a_row", 0)
 
     def judge(self, metrics: Metrics, step: UpdateStep) -> Metrics:

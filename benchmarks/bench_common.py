@@ -10,13 +10,16 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
+from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
 import numpy as np
 import torch
+from pebble import ProcessPool
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from algorithm import algorithm_of
@@ -31,6 +34,9 @@ from update import UpdateGuard, add_advantages, add_logprobs, pack_updates, upda
 from warm_start import build_tokenizer
 
 ROOT = Path(__file__).parent.parent
+GIB = 2**30
+PROGRAM_SECONDS = 900  # for each program: a hang is the classic fault of a new machine
+Found = TypeVar("Found")
 REWARD = """# Costs nothing and differs within a group: the share of a digit in the completion.
 def score(completion, answer, columns):
     return completion.count(answer) / max(len(completion), 1)
@@ -140,12 +146,13 @@ class Trainer:
         _, (update,) = add_advantages(rollout, updates, self.algorithm)
         return update
 
-    def train(self, update: Update) -> None:
-        """One optimizer step."""
-        step = self.plan.update(step=1, i=0)
+    def train(self, update: Update, **changes: object) -> dict[str, float]:
+        """Makes one optimizer step; returns its metrics. `changes`: of the step."""
+        step = self.plan.update(step=1, i=0)._replace(**changes)
         guard = UpdateGuard(self.world)
         metrics = update_policy(self.policy, self.optimizer, update, self.algorithm, step, self.memory, guard)
         assert not metrics["optim/skipped_updates"], "nothing was updated"
+        return metrics
 
 
 def flags_of(model: Path | str, *more: str) -> argparse.Namespace:
@@ -155,7 +162,31 @@ def flags_of(model: Path | str, *more: str) -> argparse.Namespace:
     return parse_flags([*required, *made_up, *more])
 
 
-# Times and tables -----------------------------------------------------------------------------------------------------
+# Processes, times and tables -----------------------------------------------------------------------------------------
+
+
+def apart(find: Callable[[], Found]) -> Found:
+    """The result of the function in a process of its own, which leaves nothing on a GPU."""
+    with ProcessPool(max_workers=1, context=get_context("spawn")) as pool:
+        return pool.schedule(find, timeout=PROGRAM_SECONDS).result()
+
+
+def synchronize() -> None:
+    """Waits for the GPU, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds_of(work: Callable[[], object], rounds: int = 3, warm_up: int = 1) -> float:
+    """The median of so many calls, after those that are not counted."""
+    seconds = []
+    for _ in range(warm_up + rounds):
+        synchronize()
+        start = time.perf_counter()
+        work()
+        synchronize()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[warm_up:])
 
 
 def interleave(

@@ -144,7 +144,7 @@ def main() -> None:
     engine = Engine(str(folder), tokenizer, world, EngineSettings(longest, args.dtype))
     engine.sync(policy.full_weights())
     data = PromptData.load(f"{folder}/train.jsonl", PromptFormat(max_prompt_tokens=PROMPT_TOKENS), tokenizer, 0)
-    sampling = Sampling(args.group_size, 1.0, args.max_tokens)
+    sampling = Sampling(num_samples=args.group_size, temperature=1.0, max_completion_tokens=args.max_tokens)
     if args.what == "sample":
         variants = sampling_variants(engine, data, sampling, world)
     elif args.what == "turns":

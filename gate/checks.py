@@ -10,7 +10,7 @@ from itertools import chain, cycle, product
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
-from flags import FLAGS, GROUPS, INF, TINY, Flag, ks_of_pass, ranks_per_engine
+from flags import DRY_RUN, FLAGS, GROUPS, INF, TINY, Flag, ks_of_pass, ranks_per_engine
 from gate.models import check_path
 from runtime.cards import gpu_figures
 from runtime.files import run_and_step
@@ -90,9 +90,9 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     check_path(args.model)
     gpu_figures(args.plan_gpu)  # raises for one that is not known
     if num_ranks is None:
-        for name in ("--plan_gpus", "--plan_nodes", "--json"):
-            if FLAGS[name].is_changed(args) and not args.dry_run:
-                raise ValueError(f"{name} has no effect without --dry_run; leave it out.")
+        for each in GROUPS[DRY_RUN]:
+            if each.is_changed(args) and not args.dry_run:
+                raise ValueError(f"{each.name} has no effect without --dry_run; leave it out.")
         num_ranks = launched_world_size()
     check_batches(args, num_ranks)
     check_turns(args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 
-from algorithm import NAMES, bind, choose, own_function, parameters_of, places_of, split
+from algorithm import NAMES, bind, choose, own_function, parameters_of, places_of
 from flags import FLAGS
 
 
@@ -30,7 +30,7 @@ def check_effects(args: argparse.Namespace) -> None:
     used = {"group_size", "max_completion_tokens"}  # which have an effect whether or not a function asks for them
     flags = [name for name in NAMES if places_of(name)]
     for name in flags:
-        used |= parameters_of(choose(name, split(FLAGS[name].of(args))[0])).keys()
+        used |= parameters_of(bind(name, args)).keys()
     for name in flags:
         users = defaultdict(list)  # parameter -> the choices that have it
         for choice in places_of(name):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from argparse import Namespace
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -13,16 +16,16 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
-from data import ImageReader, PromptData, check_vocabulary
-from engine.options import stop_ids
+from data import ImageReader, PromptData, UnusableRow, render, template_variables
 from flags import FLAGS, Grading, PromptFormat, Sampling, TurnLimits, ranks_per_engine
 from fsdp_utils import is_engine_leader_process
 from gate.checks import LOOPBACK
 from gate.machine import check_launch
 from gate.models import check_model, check_path, check_trained, length_limits
+from model.special_tokens import describe_tags
 from model.weights import load_config, load_tokenizer
 from reward import Grader, workers_per_engine
-from runtime.files import run_and_step
+from runtime.files import best_effort, run_and_step, write
 from runtime.history import digests_of
 from runtime.machine import choose_interface, local_world_size
 from runtime.parts import part
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Inputs:
     tokenizer: PreTrainedTokenizerBase
+    stop_ids: list[int]  # of --stop_tokens
     vision: ImageReader | None  # what reads images; None if the model sees none
     train_data: list[PromptData]  # one for each source
     eval_sets: list[PromptData]
@@ -126,7 +130,7 @@ def check_places(args: Namespace) -> None:
 
 def check_loaded(args: Namespace, inputs: Inputs) -> None:
     """Raises ValueError for data that its model or reward cannot use, or a replay of other weights."""
-    check_tokens(args.model, inputs.tokenizer, args.stop_tokens, [*inputs.train_data, *inputs.eval_sets])
+    check_tokens(args.model, inputs.tokenizer, inputs.stop_ids, [*inputs.train_data, *inputs.eval_sets])
     inputs.grader.check_groups("--group_size", args.group_size)
     inputs.grader.check_groups("--eval_samples", *(sampling.num_samples for sampling in inputs.eval_samplings))
     if "--model" in inputs.digests:  # on the main process
@@ -139,13 +143,11 @@ def check_replayed(args: Namespace, weights: str) -> None:
         raise ValueError(f"--replay {args.replay} began with other weights than --model {args.model}; give its model.")
 
 
-def check_tokens(
-    path: str, tokenizer: PreTrainedTokenizerBase, stop_tokens: Sequence[str], sources: list[PromptData]
-) -> None:
+def check_tokens(path: str, tokenizer: PreTrainedTokenizerBase, stop_ids: list[int], sources: list[PromptData]) -> None:
     """Raises ValueError for a token id beyond the rows of the model's embedding."""
     num_rows, added = load_config(path).get_text_config().vocab_size, tokenizer.get_added_vocab()
-    places = {"--stop_tokens": stop_ids(tokenizer, stop_tokens)}
-    places["the chat template"] = [added[token] for token in added if token in str(tokenizer.chat_template)]
+    in_template = [added[token] for token in added if token in str(tokenizer.chat_template)]
+    places = {"--stop_tokens": stop_ids, "the chat template": in_template}
     for source in sources:
         places |= {row.where: row.reference_ids for row in source.rows}  # with a hint, they are the ids and more
     for where, ids in places.items():
@@ -153,3 +155,60 @@ def check_tokens(
             token = f"token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}), which {where} has"
             advice = f"resize it to the tokenizer's {len(tokenizer)} tokens, or take the tokenizer that belongs to it"
             raise ValueError(f"--model {path}: its embedding has {num_rows} rows, none for {token}; {advice}.")
+
+
+def check_template(prompt_format: PromptFormat, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError for a chat template that is missing, or that ignores what is to be shown."""
+    if prompt_format.prompt_format == "raw":
+        return
+    if tokenizer.chat_template is None:
+        raise ValueError(
+            "--prompt_format chat: the tokenizer of --model has no chat template; "
+            "a base model may want --prompt_format raw, which gives it the text as it is."
+        )
+    template_variables(prompt_format, tokenizer)
+    talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "0"}]
+    with suppress(UnusableRow):  # it may take other conversations; each row will say
+        prompt = render(talk[:1], prompt_format, tokenizer)
+        if (tools := prompt_format.tools) and prompt == render(talk[:1], replace(prompt_format, tools=None), tokenizer):
+            raise ValueError(f"--tools {tools}: the chat template of --model shows no tools.")
+        if "1" not in prompt:
+            raise ValueError("the chat template of --model shows no text of a user; give another one.")
+        header = render(talk, prompt_format, tokenizer, continues=False).partition(prompt)[2].partition("0")[0].strip()
+        if header and prompt == render(talk[:1], prompt_format, tokenizer, continues=False):
+            raise ValueError(
+                f"the chat template of --model has no generation prompt: it writes {header!r} before a reply, but not "
+                f"at the end of {prompt!r}; give another one."
+            )
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, path: str) -> None:
+    """Raises ValueError unless both have the same tokens. `path`: the value of --reference."""
+    different = tokenizer.get_vocab().items() ^ other.get_vocab().items()
+    if different:
+        token, i = min(different, key=itemgetter(1))
+        raise ValueError(
+            f"--reference {path}: it or --model has {token!r} as token {i}, the other has not; "
+            "use a model with the same vocabulary."
+        )
+
+
+def describe_data(sets: list[PromptData], tokenizer: PreTrainedTokenizerBase, file: Path) -> list[str]:
+    """Lines that say what the sets hold. Excluded rows go to `file`.
+
+    Warns of prompts that the first set, which is trained on, has in common with others.
+    """
+    lines, excluded = [], ""
+    for data in sets:
+        lines += data.describe(file.name)
+        for row, reason in data.excluded:
+            excluded += json.dumps({"set": data.name, "row": row, "reason": reason}) + "\n"
+    if excluded:
+        with best_effort(str(file)):
+            write(file, excluded)
+    trained = {(row.ids.tobytes(), row.encoded_images) for row in sets[0].rows}
+    for data in sets[1:]:
+        count = sum((row.ids.tobytes(), row.encoded_images) in trained for row in data.rows)
+        if count:
+            lines.append(f"warning: {count} of {len(data.rows)} prompts of {data.name} are training prompts")
+    return [*lines, *describe_tags(tokenizer), f"first prompt: {sets[0].rows[0].text!r}"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -12,10 +13,16 @@ from runtime.machine import local_world_size
 from runtime.start import check_divides, launched_world_size
 
 INSTALLED = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU that the driver has, whether it answers or not
+LONGEST_FOLDER = 70  # a socket's path has 107 bytes, vLLM's 37 of them behind the folder
 
 
 def check_launch(tp_size: int, dtype: str, server_gpus: int = 0) -> None:
     """Raises ValueError if GPUs stay idle, are too few or cannot be used. `server_gpus`: how many servers take."""
+    if len(tempfile.gettempdir()) > LONGEST_FOLDER:
+        raise ValueError(
+            f"TMPDIR {tempfile.gettempdir()} is too long for the sockets in it; "
+            f"give a folder of at most {LONGEST_FOLDER} characters, for example TMPDIR=/tmp."
+        )
     world_size, local_size = launched_world_size(), local_world_size()
     num_gpus = usable_gpus()
     if num_gpus > local_size + server_gpus:

@@ -14,9 +14,9 @@ HEADING = re.compile(  # a line with #, with a capital F, or with these words al
     r"(?im)^(?:[ \t>*_]*(?:#[^\n]*|(?:the )?)|[^\n]*(?<![A-Za-z])(?=(?-i:F)))(?:final answer|(?:最终)?答案)"
     r"[ \t:：*_]*$(?:\n[-=]{3,}[ \t]*$)?"
 )
-SENTENCE_END = re.compile(
-    r"(?i)(?<!\be\.g)(?<!\bi\.e)[.!?．](?=[\s*\"')]|$)|[。！？\n]|[,;]?\s+(?:because|since)\s|[，,]?\s*因为"
-)
+SENTENCE_END = r"(?:(?<!\be\.g)(?<!\bi\.e)[.!?．](?=[\s*\"')]|$)|[。！？\n]|[,;]?\s+(?:because|since)\s|[，,]?\s*因为)"
+# Up to the end of the sentence, which does not lie in a formula
+SENTENCE = re.compile(rf"(?i)(?:\$\$.*?\$\$|\$[^$]*\$|\\\[.*?\\\]|\\\(.*?\\\)|(?!{SENTENCE_END}).)*", re.DOTALL)
 MARKUP = re.compile(  # a formula, where * and _ are signs; `code`; **emphasis**, which is no product and no index
     r"\$(?:(?!\*\*)[^$\n])*\$|\\\((?:(?!\\\().)*?\\\)|\\\[(?:(?!\\\[).)*?\\\]"
     r"|(?<!`)(?P<tick>`{1,3})(?!`)(?P<code>[^`\n]+)(?P=tick)(?!`)"
@@ -77,18 +77,8 @@ def _marked(text: str) -> str | None:
     if mark:
         return behind[:MAX_STATED].strip().partition("\n")[0]
     if stated := list(STATED.finditer(text)):
-        behind = text[stated[-1].end() :][:MAX_STATED]
-        for end in SENTENCE_END.finditer(behind):
-            if not _is_open(behind[: end.start()]):
-                return behind[: end.start()]
-        return behind
+        return SENTENCE.match(text[stated[-1].end() :][:MAX_STATED])[0]
     return None
-
-
-def _is_open(text: str) -> bool:
-    """Whether a formula is begun and not ended."""
-    is_open = text.count("$") % 2 == 1 or text.count("$$") % 2 == 1
-    return is_open or text.count("\\[") > text.count("\\]") or text.count("\\(") > text.count("\\)")
 
 
 def last_box(text: str) -> str | None:

@@ -61,9 +61,9 @@ def equal(key: str, answer: str) -> bool:
     if key.strip() == answer.strip():
         return key.strip() != ""
     key, answer = clean(key), clean(answer)
-    key_value, value = parse_value(key), parse_value(answer)
-    has_matrix = "matrix}" in key + answer and "formula" in (key_value[0], value[0])
-    return _same(key_value, value) or (has_matrix and same_formula(key, answer))
+    if _same(parse_value(key), parse_value(answer)):
+        return True
+    return "matrix}" in key + answer and same_formula(key, answer)
 
 
 def _same(key: Value, answer: Value) -> bool:
@@ -90,7 +90,7 @@ def _same(key: Value, answer: Value) -> bool:
         case ("number", value, _), ("words", text) if DATED.fullmatch(text):  # 10 - 3 is 7, but 4-1 no 5-2
             return same_formula(value, text)
         case (("words", text), ("list", items)) | (("list", items), ("words", text)):
-            return _are_letters(items, text)
+            return [str(item[1]).casefold() for item in items] == [*text.casefold()]  # A, C, D is ACD
         case (("choice", *_), _) | (_, ("choice", *_)):
             return _same_choice(key, answer)
         case ("number" | "formula", *_), ("number" | "formula", *_):
@@ -114,16 +114,11 @@ def _same(key: Value, answer: Value) -> bool:
 
 
 def _is_order(items: tuple[Value, ...]) -> bool:
-    """Whether a key's list is an order: true, false, true; C, A, B."""
+    """Whether a key's list is an order: x, y, x; yes, no; C, A, B."""
     texts = [str(item[1]) for item in items]
     is_shuffled = re.fullmatch("[A-Z]+", "".join(texts)) and texts != sorted(texts)
-    return items[0][0] != "number" and (len({*items}) < len(items) or bool(is_shuffled))
-
-
-def _are_letters(items: tuple[Value, ...], text: str) -> bool:
-    """Whether the items spell the text: A, C, D is ACD; also ①, ③."""
-    letters = [str(item[1]) for item in items]
-    return max(map(len, letters)) == 1 and "".join(letters).casefold() == text.casefold()
+    has_verdicts = not {"yes", "no", "true", "false"}.isdisjoint(texts)
+    return items[0][0] != "number" and (len({*items}) < len(items) or has_verdicts or bool(is_shuffled))
 
 
 def _same_choice(key: Value, answer: Value) -> bool:
@@ -135,11 +130,9 @@ def _same_choice(key: Value, answer: Value) -> bool:
             key = value
         case (kind, text, *_), ("choice", letter, value):
             answer = value
-    text = _letters(text).upper() if kind == "formula" else str(text)
-    if value is None or (text == letter and kind == "formula"):
-        return text == letter
-    is_another_option = text != letter and re.fullmatch("[A-J]", text)  # A. B is not B
-    return not is_another_option and _same(key, answer)
+    text = _letters(text).upper() if kind == "formula" else ""
+    is_another_option = re.fullmatch("[A-J]", text)  # A. B is not B
+    return text == letter or (not is_another_option and _same(key, answer))
 
 
 def _letters(text: str) -> str:
@@ -163,16 +156,16 @@ def _same_unordered(keys: tuple[Value, ...], answers: tuple[Value, ...]) -> bool
 
 def _same_quantity(key: Value, answer: Value) -> bool:
     # What is glued to a number is a unit where the other side has one: 0.64N.
-    if key[2] and not answer[2]:
+    if key[2]:
         answer = quantity(str(answer[1]), is_apart=True) or answer
-    elif answer[2] and not key[2]:
+    if answer[2]:
         key = quantity(str(key[1]), is_apart=True) or key
     match key, answer:
         case ("number", percent, "%"), ("number", value, ""):
             return value in (percent, percent / 100)
         case ("number", value, ""), ("number", percent, "%"):
             return percent / 100 == value
-        case (_, _, unit), (_, _, unit_2) if unit != unit_2 and ((unit and unit_2) or {unit, unit_2} & {"am", "pm"}):
+        case (_, _, unit), (_, _, unit_2) if unit and unit_2 and unit != unit_2:
             return False
         case ("number", value, _), ("number", value_2, _):
             return value == value_2
@@ -230,13 +223,15 @@ def same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
     symbols = sorted(gold.free_symbols | pred.free_symbols, key=str)
     are_equations = isinstance(gold, Eq) and isinstance(pred, Eq)
     if are_equations:
-        gold, pred = (sympy.fraction(sympy.together(side.lhs - side.rhs))[0] for side in (gold, pred))
+        try:
+            gold, pred = (sympy.fraction(sympy.together(side.lhs - side.rhs))[0] for side in (gold, pred))
+        except UNSOLVED:  # a letter that is a matrix
+            return False
     are_rational = all(isinstance(side, Expr) and side.is_rational_function() for side in (gold, pred))
     points = _points(symbols)[: 2 if are_rational else None]
     if are_equations:  # they agree if one is a multiple of the other
-        ratios = [_value(gold / pred, point) for point in points]
-        first, *rest = [ratio for ratio in ratios if ratio is not None] or [0]
-        return bool(rest) and first != 0 and all(abs(ratio - first) < 1e-40 * abs(first) for ratio in rest)
+        gold /= pred
+        pred = next((value for point in points if (value := _value(gold, point))), sympy.nan)
     num_same = 0
     for point in points:
         first, second = _value(gold, point), _value(pred, point)

@@ -15,7 +15,7 @@ a prompt to repeat that holds the sentence that asks for it.
 
 Deviations from google-research: no nltk (see `count_sentences`, `count_capital_words`), keywords
 and markers are literal text and no regular expressions, and each check takes time linear in the
-completion. The tables are at the end: FUNCTIONS, CHECKS and ARGUMENTS.
+completion. The tables are at the end: CHECKS and FUNCTIONS.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -68,31 +67,29 @@ def read_instructions(answer: str, columns: dict[str, object]) -> list[Instructi
     unequal length or no instruction at all. Contradictions, such as the 5th of 3 paragraphs, are no error: nothing
     follows them.
     """
-    ids = python_value(columns.get("instruction_id_list"))
-    if ids is None:
-        missing = "the row has no column instruction_id_list, and its answer"
-        given = from_json(answer, missing)
+    names = python_value(columns.get("instruction_id_list"))
+    if names is None:
+        where = "the row has no column instruction_id_list, and its answer"
+        given = from_json(answer, where)
         name = given.pop("func_name", None) if isinstance(given, dict) else None
-        if not isinstance(name, str) or name not in FUNCTIONS:
-            raise ValueError(f"{missing}'s func_name {name!r} is not in {list(FUNCTIONS)}.")
-        instruction_id, *keys = FUNCTIONS[name].split()
-        return [read_instruction(name, instruction_id, given, keys)]
-    kwargs = from_json(python_value(columns.get("kwargs")), "column kwargs")
-    if not isinstance(ids, list | tuple) or not ids:
-        raise ValueError(f"column instruction_id_list = {ids!r} must be a list with at least one instruction.")
-    if not isinstance(kwargs, list | tuple) or len(kwargs) != len(ids):
-        raise ValueError(f"column kwargs = {kwargs!r} must be a list of {len(ids)} dicts, one for each of {list(ids)}.")
-    instructions = []
-    for name, given in zip(ids, kwargs, strict=True):
-        if not isinstance(name, str) or name not in CHECKS:
-            raise ValueError(f"instruction {name!r} of column instruction_id_list is none of {list(CHECKS)}.")
-        arguments = {} if python_value(given) is None else from_json(given, "kwargs")
-        instructions.append(read_instruction(name, name, arguments, PARAMETERS[name]))
-    return instructions
+        return [read_instruction(f"{where}'s func_name is", name, given, FUNCTIONS)]
+    rows = from_json(python_value(columns.get("kwargs")), "column kwargs")
+    if not isinstance(names, list | tuple) or not names:
+        raise ValueError(f"column instruction_id_list = {names!r} must be a list with at least one instruction.")
+    if not isinstance(rows, list | tuple) or len(rows) != len(names):
+        raise ValueError(f"column kwargs = {rows!r} must be a list of {len(names)} dicts, one for each of {names}.")
+    return [
+        read_instruction("column instruction_id_list names", name, given, INSTRUCTIONS)
+        for name, given in zip(names, rows, strict=True)
+    ]
 
 
-def read_instruction(name: str, instruction_id: str, given: object, keys: list[str]) -> Instruction:
-    """The instruction with the arguments that are given under these keys. `name`: for errors, as the row calls it."""
+def read_instruction(where: str, name: object, given: object, known: dict[str, str]) -> Instruction:
+    """The instruction of this name in the table, with the arguments that the row gives."""
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(f"{where} {name!r}, which is none of {list(known)}.")
+    instruction, *keys = known[name].split()
+    given = {} if python_value(given) is None else from_json(given, "kwargs")
     if not isinstance(given, dict):
         raise ValueError(f"instruction {name!r} has the arguments {given!r}, which are not a dict.")
     filled = {key: python_value(value) for key, value in given.items() if python_value(value) is not None}
@@ -100,18 +97,44 @@ def read_instruction(name: str, instruction_id: str, given: object, keys: list[s
         has = sorted(filled, key=str)
         raise ValueError(f"instruction {name!r} takes the arguments {sorted(keys)}, but the row gives {has}.")
     arguments = {}
-    for key, parameter in zip(keys, PARAMETERS[instruction_id], strict=True):
-        required, read = ARGUMENTS[parameter]
-        arguments[parameter] = read(filled[key])
+    for key, parameter in zip(keys, INSTRUCTIONS[instruction].split()[1:], strict=True):
+        required, arguments[parameter] = read_argument(parameter, filled[key])
         if arguments[parameter] is None:
             raise ValueError(f"instruction {name!r} has {key} = {filled[key]!r}, which must be {required}.")
-    return instruction_id, arguments
+    return instruction, arguments
+
+
+def read_argument(parameter: str, value: object) -> tuple[str, object]:
+    """What a checker requires of this parameter, and the value as it takes it; None: it is none."""
+    text = value.strip() if isinstance(value, str) else ""
+    if parameter.endswith(("relation", "language")):
+        known = list(RELATIONS)
+        if parameter == "language":
+            from langdetect.detector_factory import PROFILES_DIRECTORY
+
+            known = sorted(path.name for path in Path(PROFILES_DIRECTORY).iterdir())  # en, pt, zh-cn
+        return f"one of {known}", value if value in known else None
+    if parameter.startswith(("num_", "nth_")) or parameter.endswith("frequency"):
+        first = int(parameter == "nth_paragraph")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        # Whole floats pass: they come from parquet columns with nulls.
+        is_whole = is_number and first <= value <= 1e9 and value == int(value)
+        return f"a whole number from {first} to 1e9", int(value) if is_whole else None
+    if parameter in ("keywords", "forbidden_words", "options"):
+        if parameter == "options" and text:  # Tulu gives them as one text
+            value = [part for part in re.split(r"/|,|\bor\b", text) if part.strip()]
+        texts = value if isinstance(value, list | tuple) else []
+        are_texts = texts and all(isinstance(each, str) and each.strip() for each in texts)
+        return "a list of texts, at least one and none blank", [each.strip() for each in texts] if are_texts else None
+    if parameter == "letter":
+        return "a text of one character", text if len(text) == 1 else None
+    return "a text that is not blank", text or None
 
 
 def python_value(value: object) -> object:
     """The value without numpy, None for a null: parquet and pandas give arrays, numpy scalars and NaN."""
     value = value.tolist() if hasattr(value, "tolist") else value
-    return None if isinstance(value, float) and math.isnan(value) else value
+    return value if value == value else None  # nan equals nothing
 
 
 def from_json(value: object, name: str) -> object:
@@ -122,10 +145,10 @@ def from_json(value: object, name: str) -> object:
         raise ValueError(f"{name} {value[:200]!r} is not a JSON text.") from error
 
 
-def holds(count: int, relation: str, wanted: int, around: int | None = None) -> bool:
+def holds(count: int, relation: str, wanted: int, around: int = 0) -> bool:
     """Whether `count` stands in `relation` to `wanted`. "around" reaches this far, by default 10 % and at least 1."""
     if relation == "around":
-        return abs(count - wanted) <= (max(round(wanted * 0.1), 1) if around is None else around)
+        return abs(count - wanted) <= (around or max(round(wanted * 0.1), 1))
     return {"less than": count < wanted, "at least": count >= wanted, "at most": count <= wanted}[relation]
 
 
@@ -217,8 +240,7 @@ def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int,
 
 def first_word_of(text: str) -> str:
     """The first word in lower case: without opening quotes, up to the first . , ? ! or quote."""
-    words = text.split(maxsplit=1)
-    return re.split(r"[.,?!'\"]", words[0].lstrip("'").lstrip('"'), maxsplit=1)[0].lower() if words else ""
+    return re.match(r"\s*'*\"*([^\s.,?!'\"]*)", text)[1].lower()
 
 
 def is_json(text: str) -> bool:
@@ -234,8 +256,8 @@ def is_json(text: str) -> bool:
 def has_title(text: str) -> bool:
     """A line with << something >>: from the line's first << to its last >>, not blank."""
     for line in text.split("\n"):
-        start, end = line.find("<<"), line.rfind(">>")
-        if 0 <= start < end - 2 and line[start : end + 2].lstrip("<").rstrip(">").strip():
+        title, _, _ = line.partition("<<")[2].rpartition(">>")
+        if title.lstrip("<").rstrip(">").strip():
             return True
     return False
 
@@ -257,60 +279,6 @@ def is_in_language(text: str, language: str) -> bool:
 def starts_with(text: str, prompt: str) -> bool:
     return text.strip().lower().startswith(prompt.lower())
 
-
-# A type of argument: what is required, and its reader (value -> what the checker takes, or None).
-ArgumentType = tuple[str, Callable[[object], object]]
-
-
-def read_count(value: object) -> int | None:
-    """Whole floats pass: they come from parquet columns with nulls."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return int(value) if is_number and 0 <= value <= 1e9 and value == int(value) else None
-
-
-def read_text(value: object) -> str | None:
-    return value.strip() or None if isinstance(value, str) else None
-
-
-def read_letter(value: object) -> str | None:
-    text = read_text(value)
-    return text if text and len(text) == 1 else None
-
-
-def read_texts(value: object) -> list[str] | None:
-    texts = [read_text(item) for item in value] if isinstance(value, list | tuple) else []
-    return texts if texts and None not in texts else None
-
-
-def read_options(value: object) -> list[str] | None:
-    """Tulu gives them as one text, divided by slashes, commas or "or"."""
-    if isinstance(value, str):
-        value = [part for part in re.split(r"/|,|\bor\b", value) if part.strip()]
-    return read_texts(value)
-
-
-def read_language(value: object) -> str | None:
-    from langdetect.detector_factory import PROFILES_DIRECTORY
-
-    return value if value in [path.name for path in Path(PROFILES_DIRECTORY).iterdir()] else None
-
-
-COUNT: ArgumentType = ("a whole number from 0 to 1e9", read_count)
-TEXT: ArgumentType = ("a text that is not blank", read_text)
-TEXTS: ArgumentType = ("a list of texts, at least one and none blank", read_texts)
-RELATION: ArgumentType = (f"one of {RELATIONS}", lambda value: value if value in RELATIONS else None)
-
-ARGUMENTS: dict[str, ArgumentType] = {name: argument for names, argument in [  # the parameters of the checkers
-    ("keyword first_word postscript_marker section_spliter prompt prompt_to_repeat end_phrase", TEXT),
-    ("keywords forbidden_words", TEXTS),
-    ("frequency let_frequency capital_frequency num_words num_sentences num_paragraphs num_placeholders", COUNT),
-    ("num_bullets num_highlights num_sections", COUNT),
-    ("relation let_relation capital_relation", RELATION),
-    ("nth_paragraph", ("a whole number from 1 to 1e9", lambda value: read_count(value) or None)),
-    ("letter", ("a text of one character", read_letter)),
-    ("language", ("a language code of langdetect, such as en, pt or zh-cn", read_language)),
-    ("options", ("options divided by / or commas, or a list of texts", read_options)),
-] for name in names.split()}  # fmt: skip
 
 # Instruction -> its definition: text and arguments -> followed or not.
 # fmt: off
@@ -360,7 +328,11 @@ CHECKS: dict[str, Callable[..., bool]] = {
     "rlvr:repeat_prompt": lambda text, prompt: starts_with(text, prompt.replace(REPEAT_SENTENCE, "").strip() or prompt),
 }
 # fmt: on
-PARAMETERS = {name: list(inspect.signature(check).parameters)[1:] for name, check in CHECKS.items()}
+# Instruction -> itself and the parameters of its checker, which follow the text
+INSTRUCTIONS: dict[str, str] = {}
+for _name, _check in CHECKS.items():
+    _, *_parameters = inspect.signature(_check).parameters
+    INSTRUCTIONS[_name] = " ".join([_name, *_parameters])
 
 # Tulu's func_name -> instruction, and Tulu's names of arguments in the order of the checker's.
 FUNCTIONS: dict[str, str] = {

@@ -61,7 +61,7 @@ def _gsm8k_key(answer: str) -> Fraction:
 
 
 def _numbers(text: str) -> list[Fraction]:
-    text = text.replace("\\!", "").replace("{,}", ",")
+    text = re.sub(r"\\!|\{(,)\}", r"\1", text)
     numbers = re.findall(r"(?<![\d)}])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", text)
     return [Fraction(number.replace(",", "")) for number in numbers]
 

@@ -16,71 +16,33 @@ import functools
 import inspect
 import math
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from inspect import Parameter
-from operator import attrgetter
 from typing import NamedTuple
 
 from grading import Case
 from grading.user_code import load_own
 
-
-class Form(NamedTuple):
-    """A way to call functions, known by their parameters: what each gets of a case."""
-
-    values: dict[str, Callable[[Case], object]]
-    takes_group: bool  # all completions of a prompt, each parameter as a list
-
-
-def verl_key(case: Case) -> object:
-    """The key of verl's data: `reward_model.ground_truth`, of any type."""
-    nested = case.columns.get("reward_model")
-    return nested.get("ground_truth", case.answer) if isinstance(nested, dict) else case.answer
-
-
-def verl_source(case: Case) -> object:
-    return case.columns.get("data_source", "")
-
-
-def verl_extra_info(case: Case) -> object:
-    return case.columns.get("extra_info") or {}
-
-
 # What a case may know beside text, answer and columns
 EXTRAS = {"prompt": str, "num_tokens": int, "max_tokens": int, "is_truncated": bool}
-COMPLETION = Form(
-    {name: attrgetter(name) for name in ("completion", "answer", "columns", "token_ids", *EXTRAS)}, takes_group=False
-)
-GROUP = Form(
-    {
-        "completions": attrgetter("completion"),
-        "answers": attrgetter("answer"),
-        "prompts": attrgetter("prompt"),
-        "completion_ids": attrgetter("token_ids"),
-        "columns": attrgetter("columns"),
-        "num_tokens": attrgetter("num_tokens"),
-        "max_tokens": attrgetter("max_tokens"),
-        "is_truncated": attrgetter("is_truncated"),
-    },
-    takes_group=True,
-)
-VERL = Form(
-    {
-        "solution_str": attrgetter("completion"),
-        "ground_truth": verl_key,
-        "data_source": verl_source,
-        "extra_info": verl_extra_info,
-    },
-    takes_group=False,
-)
-VERL_GROUP = Form({f"{name}s": value for name, value in VERL.values.items()}, takes_group=True)
-FORMS = {  # by the parameter that tells the form
-    "completion": COMPLETION,
-    "completions": GROUP,
-    "solution_str": VERL,
-    "solution_strs": VERL_GROUP,
-}
+FORMS = ("completion", "completions", "solution_str", "solution_strs")  # the parameter that tells the form
+
+
+def values_of(case: Case, form: str) -> dict[str, object]:
+    """The values of a completion that a function of this form may name; of a group, lists."""
+    if form in ("completion", "completions"):
+        values = {name: getattr(case, name) for name in ("completion", "answer", "token_ids", "columns", *EXTRAS)}
+        names = {"completion": "completions", "answer": "answers", "prompt": "prompts", "token_ids": "completion_ids"}
+        return {names.get(name, name): values[name] for name in values} if form == "completions" else values
+    nested = case.columns.get("reward_model")  # verl's data has its key here, of any type
+    values = {
+        "solution_str": case.completion,
+        "ground_truth": nested.get("ground_truth", case.answer) if isinstance(nested, dict) else case.answer,
+        "data_source": case.columns.get("data_source", ""),
+        "extra_info": case.columns.get("extra_info") or {},
+    }
+    return {f"{name}s": values[name] for name in values} if form == "solution_strs" else values
 
 
 class Score(NamedTuple):
@@ -103,25 +65,24 @@ class OwnReward:
         self.function, self.name = load_own(reference)
         signature = inspect.signature(self.function)
         parameters = signature.parameters
-        form = next((FORMS[name] for name in FORMS if name in parameters), None)
+        form = next((name for name in FORMS if name in parameters), None)
         if form is None:
             raise ValueError(
                 f"{self.name} cannot be called: it takes {signature}, but none of {', '.join(FORMS)}. "
                 "A reward is score(completion, answer, columns), or has the parameters of TRL or verl; "
                 "see docs/rewards.md."
             )
-        self.values, self.takes_group = form
-        takes_columns = form in (COMPLETION, GROUP)
-        kinds = {name: parameter.kind for name, parameter in parameters.items()}
-        self.takes_all_columns = takes_columns and Parameter.VAR_KEYWORD in kinds.values()
-        named = [name for name in kinds if kinds[name] not in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)]
-        rest = COMPLETION.values.keys() - {"token_ids"} if self.takes_all_columns and not self.takes_group else ()
-        self.named = [name for name in self.values if name in (*named, *rest)]
-        self.columns = [name for name in named if name not in self.values]
-        self.required = [name for name in self.columns if parameters[name].default is Parameter.empty]
-        if self.required and form is not GROUP:
+        self.form, self.takes_group = form, form.endswith("s")
+        self.named, self.required, self.takes_rest = [*parameters], [], False
+        known = values_of(Case("", ""), form)
+        for name, parameter in parameters.items():
+            if parameter.kind is Parameter.VAR_KEYWORD:
+                self.takes_rest = form in ("completion", "completions")
+            elif parameter.kind is not Parameter.VAR_POSITIONAL and parameter.default is Parameter.empty:
+                self.required += {name} - known.keys()
+        if self.required and form != "completions":
             raise ValueError(f"{self.name} cannot be called: nothing is known of its parameter {self.required[0]!r}.")
-        self.takes_token_ids = bool({"token_ids", "completion_ids"} & {*self.named})
+        self.takes_token_ids = not {"token_ids", "completion_ids"}.isdisjoint(self.named)
 
     def check_row(self, case: Case) -> None:
         """Raises ValueError if it cannot be called for this row."""
@@ -134,12 +95,11 @@ class OwnReward:
         """The score of each completion. Raises what the function raises, WrongReturn for no rewards."""
         # What it changes in a row is for no other function, and for no other completion of the prompt.
         cases = [replace(case, columns=copy.deepcopy(case.columns)) for case in cases]
-        arguments = {name: [self.values[name](case) for case in cases] for name in self.named}
-        for name in cases[0].columns:
-            if name in self.columns or (self.takes_all_columns and name not in (*self.values, "prompt", "completion")):
-                arguments[name] = [case.columns.get(name) for case in cases]
-        if not self.takes_group:
-            arguments = {name: values[0] for name, values in arguments.items()}
+        given = [case.columns | values_of(case, self.form) for case in cases]
+        arguments = {}
+        for name, value in given[0].items():
+            if name in self.named or (self.takes_rest and name not in ("token_ids", "completion_ids")):
+                arguments[name] = [values.get(name) for values in given] if self.takes_group else value
         if isinstance(self.function, functools.partial):
             arguments |= self.function.keywords  # the user has bound them
         result = awaited(self.function(**arguments))
@@ -173,14 +133,14 @@ def read_reward(result: object, name: str) -> Score:
         result = result[key]
     score = _number(result)
     if not math.isfinite(score):
-        raise WrongReturn(f"{name} returned {result!r:.200}, not a finite number")
+        raise WrongReturn(f"{name} returned {result!r:.200}, not a finite number of 32 bits")
     return Score(score, parts, feedback)
 
 
 def _number(value: object) -> float:
-    """The value if it is a number, also a scalar of NumPy or torch; else nan."""
+    """The value if it is a number of 32 bits, also a scalar of NumPy or torch; else nan."""
     try:
-        return math.nan if isinstance(value, (str, bytes)) else float(value)
+        return math.nan if isinstance(value, (str, bytes)) or abs(float(value)) > 1e38 else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return math.nan
 

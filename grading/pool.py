@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import os
+import pkgutil
 import resource
 import signal
 import sys
@@ -261,8 +261,7 @@ def _load(factory: str, arguments: tuple, memory_gib: float) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(WORN_OUT, signal.SIG_IGN)  # by a user's code it would have the item tried for ever
     OWN.pid = os.getpid()
-    module, _, name = factory.partition(":")
-    OWN.loaded = _outcome(lambda _: getattr(importlib.import_module(module), name)(*arguments), None)
+    OWN.loaded = _outcome(lambda _: pkgutil.resolve_name(factory)(*arguments), None)
 
 
 def _work(items: list[object], timeout: float) -> list[Outcome]:

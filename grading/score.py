@@ -19,8 +19,6 @@ from grading.verifiers import BUILT_IN, load_verifier, verifiers_of
 if TYPE_CHECKING:
     from grading.own import OwnReward
 
-PROBES = {"(x+1)^2": 1.0, "3x^2": 0.0}  # completions -> the score that `math` must give for x^2 + 2x + 1
-
 
 def parse_reward(spec: str) -> dict[str, float]:
     """The weight of each verifier: a built-in one, "@column" or "file.py:function". "none": {}. Nothing is loaded.
@@ -81,11 +79,12 @@ class RewardWorker:
         self.per_completion = [name for name in self.weights if name not in self.per_group]
         # Loaded now, not by the first completion. A worker's first formula takes a second, and a broken
         # library is silent.
-        verifiers = {name: load_verifier(name) for name in verifiers_of(self.weights)}
-        if "math" in verifiers:
-            probes = {text: verifiers["math"](Case(rf"\boxed{{{text}}}", "x^2+2x+1"))[0] for text in PROBES}
-            if probes != PROBES:
-                raise ValueError("math-verify or SymPy is broken; install the versions of the requirements file")
+        for name in verifiers_of(self.weights):
+            verifier = load_verifier(name)
+            if name == "math":
+                right, wrong = (verifier(Case(rf"\boxed{{{text}}}", "x^2+2x+1"))[0] for text in ("(x+1)^2", "3x^2"))
+                if (right, wrong) != (1.0, 0.0):
+                    raise ValueError("math-verify or SymPy is broken; install the versions of the requirements file")
 
     def __call__(self, request: tuple[str, Case | list[Case] | None]) -> object:
         match request:
@@ -110,7 +109,7 @@ class RewardWorker:
         if name not in self.own:
             for case in cases:
                 score, answer = built_in(name, case)
-                grades.append(Grade(weight * score, "ok", {name: score}, None if answer is None else answer[:500]))
+                grades.append(Grade(weight * score, "ok", {name: score}, answer[:500] if answer else None))
             return grades
         for score, parts, feedback in self.own[name](cases):
             named = {name: score}
@@ -162,6 +161,6 @@ def add_up(grades: Sequence[Grade], names: Iterable[str]) -> Grade:
             return grade
     parts = {name: value for grade in grades for name, value in grade.parts.items()}
     parts = {name: parts[name] for name in names if name in parts} | parts
-    answers = [grade.answer for grade in grades if grade.answer is not None]
+    answer = next((grade.answer for grade in grades if grade.answer is not None), None)
     feedback = "\n".join(grade.feedback for grade in grades if grade.feedback)
-    return Grade(sum(grade.reward for grade in grades), "ok", parts, answers[0] if answers else None, feedback)
+    return Grade(sum(grade.reward for grade in grades), "ok", parts, answer, feedback)

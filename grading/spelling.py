@@ -30,6 +30,7 @@ COMMANDS = {name: meaning for meaning, names in {
     " ": "displaystyle textstyle limits nolimits bf rm large Large",
 }.items() for name in names.split()}  # fmt: skip
 
+INVISIBLE = re.compile(r"[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]")
 BRACED = r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"  # with up to two more pairs of braces in it
 CURRENCY = "dollar|euro|sterling|rupee|yuan"
 FUNCTION = r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|ln|lg|exp|sqrt|gcd|lcm"
@@ -46,7 +47,7 @@ def _plain_scripts(match: re.Match) -> str:
 REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for pattern, replacement in [
     (rf"\\(?:operatorname\*?|mathrm|text|rm)\s*\{{\s*({FUNCTION}|mod)\s*\}}", r"\\\1 "),
     (r"\\([A-Za-z]+)", lambda m: COMMANDS.get(m[1], m[0])),
-    (r"(?:US\s*)?\\\$|US\s*\$|(?<!\$)\$(?=\d[\d.,]*\s+and\s[^$]*$)", r"\\dollar "),
+    (r"(?:US\s*)?\\\$|US\s*\$|(?<!\$)\$(?=\d[^$]*$)", r"\\dollar "),
     (r"(?<![A-Za-z])(?:Rs\.?|INR)\s*(?=\d)", r"\\rupee "),
     (r"(?<=\d)(?:\\[,!;: ]|\{,\}|,\s*\\[!,])\s*(?=\d{3}(?!\d))", ","),  # 1\,000 and 1{,}000
     (r"(?<![\d.,])\d{1,3}(?:[ ~]\d{3})+(?![\d/]| ?\d)", lambda m: re.sub("[ ~]", "", m[0])),  # 1 000 000
@@ -69,6 +70,7 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\\mux?\s*\\(?:text|mathrm)\s*\{\s*", r"\\text{μ"),
     (r"(\d)\s*(?:\\(?:text|mathrm)\s*\{\s*)?([kM]?)\}?\s*\\Omegax?\s*$", r"\1 \\text{\2Ω}"),
     (r"(?<=[\d/}])(\s*)\\mathrm\s*\{\s*([A-DF-Za-cf-hj-z])\s*\}", r"\1\\text{\2}"),  # a unit
+    (r"(?<=\d)\\text\s*\{([KT])\}", r"\1"),  # 5K is 5,000, but 5 K is a unit
     (r"(\\(?:mathbf|boldsymbol|vec)\s*\{?\s*[A-Za-z]\s*\}?\s*)\\timesx?", r"\1\\wedge "),  # a product of vectors
     (rf"\\(?:mathbf|mathit|boldsymbol|bm|pmb|underline)\s*{BRACED}|\\(?:mathrm|vec)\s*\{{\s*([a-zA-Z])\s*\}}",
      r" \1\2 "),
@@ -91,7 +93,7 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
     (r"\\\{\s*\\\}", r"\\emptyset"),
     (r"\^\s*\{?\s*((?:\\prime\s*)+)\}?", lambda m: "'" * m[1].count("p")),
-    (r"^(?:\\mathbb\{R\}|R)\s*(?:\\setminus|\\backslash|-)\s*\\?\{([^{},]*?)\\?\}$", r"x \\ne \1"),
+    (r"^(?:\\mathbb\{R\}|R)\s*(?:\\setminus|\\backslash|-)\s*\\?\{([^{}]*?)\\?\}$", r"x \\ne \1"),
     (r"\{([:,])\}", r"\1"),
     (r"^\s*(?:=|\\approxx?)", ""),
     (r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])", "^"),
@@ -115,7 +117,7 @@ REWRITES = [(re.compile(pattern.replace("x?", "(?![A-Za-z])")), replacement) for
     (r"^(?i:(?:the )?(?:final )?answer(?: is|:)|so|thus|hence|therefore|then|it is|it's|that is)\b[,:]?\s+(?=\S)", ""),
     (rf"(?:^|(?<=,)|(?<=\sand))\s*([+-]?)\s*\\({CURRENCY})x?\s*((?:(?!\\(?:{CURRENCY})|,\s|\sand\s).)*[^\s,])"
      r"(?=\s*$|,\s|\sand\s)", r" \1\3 \\text{\2}"),
-    (r"\b([ap])\.\s?m\b\.?", r"\1m"),
+    (r"(?<=[\d}])\s*(?:\\text\{\s*)?([apAP])\.?\s?[mM]\b\.?\s*\}?", lambda m: f" {m[1].lower()}m"),
     (r"^\s*\{([^{}]*)\}\s*$", r"\1"),
     (r"\s\(([^()]*(?:[<>]|\\(?:in|[lgn]e)x?)[^()]*)\)\s*$", r", \1"),  # y = 2x (x > 0)
     (r"^(.+?)[\s,;(]+(?:where\s|for\s)?\s*([a-z])\s*\\in\s*\\mathbb\{Z\}$",  # k\pi, k \in \mathbb{Z}
@@ -140,12 +142,11 @@ def clean(text: str) -> str:
     text = re.sub(r"([₀-₉]+)", r"_{\1}", text)
     # Not of ①③, which is no 13.
     text = re.sub(r"[^\u2460-\u24ff]+", lambda m: unicodedata.normalize("NFKC", m[0]), text.translate(SYMBOLS))
-    visible = (c for c in text if c.isspace() or unicodedata.category(c) not in ("Cf", "Cc"))
-    text = " ".join("".join(visible).split())
-    text = text.strip("`*" if not text.endswith("^*") else "`").strip()
+    text = " ".join(INVISIBLE.sub("", text).split())
+    text = re.sub(r"^[`*\s]+|(?<!\^)[`*\s]+$", "", text)
     for pattern, replacement in REWRITES:
         text = pattern.sub(replacement, text)
-    text = text.strip().rstrip(",;:" if text.rstrip().endswith("..") else ".,;:。").strip()
+    text = re.sub(r"(?:[,;:。\s]|(?<!\.)\.)+$", "", text).strip()
     words = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).strip().lower()
     for meaning, phrase in SPOKEN.items():
         if re.fullmatch(phrase, words):

@@ -35,7 +35,12 @@ def load_reference(reference: str) -> Callable:
     FOLDERS.add(folder)
     if folder not in sys.path:
         sys.path.append(folder)  # it can import its neighbours; at the end, because ours keep their names
-    module = load_module(Path(path).resolve())
+    try:
+        module = load_module(Path(path).resolve())
+    except ImportError as error:
+        if "relative import" in str(error):
+            raise ValueError(f"{path} is in no package: import its neighbours without a dot ({error})") from None
+        raise
     check_neighbours(Path(path).absolute())
     function = getattr(module, name, None)
     if not callable(function):

@@ -4,7 +4,7 @@ A value is a tuple: its kind, and what follows that.
     number (fraction, unit)                    formula (text, unit)               words (text)
     list, set, union (values)                  choice (letter, value): (C) 12
     named (name, value, text): x = 5           equation (text): 2x < y            chain (equal values): 2+3 = 5
-    sequence (brackets, values, names): a point, an interval (0 < x, too), 12:30, 3:4
+    sequence (brackets, values, names): a point, an interval (0 < x, too), 12:30; without brackets 5 ft 11 in
 Numbers are exact fractions; formulas are left to SymPy (`equality.py`).
 """
 
@@ -37,13 +37,14 @@ SCALED = re.compile(rf"(.+?)\s*(?:\\text\{{\s*|\()?({'|'.join(SCALES)})\s*[)}}]?
 def number(text: str) -> Fraction | None:
     """The exact value of an integer, decimal, fraction, mixed or repeating number, 3.5 million or 2x10^5; else None."""
     text = LATEX_FRACTION.sub(r" \1/\2 ", text).strip()
+    if scaled := SCALED.fullmatch(text):
+        inner = number(scaled[1])
+        return None if inner is None else inner * SCALES[scaled[2]]
     match = NUMBER.fullmatch(text)
     if not match:
-        scaled = SCALED.fullmatch(text)
-        inner = number(scaled[1]) if scaled else None
-        return None if inner is None else inner * SCALES[scaled[2]]
+        return None
     part = {name: digits.replace(",", "") for name, digits in match.groupdict("0").items()}
-    result = Fraction(part["digits"]) * Fraction(10) ** int(part["power"]) + int(part["whole"])
+    result = Fraction(f"{part['digits']}e{part['power']}") + int(part["whole"])
     if match["bottom"]:
         top, bottom = Fraction(part["top"]), Fraction(part["bottom"])
         if bottom == 0 or (match["whole"] and not 0 <= top < bottom):
@@ -60,12 +61,14 @@ UNITS = {name: names.split()[0] for names in re.findall("[^,]+", """
     kg kilogram 千克 公斤, g gram 克, mg milligram 毫克, lb pound lbs, oz ounce, ft feet foot, yd yard, mi mile,
     in inche inch, s second sec 秒, min minute 分钟, h hour hr hrs 小时 时, L l liter litre 升,
     mL ml milliliter millilitre 毫升, $ dollar usd buck 美元, deg degree 度, % percent, u unit, mi/h mph, km/h kph kmph,
-    rad radian, J joule, N newton, W watt, V volt, Hz hertz, Ω ohm, A ampere amp, K kelvin, Pa pascal, degC celsius,
-    degF fahrenheit, people person 人, child children, man men, woman women, mol mole, day 天 日, week 周, year 年,
-    month, cent, am AM, pm PM, euro, sterling, 元 yuan rmb, rupee inr, yen, 岁, 月, 个月, 分, 吨, 分米, 公顷
+    rad radian, J joule, N newton, W watt, V volt, Hz hertz, Ω ohm, A ampere amp, K kelvin, T tesla, Pa pascal,
+    degC celsius celsiu, degF fahrenheit, people person 人, child children, man men, woman women, mol mole, day 天 日,
+    week 周, year 年, month, cent, euro, sterling, 元 yuan rmb, rupee inr, yen, 岁, 月, 个月, 分, 吨, 分米, 公顷
 """) for name in names.split()}  # fmt: skip
 SI = re.compile(r"[pnμmckMGT]?(?:[mgsAKNJWVCFTHL]|mol|Hz|Pa|Ω|eV|Wb|cal|bar)")  # a prefix and a symbol
-COUNTED = r"[个只本块支张辆名位条棵件次种组页台间根颗盒箱袋朵套双](?![半十百千万亿])[\u4e00-\u9fff]*"  # 3个苹果
+PLURAL = re.compile(  # or 3个苹果
+    r"\w\w+[^\Ws](?<!th)s|[个只本块支张辆名位条棵件次种组页台间根颗盒箱袋朵套双](?![半十百千万亿])[\u4e00-\u9fff]*"
+)
 # Words about the value, behind it or on the left of "=": 7 dozens, 7 tenths, 7 more, half of x = 7
 NO_UNITS = {*SCALES, *WORDS, *re.findall(r"\w+", """
     about above additional almost always and approx approximately around as at base below billions but centuries
@@ -75,7 +78,7 @@ NO_UNITS = {*SCALES, *WORDS, *re.findall(r"\w+", """
     thousands times to trap trillion triples twice twins unless versus vs was wrong wrongly yes""")}  # fmt: skip
 UNIT_WORD = r"[A-Za-zμΩ\u4e00-\u9fff]+\.?(?:\s*\^\s*(?:\{-?\d\}|-?\d))?"
 QUANTITY = re.compile(
-    rf"(?P<value>.*(?:[\d}})]|\\pi|{'|'.join(SCALES)}))\s*(?P<unit>\\?%|\^\\circ\s*"
+    rf"(?!.*\\(?:sin|cos|tan|cot|sec|csc).*\\circ)(?P<value>.*(?:[\d}})]|\\pi|{'|'.join(SCALES)}))(?P<space>\s*)(?P<unit>\\?%|\^\\circ\s*"
     r"|(?:\\text\{[^{}]*\}(?:\s*\^\s*(?:\{-?\d\}|-?\d))?\s*(?:/|\\cdot)?\s*)+"
     rf"|\([^()]+\)|(?:(?<=\s)|(?<=[\d)}}])){UNIT_WORD}(?:(?:\s*/\s*|\s+){UNIT_WORD})*)", re.DOTALL,
 )  # fmt: skip
@@ -87,47 +90,33 @@ def unit(text: str, is_apart: bool) -> str | None:
     A unit is made of known names, abbreviations and plurals of any noun. `is_apart`: a letter is no factor ("5 m").
     """
     is_marked = "\\text" in text
+    is_apart |= is_marked
     text = re.sub(r"\\text|\\cdot|[{}().]|^\W*in\s(?=\s*\w)", " ", text)
     text = re.sub(r"\\?%", " percent ", text.replace("^\\circ", " deg "))
     text = re.sub(r"\bper\b|每", "/", re.sub(r"(?i)\bdeg(?:ree)?s?\s(?=\s*[cf]\w)", "", text))
     text = re.sub(r"\s+([A-Za-z]+)\s*\^\s*-(\d)", r"/\1^\2", text).replace("^1", "")
-    if not re.fullmatch(r"(?:[\s/]|\^\s*-?\d|[A-Za-zμΩ\u4e00-\u9fff])*", text):
-        return None
-    power = "^2" if re.search(r"(?i)\bsq|平方", text) else "^3" if re.search(r"(?i)\bcu|立方", text) else ""
-    text = re.sub(r"(?i)\b(?:square|squared|sq|cubic|cubed|cu|of|the|old|left)\b|平方|立方", " ", text)
+    text = re.sub(r"(?i)\b(?:square|sq)\s+([a-z]+)|平方(\w+)|([a-z]+)\s+squared\b", r"\1\2\3^2", text)
+    text = re.sub(r"(?i)\b(?:cubic|cu)\s+([a-z]+)|立方(\w+)|([a-z]+)\s+cubed\b", r"\1\2\3^3", text)
+    text = re.sub(r"(?i)\b(?:of(?:\s+[a-z]+)?|the|old|left)\b", " ", text)  # boxes of candy
     names: list[str] = []
-    for word in re.findall(r"[A-Za-zμΩ\u4e00-\u9fff]+|\^\s*-?\d|/", text):
-        name = _unit_name(word, is_apart or bool(names), is_marked)
-        is_adjective = not names and len(word) > 1 and re.search(r"s\b", text)  # blue marbles
-        if word[0] in "^/":
-            names.append(word)
-        elif word.lower() in NO_UNITS or (word in ("K", "T") and not names):  # 5K is 5,000
+    for word in re.findall(r"[A-Za-zμΩ\u4e00-\u9fff]+|\^\s*-?\d|/|\S", text):
+        folded = word.lower() if len(word) > 2 else word
+        may_be_factors = not is_marked and re.fullmatch("[MGT]?[A-Z]|.*[ACFHKT]|.", word)
+        is_glued = len(word.encode()) == 1 and not (is_apart or names)
+        if word.lower() in NO_UNITS:
             return None
-        elif name:
-            names += ["·"] * bool(names and names[-1].isalpha()) + [name]
+        if word[0] in "^/" or ((is_apart or names) and SI.fullmatch(word) and not may_be_factors):
+            name = word
+        else:
+            name = None if is_glued else UNITS.get(word) or UNITS.get(folded.removesuffix("s"))
+        if name is None and PLURAL.fullmatch(folded):
+            name = folded.removesuffix("s")
+        is_adjective = not names and len(word) > 1 and re.search(r"s\b", text)  # blue marbles
+        if name:
+            names.append(name)
         elif not is_adjective or re.search("ths?$", word):
             return None
-    return "".join(names) + power if names else None
-
-
-def _unit_name(word: str, is_apart: bool, is_marked: bool) -> str | None:
-    """The name of a unit, None for a word that is none."""
-    folded = word.lower() if len(word) > 2 else word
-    if len(word.encode()) == 1 and not is_apart:
-        return None
-    name = UNITS.get(word) or UNITS.get(folded) or UNITS.get(folded.removesuffix("s"))
-    if (
-        name is None
-        and is_apart
-        and SI.fullmatch(word)
-        and (
-            is_marked or not re.fullmatch("[MGT]?[A-Z]|.*[ACFHKT]|.", word)  # may be factors
-        )
-    ):
-        name = word
-    if name is None and re.fullmatch(rf"\w\w+[^\Ws]s|{COUNTED}", folded) and not folded.endswith("ths"):
-        name = folded.removesuffix("s")
-    return name
+    return re.sub(" ([/^]) ?", r"\1", " ".join(names)) or None
 
 
 # Values -----------------------------------------------------------------------------------------------------------
@@ -149,26 +138,30 @@ CONSTANT = re.compile(  # a side without letters
     r"(?:[^A-Za-z\\]|\\(?:frac|sqrt|cdot|times|div|pi|binom|circ|sin|cos|tan|log|ln|pm|\W|text\{[^{}]*\})(?![A-Za-z]))+"
 )
 NAMES = re.compile(r"\(\s*[A-Za-z](?:_\{?\d\}?)?(?:\s*,\s*[A-Za-z](?:_\{?\d\}?)?)+\s*\)")
-NAMED = re.compile(rf"({NAME}(?:\s*:\s*{NAME})*)\s*(?:=|\\in(?![A-Za-z]))\s*(.+)", re.DOTALL)
-BUILDER = re.compile(rf"\s*{NAME}(?:\s*\\in\s*\\mathbb\{{R\}})?\s*(?:\\mid|:|\|)\s*(.+)")
-CHOICE = re.compile(r"(?:option |choice |answer )?\s*\(?\s*([A-J])(?![A-Z])\s*([).:、]*)(.*)", re.I | re.DOTALL)
+NAMED = re.compile(rf"{NAME}(?:\s*:\s*{NAME})*")
+BUILDER = re.compile(rf"\\\{{\s*{NAME}(?:\s*\\in\s*\\mathbb\{{R\}})?\s*(?:\\mid|:|\|)\s*(.+)\\\}}")
+CHOICE = re.compile(r"(?!.$)(?:option |choice |answer )?\s*\(?\s*([A-J])(?![A-Z])\s*([).:、]*)(.*)", re.I | re.DOTALL)
 DENIALS = re.compile(  # behind a letter and its mark: an operator; another option; a word that takes it back
     r"^[-+*/^_=(<>']|^\s*(?:[,/&]|(?i:or|and|but|或|和)\s|\(?[A-J][).]*$)|(?<!\w)\([A-Ja-j]\)|[,;]\s*[a-j][:.)]|(?<![\w(])[A-Ja-j]\)"
     r"|(?<![\w.(])[A-J](?:[.、](?=.*\w)|:(?![A-J]\b))|\b(?i:maybe|perhaps|not|but) \(?[A-J]\b|^ [A-Z]\. [A-Z]"
     r"|^\s*(?i:is|was|can|would)\b.*\b(?i:wrong|false|incorrect|excluded|not (?:correct|right|true|the))\b"
 )
-FOREIGN = re.compile(r"[^\W\d_\x00-\x7fͰ-Ͽ]")  # a letter that is neither Latin nor Greek, or has an accent
+# A letter that is neither Latin nor Greek, or has an accent; \text that is no index
+FOREIGN = re.compile(r"[^\W\d_\x00-\x7fͰ-Ͽ]|(?<!_)(?<!_\{)\\text")
 BASED = re.compile(r"\(?([0-9A-Fa-f]+)\)?_\{?(?:\\text\{)?\s*(\d+|two|three|four|five|six|seven|eight|nine)\s*\}*")
 VARIABLE = re.compile(r"[A-Za-z](?:_\w)?(?:\(\w\))?|\\(?!pi|infty)[a-z]+")
+EXCLUDED = re.compile(  # x \ne 1, x \ne 2
+    rf"({VARIABLE.pattern})\s*\\ne(?!\s*[xyz]$)((?:(?!(?!\1)[a-z]\s*\\ne|[<>=]|\\[lg]e(?![A-Za-z])).)+)"
+)
 # Separators of a text, see `_split`
 RELATION = r"\\[lg]e(?![A-Za-z])|\\ne(?![A-Za-z])|(?<!\\)[<>]"
-EQUALS = r"(?<![<>:\\])="
-COMMA = r"、|(?<!\d),|,(?!\d{3}(?!\d))|;|,\s|(?<=[\s\d})])and(?=[\s(\\])"
+EQUALS = r"(?<![<>:\\])=|\\in(?![A-Za-z])"
+COMMA = r"(?:、|(?<!\d),|,(?!\d{3}(?!\d))|;|,\s|(?<=[\s\d})])and(?=[\s(\\]))(?:\s*and(?=[\s(\\]))?"
 OR = r"(?<=[\s\d})\]])or(?=[\s\\(\d-]|\w(?:\(\w\))?\s*=)|\\cup(?![A-Za-z])"
 # What SymPy has no value for is compared as text.
 UNCOUNTED = re.compile(
     r"\\(?:equiv|approx|[pb]?mod|[lc]?dots|mid|parallel|perp|neg|land|wedge|to|rightarrow|implies|iff|angle|triangle)(?![A-Za-z])"
-    r"|\.\.|\?|\\cases|\\circ\s*\d+\s*'"
+    r"|!!|[fgh]\s*\^\s*\{?-1\}?\s*\(|\d [ap]m$|\.\.|\?|\\cases|\\circ\s*\d+\s*'"
 )
 OPENING, CLOSING = ("(", "[", "{", "\\{", "\\langle"), (")", "]", "}", "\\}", "\\rangle")
 AMOUNTS = re.compile(r"(?:(?<=\})\s*|(?<=[A-Za-z])\s+)(?:and\s+)?(?=\d)")
@@ -214,27 +207,30 @@ def _brackets(text: str) -> tuple[str, str, str] | None:
     match = re.fullmatch(r"(\\\{|\\langle|\(|\[)(.*)(\\\}|\\rangle|\)|\])", text, re.DOTALL)
     if not match:
         return None
-    depth = 0
-    for token in re.findall(BRACKET, match[2]):
-        depth += (token in OPENING) - (token in CLOSING)
-        if depth < 0:
-            return None
-    return match.groups() if depth == 0 else None
+    depths = itertools.accumulate((token in OPENING) - (token in CLOSING) for token in re.findall(BRACKET, match[2]))
+    return match.groups() if min(depths, default=0) >= 0 else None
 
 
 def _choice(text: str) -> Value | None:
     """(C), \\text{C}, option C, C. 12. Text behind a letter and its mark is the option's. Not "(a) 5, (b) 6"."""
     match = CHOICE.fullmatch(re.sub(r"^(?:\\text\s*\{\s*)+([^{}]*)\}", r"\1 ", text))
-    if not match or re.fullmatch("[A-Za-z]", text):
+    if not match:
         return None
-    letter, mark, rest = match[1].upper(), match[2], match[3].strip()
-    if rest and (not mark or DENIALS.search(re.sub(r"\([^()]{2,}\)", "()", match[3]))):
+    letter, mark, rest = match.groups()
+    if not rest.strip():
+        return ("choice", letter.upper(), None)
+    if not mark or DENIALS.search(re.sub(r"\([^()]{2,}\)", "()", rest)):
         return None
-    return ("choice", letter, parse_value(clean(rest)) if rest else None)
+    return ("choice", letter.upper(), parse_value(clean(rest)))
 
 
 def _named(text: str) -> Value | None:
     """x = 5, f(x) = x^2, x in (0, 1); equations and relations that are no such definitions; 2 + 3 = 5 is 5."""
+    if excluded := EXCLUDED.fullmatch(text):  # the reals without 1 and 2: all that lies between
+        points = parse_value(re.sub(rf"{excluded[1]}\s*\\ne", "", excluded[2]).strip())
+        low, high = _parse_all([r"-\infty", r"\infty"])
+        pairs = itertools.pairwise([low, *sorted(_flat((points,))), high])
+        return ("union", tuple(("sequence", "()", pair, (excluded[1],)) for pair in pairs))
     if len(_split(text, f"{COMMA}|{OR}")) > 1:
         return None
     terms, sides = _split(text, RELATION), _split(text, EQUALS)
@@ -242,19 +238,17 @@ def _named(text: str) -> Value | None:
         signs = re.findall(RELATION, text)  # also those in brackets, which part no terms
         is_whole = len(sides) == 1 and all(terms) and len(signs) == len(terms) - 1
         return _relation(terms, signs) if is_whole else _text(text)
-    named = NAMED.fullmatch("=".join(sides))
     match sides:
         case [point, values] if NAMES.fullmatch(point):  # (x, y) = (1, 2)
-            names, value = re.findall(r"[A-Za-z]", point), parse_value(values)
-            return value if names == sorted(names) or value[0] != "sequence" else _text(text)
-        case [first, *rest] if named and (rest or "\\in" in text):
-            rest = rest or [named[2].strip()]
-            return ("named", re.sub(r"\\text|[\s{}]", "", fold(named[1])), _chain(rest), f"{first} = {rest[-1]}")
+            names = re.findall(r"[A-Za-z]", point)
+            return parse_value(values) if names == sorted(names) else _text(text)
+        case [first, *rest] if rest and NAMED.fullmatch(first):
+            return ("named", re.sub(r"\\text|[\s{}]", "", fold(first)), _chain(rest), f"{first} = {rest[-1]}")
         case [first, *_, last] if CONSTANT.fullmatch(first) and CONSTANT.fullmatch(last):
             return _chain(sides)  # 2 + 3 = 5
         case [_, _, _, *_]:
             return _text(text)  # 2x = 10 = 5
-        case [left, right] if left and right:
+        case [_, _]:
             return ("equation", text)
     return None
 
@@ -262,8 +256,7 @@ def _named(text: str) -> Value | None:
 def _chain(sides: list[str]) -> Value:
     """The last side, with the other sides without letters, which have to equal it."""
     *firsts, last = sides
-    values = _parse_all([*filter(CONSTANT.fullmatch, firsts), last])
-    return ("chain", values) if len(values) > 1 else values[0]
+    return ("chain", _parse_all([*filter(CONSTANT.fullmatch, firsts), last]))
 
 
 def _relation(terms: list[str], signs: list[str]) -> Value:
@@ -272,8 +265,6 @@ def _relation(terms: list[str], signs: list[str]) -> Value:
         terms, signs = terms[::-1], ["<" if sign == ">" else r"\le" for sign in signs[::-1]]
     match terms:
         case [name, bound] if VARIABLE.fullmatch(name) and bound not in ("x", "y", "z"):
-            if signs == [r"\ne"]:  # x \ne 2 is (-\infty, 2) \cup (2, \infty)
-                return ("union", (_relation([name, bound], ["<"]), _relation([bound, name], ["<"])))
             terms, signs = [r"-\infty", name, bound], ["<", *signs]
         case [bound, name] if VARIABLE.fullmatch(name):
             terms, signs = [bound, name, r"\infty"], [*signs, "<"]
@@ -287,52 +278,52 @@ def _relation(terms: list[str], signs: list[str]) -> Value:
 
 def _collection(text: str) -> Value | None:
     parts = _split(text, ";" if all(sign in text for sign in ",=;") else OR)  # x=1, y=2; x=2, y=1
-    if len(parts) > 1 and all(parts):
+    if len(parts) > 1:
         values = _parse_all(parts)
-        if re.fullmatch("[A-J①-⑳]", parts[-1]):
-            return ("union", values)  # A or B, which is no AB
-        are_intervals = any(value[0] == "sequence" and len(value[3]) == 1 for value in values)  # x < 1 or x > 2
-        return ("union", values) if "\\cup" in text or are_intervals else ("list", _flat(values))
-    parts = [re.sub(r"^and\s", "", part).strip() for part in _split(text, COMMA) if part and part != "and"]
+        # x < 1 or x > 2; A or B, which is no AB
+        are_intervals = any(value[0] == "sequence" and len(value[3]) == 1 for value in values)
+        is_union = are_intervals or "\\cup" in text or re.fullmatch("[A-J①-⑳]", parts[-1])
+        return ("union", values) if is_union else ("list", _flat(values))
+    parts = [*filter(None, _split(text, COMMA))]
     if len(parts) > 1:
         values = _flat(_parse_all(parts))
         if len({value[2] is None for value in values if value[0] == "choice"}) > 1:
             return _text(text)  # (a) (b) 9
-        return _labelled(values) or _point(values) or ("list", values)
+        return _labelled(values) or ("list", values)
     if AMOUNTS.search(text) and (amounts := _labelled(_parse_all(AMOUNTS.split(text)))):
         return amounts
     if column := COLUMN.fullmatch(text):
         return ("sequence", "()", _parse_all(re.split(r"\s*\\\\\s*", column[1].strip())), ())
+    if builder := BUILDER.fullmatch(text):
+        return parse_value(builder[1].strip())
     inner = _brackets(text)
     if inner is None:
         if text.count("\\pm") != 1:
             return None
         return ("list", _parse_all([text.replace("\\pm", sign) for sign in "+-"]))
     opening, inside, closing = inner
-    builder = BUILDER.fullmatch(inside)
-    if builder and opening == "\\{":
-        return parse_value(builder[1].strip())
-    items = [item for item in _split(inside, COMMA) if item]
+    items = [*filter(None, _split(inside, COMMA))]
     if opening == "\\{":
         return ("set", _flat(_parse_all(items)))
     if opening in ("[", "\\langle") or len(items) > 1:
         brackets = "()" if opening == "\\langle" else opening + closing
         return ("sequence", brackets, _parse_all(items), ())
-    return parse_value(inside.strip()) if inside.strip() else None
+    return parse_value(inside.strip())
 
 
 def _labelled(values: tuple[Value, ...]) -> Value | None:
-    """(a) 2, (b) 9 and 5 ft 11 in: each part has a name of its own or a unit of its own; else None."""
-    labels = {value[1] if value[0] == "choice" else value[2] for value in values if value[0] in ("choice", "number")}
-    is_complete = len(labels) == len(values) and all(value[2] for value in values)
-    return ("sequence", "", values, ()) if is_complete else None
-
-
-def _point(values: tuple[Value, ...]) -> Value | None:
-    """y=2, x=1 as (1, 2), in the order of its names; None for 1, 2 and for x=1, x=2."""
-    items = {value[1]: value[2] for value in values if value[0] == "named"}
-    if len(items) < len(values):
+    """y=2, x=1 as (1, 2), in the order of its names; (a) 2, (b) 9; 5 ft 11 in. None if a label is missing or twice."""
+    items: dict[str, Value | None] = {}
+    for value in values:
+        match value:
+            case ("named", label, item, _) | ("choice", label, item):
+                items[label] = item
+            case ("number", _, label):
+                items[label] = value
+    if len(items) < len(values) or "" in items or None in items.values():
         return None
+    if value[0] == "number":
+        return ("sequence", "", values, ())
     names = tuple(sorted(items))
     return ("sequence", "()", tuple(items[name] for name in names), names)
 
@@ -354,8 +345,7 @@ def _is_formula(text: str) -> bool:
     """False for substances and capitals alone, for letters before digits (9 R 4) and digits apart (2 4 1)."""
     if SUBSTANCE.fullmatch(re.sub(r"\\text|[\s_{}]", "", text)):
         return False
-    signs = re.sub(rf"\\[A-Za-z]+|(?<![A-Za-z])(?:{FUNCTION}|max|min|mod)", r"\\", text)
-    signs = re.sub(r"_\s*(?:\{[^{}]*\}|\w)", "", signs)
+    signs = re.sub(rf"\\[A-Za-z]+|(?<![A-Za-z])(?:{FUNCTION}|max|min|mod)|_\s*(?:\{{[^{{}}]*\}}|\w)", r"\\", text)
     signs = re.sub(r"\^\s*(?:\{[^{}]*[^{}+-]\}|\w(?![+-]$))", "^", signs)
     return not re.search(r"[A-Za-z]\s*\d|[A-Za-z]{2}\s+(?!d)[A-Za-z]{2}|[\d)]\s+\d|\^(?:\{\d*[+-]\}|\d*[+-]$)", signs)
 
@@ -365,44 +355,28 @@ def _text(text: str) -> Value:
     words = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).strip()
     words = words.casefold() if FOREIGN.search(words) else fold(words)
     words = re.sub(r"^(?:an?|the) (?=\w{3})", "", words, flags=re.IGNORECASE)
-    return ("words", re.sub(r"\\text|[{}_\"!]|[.,;:](?!\d)|(?<=[a-z])-(?=[a-z])|(?<!\d)\s+|\s+(?!\d)", "", words))
+    return ("words", re.sub(r"\\text|[{}_\"!]|[.,;](?!\d)|(?<=[a-z])-(?=[a-z])|(?<!\d)\s+|\s+(?!\d)", "", words))
 
 
 WORDED = re.compile(  # yes, Monday, no solution; no product of letters (abc, GMm)
     r"(?i:yes|no)|(?=.*(?:[^\W\d_]{4}|[^\W\d_]{3}\W|\W[^\W\d_]{3}))"
     r"[^\W\d_][^\d_+*/^=<>\\(){}\[\]|]*"
 )
-MARKED = re.compile(r"[^\W\d_][^\d_+*/^=<>\\(){}\[\]|]*")  # in \text, or with foreign letters
 
 
 def quantity(text: str, is_apart: bool = False) -> Value | None:
-    """Based numbers, times and ratios, words, money, and what has a unit. `is_apart`: also of one letter (0.64N)."""
+    """Based numbers, ratios and times, texts, and what has a unit. `is_apart`: also a unit of one letter (0.64N)."""
     if based := BASED.fullmatch(text):
-        digits, base = based[1].lstrip("0").upper(), f"base {WORDS.get(based[2], based[2])}"
-        return ("number", Fraction(digits), base) if digits.isdigit() else ("words", f"{digits}{base[5:]}")
-    parts = _split(text, ":")
-    if len(parts) > 1 and all(parts):
-        values = _parse_all(parts)
-        if all(value[0] in ("number", "formula") for value in values):
-            return ("sequence", ":", values, ())
-    if UNCOUNTED.search(text):
+        digits, base = based[1].lstrip("0").upper(), WORDS.get(based[2], based[2])
+        return ("number", Fraction(digits), f"base {base}") if digits.isdigit() else ("words", f"{digits}{base}")
+    if len(parts := _split(text, ":")) > 1:
+        return ("sequence", ":", _parse_all(parts), ())
+    if UNCOUNTED.search(text) or WORDED.fullmatch(text):
         return _text(text)
-    words = " ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split())
-    is_marked = "\\text" in text or FOREIGN.search(text)
-    if (MARKED if is_marked else WORDED).fullmatch(words):
-        return _text(text)
-    written = QUANTITY.fullmatch(text)
-    number_text, unit_text = written.group("value", "unit") if written else ("", "")
-    if written and not ("circ" in unit_text and re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", number_text)):
-        match parse_value(number_text.strip()):
+    if written := QUANTITY.fullmatch(text):
+        match parse_value(written["value"].strip()):
             case ("number" | "formula" as kind, value, ""):
-                is_spaced = kind == "number" and text[written.start("unit") - 1].isspace()
-                noun = unit_text.strip("()")
-                name = unit(noun, is_apart or is_spaced or "\\text" in noun)
-                is_noun = WORDED.fullmatch(noun) and NO_UNITS.isdisjoint(noun.lower().split())
-                if name is None and unit_text[0] == "(" and kind == "number" and is_noun:
-                    name = fold(noun)  # 14 (pieces of candy)
-                if name is not None:
+                is_spaced = kind == "number" and written["space"] != ""
+                if name := unit(written["unit"], is_apart or is_spaced):
                     return (kind, value, name)
-    says_more = FOREIGN.search(text) or "\\text" in unit_text  # about the value
-    return _text(text) if says_more else None
+    return _text(text) if FOREIGN.search(text) else None

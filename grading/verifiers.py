@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from importlib import import_module
+from pkgutil import resolve_name
 
 from grading import Case, Verdict
 from grading.answer import opens_thought, plain, read_answer
@@ -73,8 +73,7 @@ BUILT_IN = {  # name -> where its function is: a module is loaded only by a rewa
 
 
 def load_verifier(name: str) -> Callable[[Case], Verdict]:
-    module, _, function = BUILT_IN[name].partition(":")
-    return getattr(import_module(module), function)
+    return resolve_name(BUILT_IN[name])
 
 
 def verifiers_of(names: Iterable[str]) -> list[str]:

@@ -2,7 +2,8 @@
 
 The head runs in chunks of tokens that are computed again in the backward pass: the logits of 16,384
 tokens and a vocabulary of 152,064 would take 4.6 GiB in bf16. Peak memory is one chunk's logits,
-whatever the number of tokens T: their gradient takes their place.
+whatever the number of tokens T: their gradient takes their place. On CUDA a chunk has up to
+`sizes.HEAD_GROWTH` times as many where memory is free: fewer are computed again.
 
 Two functions work row by row in fp32: `score` and `replace_by_gradient`. On CUDA torch.compile
 makes a kernel of each, which reads the logits and writes their gradient, and nothing of that size
@@ -34,6 +35,7 @@ from torch.nn import functional as F
 from model import sizes
 
 FUSED_ON = {"cuda"}  # kinds of devices on which torch.compile makes the kernels
+HEAD_SHARE = 0.8  # of the free memory, for the logits of a chunk: what is free lies in pieces
 EAGER_PIECES = 8  # pieces of a chunk in eager mode: each number takes about 20 bytes for a moment
 
 
@@ -111,7 +113,8 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx.settings = settings
         outputs = [hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(5 if teacher_tensors else 2)]
         ctx.last_chunk = None
-        for rows in chunks(len(labels), len(weight)):
+        ctx.most = logits_at_once(len(labels), weight, settings.dtype, len(teacher_tensors) > 0)
+        for rows in chunks(len(labels), len(weight), ctx.most):
             ctx.last_chunk = None  # before the next one is made
             ctx.last_chunk = logits = chunk_logits(hidden[rows], weight, settings.dtype)
             teacher_logits = chunk_of_teacher(teacher_tensors, rows, settings.dtype)
@@ -131,7 +134,7 @@ class _HeadLogprobs(torch.autograd.Function):
         settings = ctx.settings
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for rows in reversed(chunks(len(labels), len(weight))):
+        for rows in reversed(chunks(len(labels), len(weight), ctx.most)):
             logits, ctx.last_chunk = ctx.last_chunk, None
             if logits is None:
                 logits = chunk_logits(hidden[rows], weight, settings.dtype)
@@ -149,10 +152,29 @@ class _HeadLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, *[None] * (2 + len(teacher_tensors))
 
 
-def chunks(count: int, vocab: int, most: int | None = None) -> list[slice]:
-    """Rows whose logits are at most so many; None: as many as are made at a time."""
-    if most is None:
-        most = sizes.HEAD_CHUNK_LOGITS
+def logits_at_once(count: int, weight: Tensor, head_dtype: torch.dtype, has_teacher: bool) -> int:
+    """How many logits a chunk may have, for so many tokens: `HEAD_CHUNK_LOGITS`, or on CUDA 2, 4 or 8 times that.
+
+    A rank decides for itself, as nothing is communicated here; the last bits of the weight's gradient depend on it.
+    """
+    most = sizes.HEAD_CHUNK_LOGITS
+    if weight.device.type != "cuda":
+        return most
+    # What the allocator holds. vLLM unmaps what torch still counts as reserved, so its peak is a bound, too.
+    held = min(torch.cuda.memory_reserved(weight.device), torch.cuda.max_memory_allocated(weight.device))
+    room = torch.cuda.mem_get_info(weight.device)[0] + held - torch.cuda.memory_allocated(weight.device)
+    room -= weight.nbytes  # its gradient comes
+    itemsize = head_dtype.itemsize * (1 + has_teacher)
+    if head_dtype != weight.dtype:
+        itemsize += weight.itemsize  # of the cast of the gradient
+    largest = min(sizes.HEAD_GROWTH * most, HEAD_SHARE * room / itemsize)
+    while most < count * len(weight) and 2 * most <= largest:
+        most *= 2
+    return most
+
+
+def chunks(count: int, vocab: int, most: int) -> list[slice]:
+    """Rows whose logits are at most so many."""
     size = max(most // vocab, 1)
     return [slice(start, start + size) for start in range(0, count, size)]
 

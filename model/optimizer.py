@@ -36,14 +36,22 @@ def make_optimizer(named: dict[str, nn.Parameter], adamw: AdamW, memory: Memory)
     if adamw.optimizer != "adamw":
         from grading.user_code import load_reference
 
-        optimizer = load_reference(adamw.optimizer)(named, adamw)
+        try:
+            optimizer = load_reference(adamw.optimizer)(named, adamw)
+        except Exception as error:  # noqa: BLE001  the user's code may raise anything
+            if "memory" in str(error):  # a lack of it is no fault of the function
+                raise
+            raise ValueError(
+                f"--optimizer {adamw.optimizer} fails: {type(error).__name__}: {error}; it gets parameters by name, of "
+                f"which the first is {next(iter(named))!r}, and {adamw}."
+            ) from error
         if not isinstance(optimizer, Optimizer) or not {*parameters_of(optimizer)} <= {*named.values()}:
             raise ValueError(
                 f"--optimizer {adamw.optimizer} made {optimizer!r:.200}; make a torch.optim.Optimizer of parameters "
-                "that it was given, and of no others."
+                "that it was given, and of no others: those of a loss are not saved (docs/hacks.md)."
             )
         for group in optimizer.param_groups:
-            group["relative_lr"] = adamw.learning_rate and group["lr"] / adamw.learning_rate
+            group["relative_lr"] = adamw.learning_rate and group.get("lr", 0.0) / adamw.learning_rate
         return optimizer
     parameters = named.values()
     betas = (adamw.adam_beta1, adamw.adam_beta2)

@@ -15,7 +15,6 @@ from pathlib import Path
 from transformers import AutoConfig, PretrainedConfig
 
 from flags import EngineSettings, Lora, Memory, Saving
-from fsdp_utils import is_main_process
 from gate.checks import check_flags, launched_world_size
 from gate.choices import check_choices
 from gate.models import check_trained, length_limits
@@ -41,8 +40,7 @@ ROWS = json.loads(TABLE.with_name("data_sets.json").read_text("utf-8"))
 def dry_run(args: argparse.Namespace) -> int:
     """Prints the report and returns the exit code. Raises ValueError for a run that could not start on any machine."""
     report = report_of(setup_of(args, config_of(args.model)))
-    if is_main_process():
-        print(json.dumps(report, indent=2) if args.json else text_of(report))
+    print(json.dumps(report, indent=2) if args.json else text_of(report))
     return 0 if report["fits"] else 3
 
 

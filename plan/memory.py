@@ -245,7 +245,7 @@ def gradients_in_passes(setup: Setup) -> float:
 
 
 def logits_at_once(setup: Setup) -> int:
-    """Logits that are made at a time."""
+    """Logits that are made at a time, at least: more are made where memory is free, and need none."""
     vocab = setup.model.vocab
     return min(setup.memory.micro_batch_tokens, HEAD_CHUNK_LOGITS // vocab) * vocab
 

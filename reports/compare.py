@@ -25,7 +25,10 @@ from runtime.tables import in_columns
 
 Side = list[History]  # the runs of A, or of B
 # * stands for any text.
-METRICS = ("reward/mean", "eval/*/avg@*", "completion/tokens_mean", "policy/kl_ref", "policy/entropy")
+METRICS = (
+    "reward/mean", "eval/*/avg@*", "completion/tokens_mean", "policy/kl_ref", "policy/entropy",
+    "time/step_s", "sampling/prompts",  # what a step costs
+)  # fmt: skip
 GRADED_BY = ("--reward", "--environment", "--tools")
 SAMPLED_BY = ("--temperature", "--max_completion_tokens")
 EVAL_SAMPLED_BY = ("--eval_temperature", "--eval_top_p", "--eval_max_completion_tokens")
@@ -155,7 +158,7 @@ def compare(a: Side, b: Side) -> str:
     differences = differing([a[0], b[0]])
     changes = [f"{name} {there!r} -> {here!r}" for name, (there, here) in differences.items()]
     changed = ", ".join(changes) or "the same flags"
-    lines = [*described("A", a), *described("B", b), f"From A to B: {changed}.", *cost(a, b), method(a, b)]
+    lines = [*described("A", a), *described("B", b), f"From A to B: {changed}.", method(a, b)]
     unlike = {kind: not_alike(kind, [a[0], b[0]], differences) for kind in MEASURED_BY}
     for parts, title in TITLES.items():
         rows = [["", "A", "B", "B - A, and what holds"]]
@@ -211,20 +214,6 @@ def verdict(name: str, a: float, b: float, margin: float) -> list[str]:
     else:
         holds = "B is higher" if value > 0 else "B is lower"
     return [*means, f"{value:{signed}} ({value - margin:{signed}} to {value + margin:{signed}}): {holds}"]
-
-
-def cost(a: Side, b: Side) -> list[str]:
-    """A sentence on completions and seconds of the common steps, means over the runs of a side; [] where unknown."""
-    steps = common_steps([*a, *b], "time/step_s")
-    count_a, seconds_a = np.mean([run.cost(steps) for run in a], axis=0)
-    count_b, seconds_b = np.mean([run.cost(steps) for run in b], axis=0)
-    if not (count_a and seconds_a and count_b and seconds_b):
-        return []
-    return [
-        f"Cost of the {len(steps)} steps that all runs have: "
-        f"A {count_a:,.0f} completions in {seconds_a:,.0f} s, B {count_b:,.0f} in {seconds_b:,.0f} s; "
-        f"B sampled {count_b / count_a:.2g} x as many and took {seconds_b / seconds_a:.2g} x as long."
-    ]
 
 
 def described(side: str, runs: Side) -> list[str]:

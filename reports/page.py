@@ -16,9 +16,8 @@ import re
 from pathlib import Path
 
 from reports.samples import embed, pack_samples, rounded
-from runtime.files import write
-from runtime.history import History, but_for_the_seed, read_config, read_lines
-from watch.reference import published_curves
+from runtime.files import steps_with_rollouts, write
+from runtime.history import History, but_for_the_seed, read_lines
 
 FOLDER = Path(__file__).parent
 FILES = ("vendor/uPlot.min.css", "vendor/uPlot.iife.min.js", "page.css")
@@ -26,25 +25,26 @@ SCRIPTS = ("curves.js", "overview.js", "differences.js", "samples.js", "page.js"
 BYTES_OF_SAMPLES = 18_500_000  # so that a page stays below 20 MB
 
 
-def write_page(file: Path, metrics: dict[Path, list[dict[str, float]]]) -> None:
-    """Writes the page of these runs: folder -> the lines of its metrics.jsonl."""
-    runs = []
+def write_page(file: Path, runs: list[History], published: list[dict[str, dict]]) -> None:
+    """Writes the page of these runs. `published`: of each, metric -> published curve."""
+    described = []
     chunks = {}
-    names = [folder.absolute().name for folder in metrics]
-    num_sampled = sum(any((folder / "rollouts").glob("step_*.parquet")) for folder in metrics)
-    for index, (folder, lines) in enumerate(metrics.items()):
-        run = describe(folder, lines)
-        run["name"] = names[index] if names.count(names[index]) == 1 else str(folder)
-        run["samples"], chunks_by_step = pack_samples(folder, BYTES_OF_SAMPLES // max(num_sampled, 1))
-        runs.append(run)
+    names = [run.folder.absolute().name for run in runs]
+    num_sampled = sum(bool(steps_with_rollouts(run.folder)) for run in runs)
+    for index, run in enumerate(runs):
+        parts = describe(run) | {"published": published[index]}
+        parts["name"] = names[index] if names.count(names[index]) == 1 else str(run.folder)
+        parts["samples"], chunks_by_step = pack_samples(run.folder, BYTES_OF_SAMPLES // max(num_sampled, 1))
+        described.append(parts)
         for step, chunk in chunks_by_step.items():
             chunks[f"samples-{index}-{step}"] = chunk
-    chunks["runs"] = embed({"runs": runs, "seed_groups": seed_groups(runs)})
+    chunks["runs"] = embed({"runs": described, "seed_groups": seed_groups(described)})
     write(file, fill_template(chunks))
 
 
-def describe(folder: Path, lines: list[dict[str, float]]) -> dict:
-    """The run as the page shows it, without its samples."""
+def describe(run: History) -> dict:
+    """The run as the page shows it, without its samples and what was published."""
+    folder, lines = run.folder, run.lines
     starts = read_lines(folder / "starts.jsonl")
     code = {}
     hardware = None
@@ -56,7 +56,6 @@ def describe(folder: Path, lines: list[dict[str, float]]) -> dict:
         if "device" in start:
             hardware = f"{start['world_size']} × {start['device']}"
     names = dict.fromkeys(name for line in lines for name in line if name != "step")
-    run = History(folder, read_config(folder), lines)
     return {
         "folder": str(folder),
         "config": run.config,
@@ -64,7 +63,6 @@ def describe(folder: Path, lines: list[dict[str, float]]) -> dict:
         "hardware": hardware,
         "steps": [line["step"] for line in lines],
         "metrics": {name: [rounded(line.get(name)) for line in lines] for name in names},
-        "published": published_curves(run),
     }
 
 

@@ -104,7 +104,7 @@ def best_effort(what: str, *more: type[Exception]) -> Iterator[None]:
 @contextmanager
 def atomic_write(file: Path) -> Iterator[Path]:
     """The path for the block to write, which then becomes the file. If it fails, an older file stays as it was."""
-    unfinished = file.with_name(f".{file.name}.unfinished")
+    unfinished = file.with_name(f".{file.name}.{os.environ.get('RANK', 0)}")  # all ranks may write
     try:
         yield unfinished
         unfinished.replace(file)
@@ -158,6 +158,16 @@ def run_and_step(path: str) -> tuple[Path, int]:
     folder = Path(path)
     number = folder.name.removeprefix("step_")
     return (folder.parent, int(number)) if number != folder.name and number.isdigit() else (folder, 0)
+
+
+def rollouts_file(out_dir: Path, step: int) -> Path:
+    """Where --keep_rollouts keeps the completions of a step."""
+    return out_dir / "rollouts" / f"step_{step}.parquet"
+
+
+def steps_with_rollouts(out_dir: Path) -> list[int]:
+    """The steps whose completions are there, in order."""
+    return sorted(int(file.stem.partition("_")[2]) for file in (out_dir / "rollouts").glob("step_*.parquet"))
 
 
 def write_sizes(folder: Path) -> None:

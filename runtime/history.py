@@ -43,14 +43,6 @@ class History:
                 contents[f"contents of {path}"] = digest
         return contents
 
-    def cost(self, steps: list[int]) -> tuple[float, float]:
-        """Completions that these steps have sampled, with dynamic sampling more than they trained on; their seconds."""
-        trained = 0 if self.config.get("replay") else self.config.get("prompts_per_step", 0)
-        sampled = self.points("sampling/prompts")
-        seconds = self.points("time/step_s")
-        prompts = sum(sampled.get(step, trained) for step in steps if step)
-        return prompts * self.config.get("group_size", 0), sum(seconds[step] for step in steps)
-
     def points(self, name: str) -> dict[int, float]:
         """Step -> value of a metric, where it is a finite number."""
         values = {int(line["step"]): line.get(name) for line in self.lines}

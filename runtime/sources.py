@@ -131,6 +131,8 @@ def _load_splits(source: str, what: str, split: str | None) -> dict[str, Dataset
                 raise ValueError(f"the folder does not contain any data files ({', '.join(sorted(TABLES))})")
             data_files = datasets.load_dataset_builder(full).config.data_files
             files = [Path(file) for file in chain.from_iterable(data_files.values())]
+            if files[0].suffix == ".md":
+                raise ValueError(f"most of its files are texts ({files[0].name}); name a file, or a folder of data")
             check_folder(path, files)
             if all(file.suffix.lower() in READERS for file in files):
                 return {str(key): names for key, names in data_files.items()}

@@ -25,29 +25,28 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
-from multiprocessing import get_context
 from pathlib import Path
 from subprocess import Popen
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.extend(str(Path(__file__).parent.parent / room) for room in ("", "benchmarks"))
 
 import psutil
 import torch
-from pebble import ProcessPool
 from torch.nn import functional as F
 from torch.nn.attention import current_flash_attention_impl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from bench_common import GIB, PROGRAM_SECONDS, apart, seconds_of
+from bench_gpu import LADDER, Size, head_growth, heads, rung
 from compare_weights import Comparison
 from data import PromptData
 from engine.options import engine_options
 from extras.servers.start import SERVER
 from flags import AdamW, EngineSettings, Lora, Memory, PromptFormat, Sampling
-from fsdp_utils import init_world
+from fsdp_utils import World, init_world
 from gate.machine import INSTALLED
-from model import head
 from model.attention import check_device, make_packing, packed_attention
 from model.packed import Segment
 from model.weights import open_weights
@@ -57,8 +56,10 @@ from policy import build_policy
 from runtime.history import read_metrics
 from smoke_inputs import SETUPS, make_config, make_tokenizer
 
+if TYPE_CHECKING:
+    from rollout import Engine
+
 ROOT = Path(__file__).parent.parent
-GIB = 2**30
 STANDS_FOR = SETUPS["qwen7b_simplerl_2x8xh100"]  # its tokenizer, and on a CPU its tiny model
 REWARD = "def score(completion, answer, columns):\n    return completion.count('e') / max(len(completion), 1)\n"
 COMMON = "--total_steps 3 --learning_rate 1e-5 --keep_checkpoints 1 --gpu_memory_utilization 0.4 --timeout_minutes 5"
@@ -76,7 +77,6 @@ LARGEST_GAP = {True: 1 / 32, False: 1e-4}
 PLANNED = {
     "load": ("load", "rollout"), "sample": ("rollout",), "update": ("update", "optimizer"), "sync": ("sync", "rollout"),
 }  # fmt: skip
-PROGRAM_SECONDS = 900  # for each program: a hang is the classic fault of a new machine
 
 
 @dataclass(frozen=True)
@@ -134,18 +134,8 @@ class Place:
 
     def visible(self, ranks: int) -> dict[str, str]:
         """The first of the user's GPUs, one for each rank."""
-        ids = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        ids = ids if ids[0] else list(map(str, range(ranks)))
+        ids = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(ranks)))).split(",")
         return {"CUDA_VISIBLE_DEVICES": ",".join(ids[:ranks])} if self.is_cuda else {}
-
-
-Found = TypeVar("Found")
-
-
-def apart(find: Callable[[], Found]) -> Found:
-    """The result of the function in a process of its own."""
-    with ProcessPool(max_workers=1, context=get_context("spawn")) as pool:
-        return pool.schedule(find, timeout=PROGRAM_SECONDS).result()
 
 
 # The machine ----------------------------------------------------------------------------------------------------------
@@ -160,10 +150,9 @@ def check_machine(place: Place) -> Iterator[Line]:
     advice = "NCCL and vLLM talk through it: start the container with --shm-size 16g or --ipc host."
     yield Line("/dev/shm", f"{shared:.1f} GiB", "at least 1", shared >= 1, advice)
     names = [os.environ.get("CC", "gcc"), "clang"] if place.is_cuda else [os.environ.get("CXX", "g++")]
-    needed = {" or ".join(names): any(map(shutil.which, names))}
-    needed["Python.h"] = (Path(sysconfig.get_path("include")) / "Python.h").exists()
+    header = Path(sysconfig.get_path("include")) / "Python.h"
     advice = "vLLM's kernels on CUDA, and --compile, need it: install gcc, g++ and python3-dev (or -devel)."
-    for name, is_there in needed.items():
+    for name, is_there in ((" or ".join(names), any(map(shutil.which, names))), (header.name, header.exists())):
         yield Line(name, "there" if is_there else "missing", "", is_there or not place.is_cuda, advice)
     if not (seen := count or len(list(INSTALLED.glob("*")))):
         yield Line("GPU", "none: what follows is what a CPU can check; nothing of it says how a GPU would do")
@@ -180,8 +169,8 @@ def find_gpus(seen: int) -> list[Line]:
     for index in range(count):
         major, minor = torch.cuda.get_device_capability(index)
         free, total = torch.cuda.mem_get_info(index)
-        name = f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}"
-        figure = f"{name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+        figure = f"{torch.cuda.get_device_name(index)}, compute capability {major}.{minor}, "
+        figure += f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
         is_ok = major >= 8 and free > 0.9 * total
         advice = "bfloat16 and FlashAttention need Ampere. Who has taken memory, nvidia-smi says."
         lines.append(Line(f"GPU {index}", figure, "8.0 or newer, nearly all free", is_ok, advice))
@@ -193,8 +182,7 @@ def check_kernels() -> list[Line]:
     is_cuda = torch.cuda.is_available()
     device = torch.device("cuda" if is_cuda else "cpu")
     check_device(device, share_prompts=True)  # chooses the kernel, as a run does
-    kernel = f"FlashAttention {current_flash_attention_impl() or 2}" if is_cuda else "of the CPU"
-    lines = [Line("attention kernel", kernel)]
+    lines = [Line("attention", f"FlashAttention {current_flash_attention_impl() or 2}" if is_cuda else "of the CPU")]
     advice = "The kernel is wrong on this machine: do not train on it."
     for name, window in (("attention", None), ("attention, window of 64", 64)):
         difference, cosine = compare_kernel(device, window)
@@ -237,36 +225,27 @@ def check_run(place: Place) -> Iterator[Line]:
     out_dir = place.train("run", 1)
     steps = read_metrics(out_dir)
     yield from gap_lines(place, "one engine", steps)
-    yield from memory_lines(steps, planned(out_dir, apart(smallest_gpu) * GIB) if place.is_cuda else {})
+    expected = planned(out_dir, apart(smallest_gpu) * GIB) if place.is_cuda else {}
+    for phase in PLANNED:
+        if used := max(record.get(f"memory/{phase}_gib", 0.0) for record in steps):
+            most = expected.get(phase, math.inf)
+            figure, wanted = f"{used:.2f} GiB", f"at most {most:.2f}" if expected else ""
+            advice = f"The dry run is wrong by {used / most - 1:+.0%}: please report it."
+            yield Line(f"memory, {phase}, against the dry run", figure, wanted, used <= most, advice)
     last = steps[-1]
-    if (mfu := last.get("perf/update_mfu")) is not None:
-        advice = "Published trainers reach 14% to 26%. docs/symptoms.md says which flags help."
-        yield Line("update, MFU", f"{mfu:.1%}", "at least 15%; 45% is the goal", mfu >= 0.15, advice)
     yield Line("sync, time", f"{last['time/sync_s']:.2f} s")
     for phase in ("update", "sample"):
-        speed = last[f"perf/{phase}_tokens_per_s_per_gpu"]
-        yield Line(f"{phase}, speed", f"{speed:,.0f} tokens/s")
+        yield Line(f"{phase}, speed", f"{last[f'perf/{phase}_tokens_per_s_per_gpu']:,.0f} tokens/s")
 
 
 def planned(out_dir: Path, gpu_bytes: float) -> dict[str, float]:
     """Phase of the loop -> GiB that the dry run says of this run on one such GPU."""
-    args = argparse.Namespace(**json.loads((out_dir / "config.json").read_text("utf-8")))
-    args.plan_gpus = 1
+    args = argparse.Namespace(**json.loads((out_dir / "config.json").read_text("utf-8")) | {"plan_gpus": 1})
     setup = setup_of(args, config_of(args.model))
     phases = gpu_phases(replace(setup, hardware=replace(setup.hardware, gpu_bytes=gpu_bytes)))
-    return {phase: max(needed(phases[name]) for name in PLANNED[phase] if name in phases) / GIB for phase in PLANNED}
-
-
-def memory_lines(steps: list[dict[str, float]], expected: dict[str, float]) -> Iterator[Line]:
-    """The memory of each phase, and whether it is within what is expected of it, in GiB."""
-    for phase in PLANNED:
-        used = max(record.get(f"memory/{phase}_gib", 0.0) for record in steps)
-        if not used:
-            continue
-        most = expected.get(phase, math.inf)
-        wanted = f"at most {most:.2f}" if expected else ""
-        advice = f"The dry run is wrong by {used / most - 1:+.0%}: please report it."
-        yield Line(f"memory, {phase}, against the dry run", f"{used:.2f} GiB", wanted, used <= most, advice)
+    most = {phase: max(needed(phases[name]) for name in PLANNED[phase] if name in phases) for phase in PLANNED}
+    most["update"] += head_growth(setup)
+    return {phase: size / GIB for phase, size in most.items()}
 
 
 def check_sync(place: Place) -> Iterator[Line]:
@@ -280,15 +259,20 @@ def check_sync(place: Place) -> Iterator[Line]:
         yield Line("weights that cannot be compared", f"{len(not_compared)}: {', '.join(not_compared[:4])}")
 
 
-def compare_weights(folder: Path, is_cuda: bool) -> tuple[int, list[str], list[str], list[str]]:
-    """(number of tensors that are compared, those that cannot be, those that differ after a first and a later sync)."""
-    world = init_world(tp_size=1, timeout_minutes=5)
+def make_engine(folder: Path, dtype: str, world: World, **options: object) -> Engine:
+    """An engine in this process. `options` of vLLM, beside ours."""
     import rollout
 
-    dtype = "bfloat16" if is_cuda else "float32"
-    policy, *_ = build_policy(str(folder), Memory(dtype=dtype), Lora(), AdamW(), None, 0, world)
+    rollout.engine_options = lambda *given: engine_options(*given) | options
     settings = EngineSettings(max_model_len=256, dtype=dtype, gpu_memory_utilization=0.4)
-    engine = rollout.Engine(str(folder), AutoTokenizer.from_pretrained(folder), world, settings)
+    return rollout.Engine(str(folder), AutoTokenizer.from_pretrained(folder), world, settings)
+
+
+def compare_weights(folder: Path, is_cuda: bool) -> tuple[int, list[str], list[str], list[str]]:
+    """(number of tensors that are compared, those that cannot be, those that differ after a first and a later sync)."""
+    world, dtype = init_world(tp_size=1, timeout_minutes=5), "bfloat16" if is_cuda else "float32"
+    policy, *_ = build_policy(str(folder), Memory(dtype=dtype), Lora(), AdamW(), None, 0, world)
+    engine = make_engine(folder, dtype, world)
     comparison = Comparison(policy, world, engine.llm.apply_model)
     different = []
     for _ in range(2):
@@ -301,49 +285,28 @@ def compare_weights(folder: Path, is_cuda: bool) -> tuple[int, list[str], list[s
     return len(comparison.names), comparison.not_compared, *different
 
 
-def check_compiled(place: Place) -> Iterator[Line]:
-    """The run again with --compile, which should be faster and train the same; and the head in both of its ways."""
-    compiled = place.train("compiled", 1, "--compile")
-    yield from compile_lines(read_metrics(place.folder / "run"), read_metrics(compiled))
-    yield from apart(time_heads)
+def check_rung(name: str, first: list[dict[str, object]], place: Place) -> Iterator[Line]:
+    """Updates with these flags of the ladder: speed, memory, and the first gradient beside that of the first rung."""
+    found = apart(partial(rung, Size(place.model, tokens=16384, micros=6, length=2048), name, LADDER[name]))
+    first.append(found)
+    figure = f"MFU {found['MFU']:.1%}, {found['tokens/s']:,.0f} tokens/s; {found['first s']:.0f} s the first time"
+    advice = "Published trainers reach 14% to 26%. docs/symptoms.md says which flags help."
+    yield Line(f"update, {name}", figure, f"{found['planned MFU']:.1%}; 45% is the goal", found["MFU"] >= 0.15, advice)
+    used, most = found["GiB"], found["planned GiB"] + found["free, for the head"]
+    advice = f"The dry run is wrong by {used / most - 1:+.0%}: please report it."
+    yield Line(f"update, {name}: memory of tensors", f"{used:.2f} GiB", f"at most {most:.2f}", used <= most, advice)
+    by = abs(found["grad norm"] / first[0]["grad norm"] - 1)
+    advice = "Leave the flag out on this machine, and report it."
+    yield Line(f"update, {name}: first gradient", f"off by {by:.2%}", "at most 3%", by <= 0.03, advice)
 
 
-def compile_lines(eager: list[dict[str, float]], compiled: list[dict[str, float]]) -> Iterator[Line]:
-    """The gain of --compile in the last step, when all its kernels are made, and whether the gradient is the same."""
-    speeds = [steps[-1]["perf/update_tokens_per_s_per_gpu"] for steps in (eager, compiled)]
-    figures = ", ".join(
-        f"{name} {speed:,.0f} tokens/s" for name, speed in zip(("eager", "compiled"), speeds, strict=True)
-    )
-    mfus = [steps[-1].get("perf/update_mfu") for steps in (eager, compiled)]
-    figures += f", MFU {mfus[0]:.1%} and {mfus[1]:.1%}" if None not in mfus else ""
-    gain = speeds[1] / speeds[0]
-    yield Line("update, --compile", f"{figures}: {f'turn it on: {gain:.2f} x' if gain > 1.03 else 'do not'}")
-    norms = [steps[0]["optim/grad_norm"] for steps in (eager, compiled)]
-    apart_by, advice = abs(norms[1] / norms[0] - 1), "Leave --compile out on this machine, and report it."
-    yield Line("update, --compile: first gradient", f"off by {apart_by:.2%}", "at most 3%", apart_by <= 0.03, advice)
-    peaks = [max(record.get("memory/update_gib", 0.0) for record in steps) for steps in (eager, compiled)]
-    yield Line("update, --compile: memory", f"{peaks[1]:.2f} GiB, in eager mode {peaks[0]:.2f}")
-
-
-def time_heads(tokens: int = 8192, width: int = 1536, vocab: int = 151_936) -> list[Line]:
-    """The head of a 1.5B model forwards and backwards, eager and in one kernel each way."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(0)
-    linear = torch.nn.Linear(width, vocab, bias=False, device=device, dtype=torch.bfloat16)
-    hidden = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)
-    labels, seconds = torch.randint(vocab, (tokens,), device=device), []
-    for kinds in (set(), {device.type}):
-        head.FUSED_ON = kinds
-        for _ in range(3):  # the first ones make the kernels
-            start = time.perf_counter()
-            head.chunked_logprobs(hidden, linear, labels, 1.0)[0].sum().backward()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            last = time.perf_counter() - start
-        seconds.append(last)
-    figure = f"{seconds[0] * 1e3:.1f} ms in eager mode, {seconds[1] * 1e3:.1f} in kernels of one piece"
+def check_head(place: Place) -> Iterator[Line]:
+    """The head in eager mode, and in one kernel each way by the size of its chunks."""
+    eager, *chunked = apart(partial(heads, Size(place.model, tokens=8192, micros=1, length=8192)))
+    figure = ", ".join(f"{row['head']} {row['s'] * 1e3:.1f} ms" for row in (eager, *chunked))
+    is_ok = max(row["s"] for row in chunked) < eager["s"]
     advice = "Set FUSED_ON = set() in model/head.py, and report it."
-    return [Line(f"update, head of {tokens:,} tokens", figure, "faster", seconds[1] < seconds[0], advice)]
+    yield Line("update, head of 8,192 tokens", figure, "eager mode is the slowest", is_ok, advice)
 
 
 def gap_lines(place: Place, what: str, steps: list[dict[str, float]]) -> Iterator[Line]:
@@ -361,15 +324,10 @@ def gap_lines(place: Place, what: str, steps: list[dict[str, float]]) -> Iterato
 
 def check_resume(place: Place) -> Iterator[Line]:
     """A run that is killed after its first step goes on."""
-
-    def kill_when_saved(process: Popen, out_dir: Path) -> None:
-        if any(out_dir.glob("step_*")):
-            process.kill()
-
-    out_dir = place.train("killed", 1, "--save_every", "1", disturb=kill_when_saved)
+    run = partial(place.train, "killed", 1, "--save_every", "1")
+    out_dir = run(disturb=lambda process, folder: any(folder.glob("step_*")) and process.kill())
     before = [record["step"] for record in read_metrics(out_dir)]
-    place.train("killed", 1, "--save_every", "1")
-    steps = read_metrics(out_dir)
+    steps = read_metrics(run())
     numbers = [record["step"] for record in steps]
     yield Line("resume after kill -9", f"steps {before}, then {numbers}", "[1, 2, 3]", numbers == [1, 2, 3])
     yield from gap_lines(place, "after the resume", steps)
@@ -404,23 +362,16 @@ def put_to_sleep(folder: Path, is_offloaded: bool) -> tuple[float, float, bool]:
     registers no graphs with NCCL and its own all-reduce, which may make sampling slower.
     """
     world = init_world(tp_size=1, timeout_minutes=5)
-    import rollout
-
-    offload = {"sleep_mode_offload_cudagraph": is_offloaded}
-    rollout.engine_options = lambda *given: engine_options(*given) | offload
     tokenizer, weights = AutoTokenizer.from_pretrained(folder), open_weights(str(folder))
     rows = PromptData.load(f"{folder}/train.jsonl", PromptFormat(max_prompt_tokens=128), tokenizer, seed=0).rows
-    settings = EngineSettings(max_model_len=256, dtype="bfloat16", gpu_memory_utilization=0.4)
-    engine = rollout.Engine(str(folder), tokenizer, world, settings)
+    engine = make_engine(folder, "bfloat16", world, sleep_mode_offload_cudagraph=is_offloaded)
+    sample = partial(engine.sample, rows, Sampling(1, temperature=0.0, max_completion_tokens=32), seed=(0,))
     engine.sync(weights.items())
-    before = engine.sample(rows, Sampling(num_samples=1, temperature=0.0, max_completion_tokens=32), seed=(0,))
+    before = sample()
     engine.sleep()
     free, total = torch.cuda.mem_get_info()
-    begin = time.perf_counter()
-    engine.sync(weights.items())
-    seconds = time.perf_counter() - begin
-    after = engine.sample(rows, Sampling(num_samples=1, temperature=0.0, max_completion_tokens=32), seed=(0,))
-    return (total - free) / GIB, seconds, before.texts == after.texts
+    seconds = seconds_of(lambda: engine.sync(weights.items()), rounds=1, warm_up=0)
+    return (total - free) / GIB, seconds, before.texts == sample().texts
 
 
 FAILS = """
@@ -475,11 +426,6 @@ def smallest_gpu() -> float:
     return 0.0
 
 
-def shape_for(gib: float) -> str:
-    """The model whose full training fits such a GPU with room to spare, without offloading."""
-    return "Qwen/Qwen2.5-1.5B" if gib >= 60 else "Qwen/Qwen2.5-0.5B-Instruct"
-
-
 def make_model(place: Place) -> None:
     """Random weights whose distribution over tokens is far from uniform, a tokenizer, data, and a reward."""
     folder = place.folder / "model"
@@ -516,7 +462,9 @@ def write_report(place: Place) -> int:
     checks = {"machine": check_machine, "kernels": lambda _: apart(check_kernels)}
     checks |= {"run": check_run, "kill and resume": check_resume, "sync": check_sync}
     if place.is_cuda:
-        checks |= {"sleep": check_sleep, "compiled": check_compiled}
+        first: list[dict[str, object]] = []
+        checks |= {"sleep": check_sleep}
+        checks |= {f"update, {name}": partial(check_rung, name, first) for name in LADDER} | {"head": check_head}
     if place.num_ranks > 1:
         checks |= {"two ranks": check_engines, "faults": check_ends}
     lines: list[Line] = []
@@ -541,7 +489,9 @@ def main() -> None:
     parser.add_argument("--out_dir", type=Path, default=Path("runs/check_gpu"), help="folder, made anew")
     args = parser.parse_args()
     count = torch.cuda.device_count()
-    model = args.model or (shape_for(apart(smallest_gpu)) if count else None)
+    model = args.model
+    if count and not model:  # full training of it fits with room to spare, without offloading
+        model = "Qwen/Qwen2.5-1.5B" if apart(smallest_gpu) >= 60 else "Qwen/Qwen2.5-0.5B-Instruct"
     place = Place(args.out_dir.resolve(), model, args.ranks or count or 2, count > 0)
     if place.folder.exists() and any(place.folder.iterdir()) and not (place.folder / "gpu_check.md").exists():
         parser.error(f"--out_dir {place.folder} holds something else; choose a new folder.")

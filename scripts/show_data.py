@@ -16,7 +16,6 @@ from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from batch import Row
 from command_line import parser_of
 from data import PromptData, describe_template, load_reader
 from extras.turns.episode import Turn, columns_for
@@ -24,6 +23,7 @@ from extras.turns.turns import Turns
 from flags import FLAGS as TRAINING_FLAGS
 from flags import GROUPS, INF, Grading, PromptFormat, TurnLimits, flag
 from gate.checks import check_ranges, check_turns
+from gate.inputs import check_template
 from runtime.sources import read_system_prompt
 
 # fmt: off
@@ -39,8 +39,9 @@ FLAGS = {"data": DATA} | {name: GROUPS[name] for name in ("prompts", "turns")}
 LONGEST_WAIT = 3600.0  # seconds for a reply; --reward_timeout ends it before
 
 
-def play(turns: Turns, row: Row) -> None:
-    """One episode of this row, until it is over or there is no more input. If it fails, the program ends."""
+def play(turns: Turns, data: PromptData) -> None:
+    """One episode of the first row, until it is over or there is no more input. If it fails, the program ends."""
+    row = data.rows[0]
     max_turns = turns.limits.max_turns
     print(f"\n--- an episode of at most {max_turns} turns of yours, each a line\n{row.text}")
     texts: list[str] = []
@@ -68,6 +69,7 @@ def main() -> None:
         check_turns(args)
         prompt_format = PromptFormat.from_flags(args, system_prompt=read_system_prompt(args.system_prompt))
         tokenizer, vision = load_reader(args.model, config, prompt_format)
+        check_template(prompt_format, tokenizer)
         parts = [PromptData.load(source, prompt_format, tokenizer, args.seed, vision) for source in args.data]
         turns = None
         if args.environment or args.tools:
@@ -84,7 +86,7 @@ def main() -> None:
             images = f"\n  {len(row.encoded_images)} images of {sizes} bytes" if sizes else ""
             print(f"\n--- {row.where}{images}\n{row.text}\n--- answer: {row.answer}\n")
     if turns is not None:
-        play(turns, parts[0].rows[0])
+        play(turns, parts[0])
 
 
 if __name__ == "__main__":

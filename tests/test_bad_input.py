@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -123,14 +124,26 @@ def test_a_replay_of_a_damaged_run_is_refused_in_a_sentence(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages[7]['content'] }}", "{{ '%d' % 'a' }}"])
-def test_a_chat_template_that_fails_in_its_own_way_is_named(template, policy, tmp_path):
+CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ END }}{% endfor %}"
+
+
+@pytest.mark.parametrize(("template", "words"), [
+    ("{{ 1 / 0 }}", "the chat template refuses it"),
+    ("{{ messages[7]['content'] }}", "the chat template refuses it"),
+    ("{{ '%d' % 'a' }}", "the chat template refuses it"),
+    ("{{ eos_token }}", "shows no text of a user"),
+    ("{# nothing #}", "shows no text of a user"),
+    (CHAT.replace("{{ END }}", "<eos>"), r"no generation prompt: it writes '\[assistant\]' .* end of '\[user\]1<eos>'"),
+    ("{% for m in messages %}{{ '[I]%s[/I]' % m.content if m.role == 'user' else m.content }}{% endfor %}", None),
+    (CHAT + "{% if add_generation_prompt %}[assistant]{% endif %}", None),
+])  # fmt: skip
+def test_a_chat_template_that_makes_no_prompt_is_named(template, words, policy, tmp_path):
     shutil.copytree(policy, tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(policy)
     tokenizer.chat_template = template
     tokenizer.save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match="the chat template refuses it"):
-        check(tmp_path / "model", tmp_path / "run")
+    with pytest.raises(ValueError, match=words) if words else nullcontext():
+        check(tmp_path / "model", tmp_path / "run", max_prompt_tokens=60)
 
 
 BEYOND = [  # what the chat template ends with; flags; who has the token: a name in the sentence, or nobody

@@ -119,7 +119,7 @@ def test_a_sampler_at_another_temperature_ends_the_run(policy, tmp_path):
     file = tmp_path / "run" / "rollouts" / "step_1.parquet"
     said = done.stderr.strip().splitlines()[-1]
     assert done.returncode != 0 and "error: step 1, update 1 is not made" in said and "Traceback" not in done.stderr
-    assert "--max_rollout_gap 0.05" in said and f"{file} holds the step's tokens, with both log-probs" in said
+    assert "--max_rollout_gap 0.05" in said and f"{file} holds the step's tokens and log-probs" in said
     columns = [pyarrow.parquet.read_table(file)[name] for name in ("token_ids", "rollout_logprobs", "old_logprobs")]
     tokens, sampler, trainer = (column.combine_chunks().flatten().to_numpy() for column in columns)
     assert len(columns[0]) == 32 and len(tokens) == len(sampler) and abs(sampler - trainer).mean() > 0.02

@@ -2,11 +2,13 @@
 
 import json
 import sys
+from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import bench_gpu
 import bench_step
 import method_curves
 from bench_common import save_random_model
@@ -39,6 +41,31 @@ def test_bench_step(monkeypatch, capsys):
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["goal"]["trl_best"] == 2.0 and found["rounds"] == 1
     assert found["seconds"] > 0
+
+
+def test_bench_gpu(tmp_path, monkeypatch, capsys):
+    """All parts, in one process. Each rung is trained with its flags; on CPUs offloading changes no bit."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    AutoConfig.for_model("qwen2", vocab_size=256, num_hidden_layers=2, bos_token_id=None, **sizes).save_pretrained(
+        tmp_path
+    )
+    monkeypatch.setattr(bench_gpu, "apart", lambda find: find())
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    command = f"bench_gpu.py --model {tmp_path} --micro_batch_tokens 64 --micro_batches 2 --length 32"
+    monkeypatch.setattr(sys, "argv", command.split())
+    bench_gpu.main()
+    shown = capsys.readouterr().out
+    found = json.loads(shown.splitlines()[-1])
+    assert "failed" not in shown and found["goal"] == 0.45 and found["device"] == "CPU"
+    eager, compiled, unchecked, once = found["ladder"]
+    assert min(min(rung["s"], rung["MFU"], rung["planned MFU"], rung["planned GiB"]) for rung in found["ladder"]) > 0
+    assert eager["planned MFU"] < unchecked["planned MFU"] and compiled["planned GiB"] < unchecked["planned GiB"]
+    assert eager["grad norm"] == pytest.approx(once["grad norm"], rel=0.03)
+    assert all(row["products"] > 0 and 0 < row["busy"] < 1 and row["longest"] for row in found["profile"])
+    assert len(found["offload"]) == 4
+    for row in found["offload"]:
+        assert row["largest, 1"] == row["of the change, 3"] == 0
+    assert [row.get("off by", 0) < 0.01 for row in found["head"]] == [True] * 5
 
 
 @pytest.mark.parametrize(("hidden", "layers", "mean_tokens"), [(256, 4, 20), (512, 8, 40)])

@@ -17,6 +17,7 @@ import check_gpu
 from check_gpu import Line, Place, gap_lines
 from command_line import parse_flags
 from helpers.runs import ROOT, Forked, begin
+from model import sizes
 from plan.dry_run import config_of, setup_of
 from plan.memory import misfits
 
@@ -129,7 +130,8 @@ def test_the_dry_run_is_asked_for_the_run_that_was_made(tmp_path):
     parameters = 1_543_714_304
     assert planned["sample"] == pytest.approx(1.05 * 12 * parameters / 2**30 + 0.4 * 80 + 2.5)
     assert planned["load"] == planned["sync"] == planned["sample"]
-    assert 1.05 * 16 * parameters / 2**30 < planned["update"] < planned["sample"]
+    growth = 7 * sizes.HEAD_CHUNK_LOGITS * 2 / 2**30  # where memory is free
+    assert 1.05 * 16 * parameters / 2**30 < planned["update"] - growth < planned["sample"]
 
 
 @pytest.mark.parametrize(
@@ -182,28 +184,35 @@ def test_the_memory_of_a_sleeping_engine_is_reported(held, is_same, wrong, monke
     assert sum(not line.is_ok for line in lines) == wrong
 
 
+RUNG = {"MFU": 0.34, "planned MFU": 0.36, "tokens/s": 35_800.0, "first s": 40.0, "GiB": 35.0, "planned GiB": 34.0}
+RUNG |= {"free, for the head": 2.0, "grad norm": 1.0}
+
+
 @pytest.mark.parametrize(
-    ("speed", "norm", "said", "is_ok"), [(1400, 1.01, "turn it on: 1.40 x", True), (1000, 1.1, "do not", False)]
+    ("changes", "wrong"),
+    [
+        ({}, []),
+        ({"MFU": 0.1}, [""]),
+        ({"GiB": 36.5}, [": memory of tensors"]),
+        ({"grad norm": 1.05}, [": first gradient"]),  # of other arithmetic
+    ],
 )
-def test_compile_is_advised_where_it_gains(speed, norm, said, is_ok):
-    """The flag --compile is advised where it gains speed, and a gradient that differs stands out."""
+def test_a_rung_that_is_slow_large_or_wrong_stands_out(changes, wrong, monkeypatch):
+    """Each rung of the ladder is asked for by its name; its gradient is compared with that of the first."""
+    asked, first = [], [RUNG]
+    monkeypatch.setattr(check_gpu, "apart", lambda find: asked.append(find) or RUNG | changes)
+    lines = list(check_gpu.check_rung("--compile", first, Place(ROOT, "Qwen/Qwen2.5-1.5B", 1, is_cuda=True)))
+    assert asked[0].args[1:] == ("--compile", "--gradient_checkpointing --compile") and len(first) == 2
+    assert lines[0].figure == f"MFU {(RUNG | changes)['MFU']:.1%}, 35,800 tokens/s; 40 s the first time"
+    assert [line.what.removeprefix("update, --compile") for line in lines if not line.is_ok] == wrong
 
-    def steps(speed: float, norm: float) -> list[dict[str, float]]:
-        return [{"perf/update_tokens_per_s_per_gpu": speed, "optim/grad_norm": norm, "perf/update_mfu": 0.3}]
 
-    update, gradient, _ = check_gpu.compile_lines(steps(1000, 1.0), steps(speed, norm))
-    assert update.figure.endswith(f"MFU 30.0% and 30.0%: {said}") and gradient.is_ok == is_ok
-
-
-def test_the_head_is_timed_in_both_ways(monkeypatch):
-    monkeypatch.setattr(check_gpu.head, "FUSED_ON", set())
-    compiled = []
-    monkeypatch.setattr(check_gpu.head, "compiled", lambda function: compiled.append(function) or function)
-    (line,) = check_gpu.time_heads(tokens=8, width=4, vocab=16)
-    assert "ms in eager mode" in line.figure and {each.__name__ for each in compiled} == {
-        "score",
-        "replace_by_gradient",
-    }
+@pytest.mark.parametrize(("compiled", "is_ok"), [(0.03, True), (0.09, False)])
+def test_a_head_that_is_slower_than_in_eager_mode_stands_out(compiled, is_ok, monkeypatch):
+    rows = [{"head": "eager", "s": 0.08}, {"head": "chunks", "s": 0.02}, {"head": "one", "s": compiled}]
+    monkeypatch.setattr(check_gpu, "apart", lambda find: rows)
+    (line,) = check_gpu.check_head(Place(ROOT, "Qwen/Qwen2.5-1.5B", 1, is_cuda=True))
+    assert line.figure.startswith("eager 80.0 ms, chunks 20.0 ms, one ") and line.is_ok == is_ok
 
 
 def test_a_folder_of_something_else_is_not_removed(tmp_path, monkeypatch, capsys):

@@ -46,13 +46,13 @@ def test_a_compiled_update_is_that_of_eager_mode(case, found):
 
 
 def test_a_few_graphs_serve_all_layers_and_lengths(found):
-    """A layer is cut twice, around its attention: by how it is called and by how it calls."""
-    assert found["counts"] == {"graphs": 4, "breaks": 2, "recompilations": 0}
+    """A layer is cut once, at its attention: a graph before it, and one after it."""
+    assert found["counts"] == {"graphs": 2, "breaks": 1, "recompilations": 0}
     new = {case: found[case][0] for case in COMPILED}
-    assert new["all weights"] == 8, "without gradients, and for the frozen reference"
+    assert new["all weights"] == 4, "without gradients, and for the frozen reference"
     assert new["prompts shared"] == 0
     assert new["teacher"] == 2, "with --communicate_once FSDP hands the layers tensors of another kind"
-    assert new["LoRA, recomputed"] >= 8 and new["images"] >= 4
+    assert new["LoRA, recomputed"] >= 4 and new["images"] >= 2
 
 
 @pytest.mark.parametrize("replays", [False, True], ids=["own routes", "replayed routes"])
@@ -79,8 +79,8 @@ def test_experts_compile_in_bfloat16(replays, tmp_path, monkeypatch):
             logprobs.sum().backward()
             found.append([logprobs.detach(), *(parameter.grad.clone() for parameter in policy.parameters())])
         assert all(map(torch.equal, *found)), length
-    assert counters["stats"]["unique_graphs"] == 4
-    assert counters["graph_break"].total() == 2 and "packed_attention" in "".join(counters["graph_break"])
+    assert counters["stats"]["unique_graphs"] == 2
+    assert counters["graph_break"].total() == 1 and "packed_attention" in "".join(counters["graph_break"])
 
 
 def test_the_head_compiles_to_one_kernel_in_each_direction(monkeypatch):

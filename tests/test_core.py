@@ -5,37 +5,25 @@
 
 import ast
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from density import closure, crossings, files, imports_of, measured
-from helpers.runs import ROOT, metrics_of, torchrun, without_times
+from helpers.runs import ROOT, metrics_of, run_copy, torchrun, without_times
 
-POLICY = "scripts/tiny_policy"
+POLICY = ROOT / "scripts" / "tiny_policy"
 FLAGS = f"""--model {POLICY} --train_data {POLICY}/train.jsonl --max_prompt_tokens 16 --max_completion_tokens 48
     --prompts_per_step 16 --prompts_per_update 8 --kl_coef 0.001 --learning_rate 3e-4 --lr_schedule linear
     --total_steps 6 --stop_after 2""".split()
 NUMBERS = Path(__file__).with_name("core_numbers.json")
 
 
-def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """A program of this folder, which finds no code of another one."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    script, *arguments = command
-    return subprocess.run(
-        [sys.executable, str(folder / script), *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
-    )  # fmt: skip
-
-
 def trained(folder: Path, program: str, *flags: str) -> str:
     """What the program of this folder has printed, on one rank."""
-    done = run(folder, program, *FLAGS, *flags)
+    done = run_copy(folder, program, *FLAGS, *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -95,7 +83,7 @@ def test_train_grpo_trains_without_extras_plan_and_reports(whole, tree, tmp_path
     ("--dry_run", "plan"),
 ])  # fmt: skip
 def test_a_flag_that_needs_a_part_says_which_folder_is_missing(flags, folder, tree, tmp_path):
-    done = run(tree, "train_grpo.py", *FLAGS, "--out_dir", str(tmp_path / "run"), *flags.split())
+    done = run_copy(tree, "train_grpo.py", *FLAGS, "--out_dir", str(tmp_path / "run"), *flags.split())
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert flags.split()[0] in done.stderr and done.stderr.endswith(f": the folder {folder} is missing.\n")
 

@@ -190,7 +190,7 @@ def test_an_image_marker_without_images_is_not_read_as_text(tmp_path):
     ("[u]{{ m['content'] }}", "0 image tokens for 1 images"),  # prints the Python list
 ])  # fmt: skip
 def test_a_template_without_a_place_for_images_is_refused(message, reason, tmp_path):
-    tokenizer = byte_tokenizer("{% for m in messages %}" + message + "{% endfor %}")
+    tokenizer = byte_tokenizer("{% for m in messages %}" + message + "{% endfor %}[a]")
     vision = Vision(
         processor=None, image_token=tokenizer.convert_tokens_to_ids("<pic>"), patch_size=14, merge_size=2,
         min_pixels=56 * 56, max_pixels=10**6, window_size=112,

@@ -5,7 +5,6 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,21 +13,11 @@ import pytest
 
 from batch import Row
 from data import PromptData
-from evaluate import (
-    Evaluator,
-    Result,
-    figures_of,
-    main,
-    majority_score,
-    new_folder,
-    parse_arguments,
-    pass_at_k,
-    table,
-)
+from evaluate import Evaluator, Result, figures_of, main, majority_score, new_folder, parse_arguments, pass_at_k, table
 from flags import Sampling
 from grading import Grade
 from helpers.made_up import flags, make_rollout, write_lines
-from helpers.runs import ENVIRONMENT, ROOT, lines, run_command, run_script, torchrun
+from helpers.runs import ENVIRONMENT, ROOT, lines, run_script, torchrun
 
 
 def grade(score: float, answer: str | None = None, status: str = "ok") -> Grade:
@@ -161,11 +150,11 @@ def test_like_a_run_is_evaluated_as_it_trains(tmp_path, monkeypatch):
     assert new_folder(None, "owner/name").parent == Path("eval/owner--name")
 
 
-def run(run_it: Callable, name: str, *flags: object, **environment: object) -> str:
-    """What a script says, for real or forked, on one rank, with short limits."""
+def run(name: str, *flags: object, **environment: object) -> str:
+    """What a script says, on one rank, with short limits."""
     short = ["--max_prompt_tokens", 100, "--max_completion_tokens", 12, *flags]
     settings = {"NGPU": "1"} | {key: str(value) for key, value in environment.items()}
-    done = run_it(["bash", f"scripts/{name}", *map(str, short)], ENVIRONMENT | settings)
+    done = run_script(["bash", f"scripts/{name}", *map(str, short)], ENVIRONMENT | settings)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -175,7 +164,7 @@ def test_the_script_of_six_sets_reports_its_completions(policy, tmp_path):
     for name in ("math500", "gsm8k", "minerva", "olympiadbench", "aime24", "amc23"):
         (tmp_path / f"{name}.jsonl").write_text((policy / "heldout.jsonl").read_text())
     out = tmp_path / "out"
-    shown = run(run_script, "eval_qwen7b_simplerl.sh", "--out_dir", out, MODEL=policy, DATA=tmp_path)
+    shown = run("eval_qwen7b_simplerl.sh", "--out_dir", out, MODEL=policy, DATA=tmp_path)
     cells = {row[0]: row for row in map(str.split, shown.splitlines()) if row}
     assert [cells[name][-1] for name in ("math500", "aime24", "amc23")] == ["78.2", "15.6", "62.5"]
     assert cells["aime24"][2] == "32" and "published" in shown and "±" in shown
@@ -196,6 +185,6 @@ def test_the_script_of_three_verifiers_runs_as_it_is(policy, tmp_path):
         "ifeval": {"prompt": "no", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"num_words": None}]},
     }
     files = {name.upper(): write_lines(tmp_path / f"{name}.jsonl", [row]) for name, row in rows.items()}
-    shown = run(run_command, "eval_tulu8b_rlvr.sh", MODEL=policy, **files)
+    shown = run("eval_tulu8b_rlvr.sh", MODEL=policy, **files)
     for name, published in (("gsm8k", "87.6"), ("math", "43.7"), ("ifeval", "82.4")):
         assert any(line.startswith(name) and line.endswith(published) for line in shown.splitlines()), shown

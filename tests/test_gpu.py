@@ -1,4 +1,8 @@
-"""What only CUDA has: varlen attention, the engine's sleep and wake, offloading. Skipped without a GPU."""
+"""What only CUDA has: varlen attention, the engine's sleep and wake, offloading; and what has other kernels there:
+experts, hybrids, windows, LoRA, resume. Skipped without a GPU.
+
+With DEVICE = "cpu" the runs below `trained` and the routes run on a CPU, too.
+"""
 
 import numpy as np
 import pytest
@@ -7,13 +11,16 @@ from torch import nn
 
 from batch import pack
 from helpers.distributed import check_same_training, on_ranks
-from helpers.made_up import RAGGED, load_policy, make_model_of_family, make_rollout
-from helpers.runs import ENVIRONMENT, metrics_of, torchrun, training_flags
+from helpers.made_up import RAGGED, load_policy, make_hybrid, make_model_of_family, make_rollout
+from helpers.runs import ENVIRONMENT, copy_at, metrics_of, torchrun, training_flags, without_times
 from model.attention import check_alignment
 from model.head import chunked_logprobs
 from update import with_advantages
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DEVICE = "cuda"
+IS_MISSING = DEVICE == "cuda" and not torch.cuda.is_available()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(IS_MISSING, reason="needs a CUDA device")]
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 
 
 @pytest.fixture(autouse=True)
@@ -29,9 +36,9 @@ def test_varlen_attention_agrees_with_the_cpu_path(group_size, policy):
 
     bf16 on the GPU against fp32 on the CPU: log-probs within 0.05, the gradients' cosine above 0.999.
     """
-    check_alignment(torch.device("cuda"))
+    check_alignment(torch.device(DEVICE))
     rollout, gradients, logprobs = make_rollout(RAGGED * 4, prompt_length=50, group_size=16), [], []
-    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+    for device, dtype in (("cpu", torch.float32), (DEVICE, torch.bfloat16)):
         model = load_policy(str(policy), dtype).to(device)
         batch = with_advantages(rollout, pack(rollout, list(range(32)), group_size)).to(torch.device(device))
         found = model(batch, 1.0)[0]
@@ -47,7 +54,7 @@ def test_fp32_logits_on_a_gpu_are_those_of_an_fp64_head():
     torch.manual_seed(0)
     hidden, head = torch.randn(40, 512), nn.Linear(512, 3000, bias=False)
     labels, exact = torch.randint(3000, (40,)), (hidden.bfloat16().double() @ head.weight.bfloat16().double().T)
-    on_gpu = hidden.bfloat16().cuda(), head.bfloat16().cuda(), labels.cuda()
+    on_gpu = hidden.bfloat16().to(DEVICE), head.bfloat16().to(DEVICE), labels.to(DEVICE)
     found = chunked_logprobs(*on_gpu, 1.0, head_dtype=torch.float32).logprobs_N
     wanted = exact.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
     torch.testing.assert_close(found.double().cpu(), wanted, atol=1e-4, rtol=0)
@@ -63,14 +70,20 @@ def test_the_engine_returns_the_routes_that_the_trainer_replays(tmp_path):
     """By vLLM's own return of them, with CUDA graphs, in bf16. A sequence of n tokens has n - 1; half of the prompts
     are longer than a block of the cache, where their completions find them. Wrong experts are another policy.
     """
-    make_model_of_family(
-        tmp_path, "qwen3_moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
-    )
+    make_model_of_family(tmp_path, "qwen3_moe", **EXPERTS)
     found = on_ranks(1, "routes:replayed", tmp_path, "bfloat16")
     shapes = [(each.shape, each.dtype) for each in found["routes"]]
     assert shapes == [((length, 2, 2), np.uint8) for length in found["lengths"]]
     print({name: found[name] for name in ("clean", "clean, free", "wrong")})
     assert found["clean"] < 1.2 * found["clean, free"] and found["clean"] < 0.01 < found["wrong"] / 3
+
+
+def test_routes_come_again_when_a_token_ends_half_of_the_completions(tmp_path):
+    """The prefix cache is emptied before each call, with nothing in flight that still writes routes."""
+    make_model_of_family(tmp_path, "qwen3_moe", **EXPERTS)
+    found = on_ranks(1, "routes:stopped", tmp_path, "bfloat16")
+    assert all(0.1 < share < 0.9 for share in found["ended"])
+    assert max(found["gaps"]) < 0.01
 
 
 def trained(policy, out_dir, **changes) -> dict:
@@ -89,6 +102,42 @@ def test_communicate_once_and_share_prompts_train_the_same(policy, tmp_path):
     found = trained(policy, tmp_path / "fast", **common, total_steps=3, communicate_once=True, share_prompts=True)
     assert found[1]["policy/loss"] == pytest.approx(plain[1]["policy/loss"], abs=0.02)
     assert max(metrics["policy/rollout_gap_mean"] for run in (plain, found) for metrics in run.values()) < 0.005
+
+
+@pytest.mark.parametrize(("family", "changes"), [
+    ("experts", {}),
+    ("experts", {"router_replay": True, "gradient_checkpointing": True}),
+    ("experts", {"lora_rank": 4}),
+    ("hybrid", {"kl_coef": 0.01}),
+    ("windows", {"share_prompts": True}),
+    ("dense", {"lora_rank": 4, "gradient_checkpointing": True}),
+])  # fmt: skip
+def test_engine_and_trainer_agree_on_other_layers(family, changes, policy, tmp_path):
+    """In bf16, in three steps with a sleep, a wake and a sync between them. Windows are shorter than the sequences."""
+    model = policy if family == "dense" else tmp_path / "model"
+    if family == "experts":
+        make_model_of_family(model, "qwen3_moe", **EXPERTS)
+    elif family == "hybrid":
+        make_hybrid(model)
+    elif family == "windows":
+        make_model_of_family(model, "mistral", sliding_window=5)
+    flags = {"eval_data": None, "eval_every": 0, "eval_before_training": None, "total_steps": 3, "dtype": "bfloat16"}
+    flags |= {"train_data": policy / "train.jsonl", "save_every": 0, "reward": f"{tmp_path}/reward.py:score"}
+    (tmp_path / "reward.py").write_text("def score(completion, answer, columns):\n    return len(completion) / 10\n")
+    found = trained(model, tmp_path / "run", **flags | changes)
+    assert sorted(found) == [1, 2, 3]
+    assert max(metrics["policy/rollout_gap_mean"] for metrics in found.values()) < 0.01
+    assert all(0 < metrics["optim/grad_norm"] < 1e3 for metrics in found.values())
+
+
+def test_a_run_goes_on_from_its_checkpoint(policy, tmp_path):
+    """A run whose last two steps are lost makes them again: on a GPU up to the order in which kernels add."""
+    whole = trained(policy, tmp_path / "whole")
+    resumed = trained(policy, copy_at(2, tmp_path / "whole", tmp_path / "resumed"))
+    for step in (3, 4):
+        for name in ("policy/loss", "optim/grad_norm", "policy/rollout_gap_mean"):
+            assert resumed[step][name] == pytest.approx(whole[step][name], rel=0.05, abs=0.02), (step, name)
+        assert DEVICE == "cuda" or without_times(resumed[step]) == without_times(whole[step])
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])

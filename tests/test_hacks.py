@@ -8,8 +8,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -17,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.runs import ENVIRONMENT, GUARD_SECONDS, ROOT, metrics_of, training_flags
+from helpers.runs import ROOT, metrics_of, run_copy, training_flags
 
 QUARTER = '''def quarter(t: Tokens) -> Loss:
     """A quarter for every token."""
@@ -93,10 +91,9 @@ def test_a_hack_is_at_most_15_lines_in_at_most_2_files(name):
     assert sum(len(lines.splitlines()) for _, _, lines in HACKS[name]) <= 15
 
 
-def run(copy: Path, *arguments: str) -> str:
-    """What Python says, in the copy."""
-    options = {"cwd": copy, "env": ENVIRONMENT | {"PYTHONPATH": str(copy)}, "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, *arguments], **options, timeout=GUARD_SECONDS, check=False)
+def run(copy: Path, *command: str) -> str:
+    """What a program of the copy says."""
+    done = run_copy(copy, *command)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
@@ -130,7 +127,8 @@ parse_flags(["--help"])  # which ends the program
 
 
 def test_new_choices_and_flags_need_no_further_place(copy):
-    said = run(copy, "-c", CHECKS)
+    (copy / "checks.py").write_text(CHECKS)
+    said = run(copy, "checks.py")
     assert re.search(r"quarter = A\s+quarter\s+for\s+every\s+token", said)
     assert "--rloo_scale float" in said
 
@@ -199,3 +197,8 @@ def test_the_hacks_of_the_page_train_together(tmp_path, policy):
     changed = {name for name in before if not torch.equal(before[name].float(), after[name].float())}
     assert changed and not any("layers.0." in name or "embed_tokens" in name for name in changed)
     assert any("layers.1." in name for name in changed)
+    shown = run(copy, "minimal.py", *training_flags(policy, tmp_path / "mine", **changes | {"stop_after": 1}))
+    assert re.search(r"^\{'eval/heldout/avg@4': 0\.\d+, 'eval/heldout/stderr': .*\}\nstep 1/4 \| reward ", shown, re.M)
+    assert (tmp_path / "mine" / "step_1" / "heldout.jsonl").read_text().count("\n") == 16 * 4
+    mine = load_file(tmp_path / "mine" / "model.safetensors")
+    assert all(torch.equal(mine[name], before[name]) != (name in changed) for name in mine), "the same are trained"

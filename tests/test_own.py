@@ -4,8 +4,10 @@ functions that know the step.
 
 import copy
 import math
+import re
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ from grading.user_code import load_reference
 from grpo import Tokens, k3
 from helpers.distributed import on_ranks
 from helpers.made_up import flags
-from helpers.runs import ROOT, copy_at, metrics_of, torchrun, training_flags, without_times
+from helpers.runs import ROOT, copy_at, metrics_of, run_ranks, torchrun, training_flags, without_times
 from model.optimizer import make_optimizer, set_rate
 from runtime.start import RunError
 from watch.after_step import AfterStep
@@ -94,6 +96,37 @@ def test_a_hook_ends_the_run_on_every_rank(stopped):
     assert "is complete: it has a checkpoint of step 3. It was ended by --after_step" in stopped[1]
 
 
+FAILS = """
+import os
+from grpo import dr_grpo, reinforce
+
+def loss(t):
+    if t.step == 2 and os.environ["RANK"] == "1":
+        raise KeyError("typo")
+    return reinforce(t)
+
+def advantage(g):
+    return g.parts["typo"] if g.step == 2 else dr_grpo(g)
+"""
+
+
+@pytest.mark.parametrize(("flag", "said"), [
+    ("policy_loss", r"the loss \(--policy_loss, --kl_estimator\) fails in step 2: KeyError: 'typo'; its input is"),
+    ("advantage", "--advantage fails in step 2: KeyError: 'typo'; parts are exact; columns are problem, answer"),
+])  # fmt: skip
+def test_where_own_code_ends_the_run_the_steps_completions_are_kept(flag, said, policy, tmp_path):
+    """Also where it fails on one rank alone, whose collectives the others wait for."""
+    (tmp_path / "fails.py").write_text(FAILS)
+    changes = {flag: f"{tmp_path}/fails.py:{flag.removeprefix('policy_')}"}
+    changes |= dict.fromkeys(["eval_data", "eval_every", "eval_before_training"])
+    done = run_ranks(2, "train_grpo.py", training_flags(policy, tmp_path / "run", **changes))
+    file = tmp_path / "run" / "rollouts" / "step_2.parquet"
+    *_, last = done.stderr.splitlines()
+    assert done.returncode and "Traceback" not in done.stderr
+    assert re.match(rf"error: {said}.* {file} holds the step's tokens", last), last
+    assert len(pq.read_table(file)) == 32 and not [*file.parent.glob(".*")]
+
+
 def test_a_hook_that_fails_ends_the_run_with_a_sentence():
     hook = AfterStep(lambda step, metrics: metrics["eval/x/avg@1"] > 0.5)
     said = "--after_step fails after step 3: KeyError: 'eval/x/avg@1'; mend it. A step that is not evaluated"
@@ -108,10 +141,10 @@ def test_a_hook_that_fails_ends_the_run_with_a_sentence():
 def test_a_hook_gets_a_copy_and_gives_metrics_to_the_line():
     def hook(step, metrics):
         metrics["reward/mean"] = 9.0
-        return {"step": 7, "mine/x": step}
+        return {"step": 7, "mine/x": step, 3: step}
 
     metrics = {"reward/mean": 1.0}
-    assert AfterStep(hook).step(3, metrics) == {"mine/x": 3.0} and metrics == {"reward/mean": 1.0}
+    assert AfterStep(hook).step(3, metrics) == {"mine/x": 3.0, "3": 3.0} and metrics == {"reward/mean": 1.0}
     assert AfterStep(hook).step(0, metrics) is None, "an evaluation before training"
 
 
@@ -141,9 +174,11 @@ def test_an_own_optimizer_trains_on_two_ranks_as_on_one(policy):
         "with --reset_optimizer: the latter is for adamw alone",
     ),
     ({"after_step": "FOLDER/mine.py"}, "mine.py: use FILE.py:FUNCTION"),
+    ({"after_step": "FOLDER/dot.py:hook"}, "dot.py is in no package: import its neighbours without a dot"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused_with_a_sentence(changes, words, tmp_path):
     (tmp_path / "mine.py").write_text("def hook(step): pass\n")
+    (tmp_path / "dot.py").write_text("from .mine import hook\n")
     texts = {name: value.replace("FOLDER", str(tmp_path)) for name, value in changes.items() if value is not True}
     args = flags(**changes | texts)
     with pytest.raises(ValueError, match=words):
@@ -193,6 +228,9 @@ def stranger(named, adamw):
 
 def none(named, adamw):
     make(named, adamw)
+
+def part(named, adamw):
+    return torch.optim.SGD([named["lm_head.weight"]])
 """
 
 
@@ -215,7 +253,12 @@ def test_groups_of_an_own_optimizer_keep_their_rates_relative_to_the_schedule(tm
 
 
 @pytest.mark.parametrize(("name", "words"), [
-    ("stranger", r"made SGD \((.|\n)*; make a torch.optim.Optimizer of parameters that it was given, and of no others"),
+    ("stranger", r"made SGD \((.|\n)*; make a torch.optim.Optimizer of parameters that it was given, .*: those of a"),
+    (
+        "part",
+        "optimizers.py:part fails: KeyError: 'lm_head.weight'; it gets parameters by name, of which the "
+        r"first is 'slow', and AdamW\(.*learning_rate=0.1",
+    ),
     ("none", "made None; make a torch.optim.Optimizer"),
 ])  # fmt: skip
 def test_what_is_no_optimizer_of_the_policy_is_refused_when_it_is_made(name, words, tmp_path):

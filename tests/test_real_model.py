@@ -29,7 +29,7 @@ from flags import PromptFormat
 from helpers.made_up import command_line, make_row, policy_of, unpacked_logprobs, write_lines
 from helpers.made_up import flags as parsed
 from helpers.runs import GUARD_SECONDS, Started, begin, launched, lines, metrics_of, wait_for, without_times
-from watch.rollouts import file_of
+from runtime.files import rollouts_file
 
 # Not a correct answer, but a number that differs from completion to completion.
 REWARD = "def score(completion, answer, columns):\n    return len(set(completion)) / 10\n"
@@ -104,7 +104,7 @@ def base(smollm2):
 
 def sampled(run: Path, step: int, indices: list[int]) -> tuple[Rollout, list[dict]]:
     """These completions of the step as the run has kept them."""
-    kept = parquet.read_table(file_of(run, step)).to_pylist()
+    kept = parquet.read_table(rollouts_file(run, step)).to_pylist()
     rows = [kept[b] for b in indices]
     return Rollout(
         rows=[make_row(row["prompt_ids"]) for row in rows],

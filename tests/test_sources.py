@@ -284,6 +284,10 @@ def test_folders_and_files_without_data_are_refused(tmp_path):
         if name:
             write(tmp_path, "text", name)
         refused(tmp_path, r"cannot be loaded: the folder does not contain any data files .*\.jsonl, \.parquet")
+    for name in ("notes/a.md", "notes/b.md", "notes/few.json"):
+        write(tmp_path, GOOD, name)
+    refused(tmp_path / "notes", r"most of its files are texts \(a.md\); name a file, or a folder of data")
+    (tmp_path / "notes" / "few.json").unlink()
     nothing = datasets.Dataset.from_list([ROW]).select([])
     nothing.to_parquet(empty := tmp_path / "train.parquet")
     for source in (empty, f"{empty}#3", tmp_path):

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from algorithm import algorithm_of
 from batch import Rollout
 from command_line import parse_flags
-from data import check_vocabulary
 from extras.teacher.vocabulary import run
 from flags import Grading, Sampling
+from gate.inputs import check_vocabulary
 from grading import NOT_GRADED
 from helpers.distributed import TAUGHT, on_ranks, with_hints
 from helpers.made_up import (

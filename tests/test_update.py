@@ -37,14 +37,7 @@ from metrics import token_metrics
 from policy import Policy
 from runtime.start import OwnCodeError, RunError
 from schedule import make_plan
-from update import (
-    UpdateGuard,
-    add_advantages,
-    compute_advantages,
-    gather_penalties,
-    pack_updates,
-    with_advantages,
-)
+from update import UpdateGuard, add_advantages, compute_advantages, gather_penalties, pack_updates, with_advantages
 
 REWARDS = [1.0, 0.0, 0.0, 1.0]
 PENALTIES = [np.array(p, dtype=np.float32) for p in ([0.1, 0.2], [0.3], [0.0, 0.1, 0.1], [0.2, 0.4])]
@@ -144,7 +137,7 @@ def replace_columns(row: Namespace, columns: dict[str, object]) -> Namespace:
 
 
 @pytest.mark.parametrize(("advantage", "words"), [
-    (lambda g: g.rewards_PG / 0, "--advantage .*not finite"),
+    (lambda g: g.rewards_PG.where(g.rewards_PG > 0, torch.nan), r"not finite, the first at \[0, 1\]\."),
     (lambda g: g.rewards_PG.mean(), r"the shape \[\]; needed .*\[2, 2\] or \[8\]"),
     (lambda g: g.rewards_PG > 0, "returned torch.bool without a gradient; needed are floats"),
     (lambda g: (g.rewards_PG * 1.0).requires_grad_(), "torch.float32 with a gradient; needed are floats without one"),
@@ -160,8 +153,10 @@ def test_a_wrong_advantage_ends_the_run_with_its_sentence(advantage, words):
 
 @pytest.mark.parametrize(("policy_loss", "words"), [
     (lambda t: t.logprob, "in step 2: AttributeError: 'Tokens' object has no attribute 'logprob'"),
-    (lambda t: t.logprobs.sum(), r"it has the shape \[\]; needed is a tensor of the shape \[\d+\]"),
+    (lambda t: t.logprobs.sum(), r"per_token has the shape \[\]; needed is a tensor of the shape \[\d+\]"),
+    (lambda t: Loss(t.logprobs, ratio=t.logprobs.sum()), r"ratio has the shape \[\]; needed is a tensor of the shape"),
     (lambda t: Loss(t.logprobs, metrics={"x": t.advantages.mean()}), r"in step 2: ValueError: x has the shape \[\]"),
+    (lambda t: t.ref_logprobs - t.logprobs, "'Tensor'; its input is grpo.Tokens, whose ref_logprobs are None with"),
     (lambda t: t.advantages, "a loss or KL has values without a gradient; compute them from the log-probs"),
 ])  # fmt: skip
 def test_a_wrong_loss_ends_its_step_with_a_sentence(policy_loss, words, policy):
@@ -174,6 +169,27 @@ def test_a_wrong_loss_ends_its_step_with_a_sentence(policy_loss, words, policy):
         update.add_gradients(model, updates[0], algorithm, plan.update(2, 0), Memory.from_flags(args), ALONE)
 
 
+def test_a_loss_that_changes_its_input_changes_no_batch(policy):
+    """Else a loss that clears the mask would train nothing, and one that scales advantages would do so in each pass."""
+
+    def careless(t):
+        loss = -t.advantages.mul_(2) * t.logprobs
+        t.mask.zero_(), t.old_logprobs.zero_(), t.rollout_logprobs.zero_()
+        return loss
+
+    model, args = load_policy(policy), flags(**TWO_UPDATES, num_iterations=2)
+    plan, rollout, algorithm = make_plan(args, num_rows=args.prompts_per_step), graded_rollout(), algorithm_of(args)
+    updates = pack_updates(rollout, plan, algorithm, Memory.from_flags(args), model, ALONE)
+    updates = update.add_logprobs(updates, model, None, algorithm)
+    _, (trained, _) = add_advantages(rollout, updates, algorithm)
+    before = copy.deepcopy(trained.batches)
+    algorithm = replace(algorithm, policy_loss=careless)
+    update.add_gradients(model, trained, algorithm, plan.update(2, 0), Memory.from_flags(args), ALONE)
+    for batch, other in zip(trained.batches, before, strict=True):
+        for name in ("loss_mask_N", "advantages_N", "old_logprobs_N", "rollout_logprobs_N"):
+            assert torch.equal(getattr(batch, name), getattr(other, name)), name
+
+
 def test_a_kl_estimator_that_fails_on_penalties_is_named():
     batch = pack(graded(), [0, 1, 2, 3])
     batch = replace(batch, old_logprobs_N=batch.rollout_logprobs_N, ref_logprobs_N=batch.rollout_logprobs_N)
@@ -181,6 +197,16 @@ def test_a_kl_estimator_that_fails_on_penalties_is_named():
     algorithm = replace(algorithm, kl_estimator=lambda x: x.typo)
     with pytest.raises(OwnCodeError, match="--kl_estimator fails in step 3: AttributeError.*'typo'"):
         add_advantages(graded(), [Update([batch], 8)], algorithm, step=3)
+
+
+def test_a_kl_estimator_that_returns_one_number_is_refused():
+    """Added to each token it would have another gradient."""
+    batch, algorithm = pack(graded(), [0, 1, 2, 3]), algorithm_of(flags(kl_coef=0.5))
+    logprobs_N = batch.rollout_logprobs_N
+    batch = replace(batch, ref_logprobs_N=logprobs_N, advantages_N=logprobs_N)
+    t = grpo.tokens_of(batch, logprobs_N, logprobs_N, logprobs_N)
+    with pytest.raises(ValueError, match=r"a loss or KL has the shape \[\]; needed is a tensor of the shape \[\d+\]"):
+        grpo.total_loss(batch, t, replace(algorithm, kl_estimator=torch.mean))
 
 
 def test_the_whole_penalty_is_taken_off_before_the_baseline():

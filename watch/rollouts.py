@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,24 +18,12 @@ import numpy as np
 from batch import StepRecord
 from fsdp_utils import broadcast_from_main, gather_from_ranks, is_main_process
 from run import Observer
-from runtime.files import atomic_write, best_effort
-from runtime.start import RunError
+from runtime.files import atomic_write, best_effort, rollouts_file, steps_with_rollouts
+from runtime.start import OwnCodeError
 
 if TYPE_CHECKING:  # half a second that most processes never need
     import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
-
-FOLDER = "rollouts"
-
-
-def file_of(out_dir: Path, step: int) -> Path:
-    return out_dir / FOLDER / f"step_{step}.parquet"
-
-
-def steps_in(out_dir: Path) -> list[int]:
-    """The steps whose rollouts are there, in order."""
-    return sorted(int(file.stem.partition("_")[2]) for file in (out_dir / FOLDER).glob("step_*.parquet"))
-
 
 # Written --------------------------------------------------------------------------------------------------------------
 
@@ -55,27 +41,24 @@ class Keeper(Observer):
     thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "rollouts"))
     writing: Future[None] | None = None  # the step that is being written, or was last
 
-    @contextmanager
-    def phase(self, name: str, step: int) -> Iterator[None]:
-        """A sentence that ends the run in its update also names the file of the step."""
-        try:
-            yield
-        except RunError as error:  # on every rank alike
-            self.wait()
-            file = file_of(self.out_dir, step)
-            # The main process writes it; no rank ends before.
-            if name != "update" or not broadcast_from_main(file.exists()):
-                raise
-            raise RunError(f"{error} {file} holds the step's tokens, with both log-probs, for --replay.") from error
+    def rollout(self, record: StepRecord, end: Exception | None = None) -> None:
+        """Returns soon, if the disk has taken the step before. The sentence that ends a run names the file.
 
-    def rollout(self, record: StepRecord) -> None:
-        """Returns soon, unless the disk has not yet taken the step before."""
-        logprobs = {}
-        for part in gather_from_ranks(record.logprobs):
+        After an OwnCodeError each rank writes what it has: others may wait for it in a collective.
+        """
+        is_alone, logprobs = isinstance(end, OwnCodeError), {}
+        for part in [record.logprobs] if is_alone else gather_from_ranks(record.logprobs):
             logprobs |= part
-        if is_main_process():
+        if is_alone or is_main_process():
             self.wait()
             self.writing = self.thread.submit(self._write, replace(record, logprobs=logprobs))
+        if end:
+            self.wait()
+            file = rollouts_file(self.out_dir, record.step)
+            # Else the main process writes it, and no rank ends before.
+            if file.exists() if is_alone else broadcast_from_main(file.exists()):
+                kept = f"{file} holds the step's tokens and log-probs, for --replay."
+                end.args = (f"{str(end).removesuffix('.')}. {kept}",)
 
     def end(self, how: str) -> None:
         self.wait()
@@ -88,18 +71,19 @@ class Keeper(Observer):
     def _write(self, record: StepRecord) -> None:
         import pyarrow as pa
 
-        folder = self.out_dir / FOLDER
+        folder = self.out_dir / "rollouts"
         with best_effort(str(folder)):
             folder.mkdir(exist_ok=True)
             tokens = folder / "tokens.parquet"
             if self.tokens and not tokens.exists():
                 _write_table(pa.table({"bytes": pa.array(self.tokens, pa.binary())}), tokens)
-            _write_table(table_of(record), file_of(self.out_dir, record.step))
-            sizes = {step: file_of(self.out_dir, step).stat().st_size for step in steps_in(self.out_dir)}
+            _write_table(table_of(record), rollouts_file(self.out_dir, record.step))
+            steps = steps_with_rollouts(self.out_dir)
+            sizes = {step: rollouts_file(self.out_dir, step).stat().st_size for step in steps}
             room = shutil.disk_usage(self.out_dir).free + sum(sizes.values())
             while sum(sizes.values()) > min(self.max_gib * 2**30, room / 4) and len(sizes) > 1:
                 oldest = min(sizes)
-                file_of(self.out_dir, oldest).unlink()
+                rollouts_file(self.out_dir, oldest).unlink()
                 del sizes[oldest]
 
 

@@ -1,4 +1,4 @@
-"""Inputs and outputs of a run, to look at: samples.jsonl, reward_failures.jsonl, excluded_rows.jsonl."""
+"""Outputs of a run, to look at: samples.jsonl and reward_failures.jsonl."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from batch import Rollout, StepRecord
-from data import PromptData
-from model.special_tokens import describe_tags
 from run import Observer
-from runtime.files import append, best_effort, write
+from runtime.files import append, best_effort
 
 
 @dataclass
@@ -21,7 +17,7 @@ class Samples(Observer):
 
     out_dir: Path
 
-    def rollout(self, record: StepRecord) -> None:
+    def rollout(self, record: StepRecord, end: Exception | None = None) -> None:
         """Keeps the first two completions of the first two groups that are trained on."""
         self.report_failures(record.step, record.rollout)
         for i in (0, 1, record.group_size, record.group_size + 1):
@@ -46,23 +42,3 @@ class Samples(Observer):
     def _append(self, name: str, record: dict[str, object]) -> None:
         with best_effort(str(self.out_dir / name)):
             append(self.out_dir / name, json.dumps(record, ensure_ascii=False) + "\n")
-
-
-def describe_data(datasets: list[PromptData], tokenizer: PreTrainedTokenizerBase, out_dir: Path) -> None:
-    """Says what the sets hold, shows the first prompt as the model sees it, and writes excluded_rows.jsonl."""
-    for data in datasets:
-        print(*data.describe("excluded_rows.jsonl"), sep="\n")
-    train, *held_out = datasets
-    trained = {(row.ids.tobytes(), row.encoded_images) for row in train.rows}
-    for data in held_out:
-        count = sum((row.ids.tobytes(), row.encoded_images) in trained for row in data.rows)
-        if count:
-            print(f"warning: {count} of the {len(data.rows)} prompts of {data.name} are training prompts, too")
-    print(*describe_tags(tokenizer), f"first prompt: {train.rows[0].text!r}", sep="\n", flush=True)
-    lines = ""
-    for data in datasets:
-        for row, reason in data.excluded:
-            lines += json.dumps({"set": data.name, "row": row, "reason": reason}) + "\n"
-    if lines:
-        with best_effort(str(out_dir / "excluded_rows.jsonl")):
-            write(out_dir / "excluded_rows.jsonl", lines)

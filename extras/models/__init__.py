@@ -1,4 +1,4 @@
 """Parts of a model: LoRA (--lora_rank), images, experts and their routes, linear attention.
 
-The seams: `policy.Adapter`, `batch.Part`, `data.load_reader`, and hooks that `policy.py` and `rollout.py` call.
+The seams: `Policy.adapter`, `batch.Part`, `data.load_reader`, and hooks of `policy.py` and `rollout.py`.
 """

@@ -1,4 +1,4 @@
-"""--lora_rank: LoRA (arXiv 2106.09685), the `Adapter` of a policy.
+"""--lora_rank: LoRA (arXiv 2106.09685), the `Adapter` of a policy (`Policy.adapter`).
 
 A low-rank addition to the linear layers is trained, and the rest stays as it was loaded.
 
@@ -70,7 +70,7 @@ def add_adapter(model: PreTrainedModel, lora: Lora, seed: int, path: str) -> Ada
 
 
 class Adapter:
-    """The adapters of all linear layers of a model: the `Adapter` of its policy."""
+    """The adapters of all linear layers of a model; a policy has one in `Policy.adapter`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.config = model, model.peft_config[NAME]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from batch import Completion, Metrics, Rollout, Row, State, rollout_of
+from batch import Completion, Metrics, Rollout, Row, rollout_of
 from flags import MORE_UNFINISHED, MOST_LAG
 from fsdp_utils import end_if_requested, gather_from_ranks
 from runtime.progress import progress
@@ -61,12 +61,12 @@ class PartialSampler(Sampler):
     kept_tokens: int = 0  # sampled, of all engines, but not trained on yet
     waiting: list[int] = field(default_factory=list)  # numbers of prompts that were unfinished at the checkpoint
 
-    def position(self) -> State:
+    def position(self) -> dict:
         """The place in the data. A run that continues samples the unfinished prompts anew."""
         numbers = [group.number for group in self.groups] + self.waiting
         return super().position() | {"in_the_air": sorted(numbers)}
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: dict) -> None:
         super().restore(state)
         self.waiting = list(state["in_the_air"])
 

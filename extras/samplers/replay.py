@@ -13,10 +13,9 @@ import numpy as np
 
 from batch import Rollout, Row
 from grading import Grade
-from runtime.files import cause, checkpoints, run_and_step
+from runtime.files import cause, checkpoints, rollouts_file, run_and_step, steps_with_rollouts
 from runtime.start import RunError
 from sampling import Sampler
-from watch.rollouts import FOLDER, file_of, steps_in
 
 GRADE = ("reward", "reward_status", "reward_parts", "read_as", "turn_rewards")  # the columns of a grade
 
@@ -52,7 +51,7 @@ def read_rounds(out_dir: Path, step: int, rows: dict[str, Row]) -> list[Rollout]
     """
     import pyarrow.parquet
 
-    file = file_of(out_dir, step)
+    file = rollouts_file(out_dir, step)
     try:
         table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True).read()
     except (OSError, pyarrow.ArrowException) as error:
@@ -95,9 +94,9 @@ def weights_of(replayed: str, last: int) -> tuple[int, Path | None]:
     Raises RunError if that checkpoint is not there, or not all of the steps after it.
     """
     folder, done = run_and_step(replayed)
-    steps, saved = steps_in(folder), dict(checkpoints(folder))
+    steps, saved = steps_with_rollouts(folder), dict(checkpoints(folder))
     if not steps:
-        raise RunError(f"--replay {folder}: there are no rollouts in {folder / FOLDER}; name the folder of a run.")
+        raise RunError(f"--replay {folder}: it has no folder rollouts; name the folder of a run.")
     for step in range(done + 1, last + 1):
         if step not in steps:
             raise RunError(

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from batch import Batch
 from fsdp_utils import release_gathered
 from model.head import Teacher
-from policy import Policy
 
 
 @torch.no_grad()
-def run(
-    reference: Policy, divergence: Callable[..., tuple[Tensor, Tensor]], temperature: float, batch: Batch
-) -> Teacher:
-    """The distributions of the reference at the trained tokens of the batch. `divergence`: of `divergences.py`."""
+def run(reference, divergence: Callable, temperature: float, batch: Batch) -> Teacher:
+    """The distributions of the reference, a `Policy`, at the trained tokens. `divergence`: its KL."""
     with reference.adapter_off():
         hidden_KD, weight_VD = reference.hidden_states(batch.reference_batch())
     if reference.adapter is None:  # with LoRA the policy computes with these weights next

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from extras.turns.tools import Toolbox
@@ -43,6 +44,7 @@ class Reply(NamedTuple):
 
     messages: Messages  # what comes before the next turn; []: the episode is over
     grade: Grade | None = None  # at the end, if the class has a reward()
+    failures: Sequence[str] = ()  # of tools, each told once
 
 
 class Environments:
@@ -99,14 +101,15 @@ class EpisodeWorker:
         if turn is None:
             return self.has_reward
         environment, num_seen = self.episodes.pop(turn.episode, None) or (self.kind(copy.deepcopy(turn.row)), 0)
-        reply = None
+        reply, failures = None, ()
         for number, text in enumerate(turn.texts[num_seen:], start=num_seen + 1):
             environment.turns = number
             reply = awaited(environment.reply(text))
+            failures = environment.failures if isinstance(environment, Toolbox) else ()
         if reply is None or turn.is_last:
-            return Reply([], self.grade(environment) if self.has_reward else None)
+            return Reply([], self.grade(environment) if self.has_reward else None, failures)
         self.episodes[turn.episode] = environment, len(turn.texts)
-        return Reply(self.read_messages(reply))
+        return Reply(self.read_messages(reply), failures=failures)
 
     def read_messages(self, reply: object) -> Messages:
         """The messages of a reply: a text, a message or a list of messages. Raises WrongReturn."""

@@ -7,6 +7,7 @@ process, ends the episode.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable
@@ -24,6 +25,7 @@ class Toolbox:
     def __init__(self, functions: dict[str, Callable], read: Callable[[str], list], row: dict[str, object]) -> None:
         """`read`: the text of a turn -> its calls, [{"name": ..., "arguments": {...}}]."""
         self.functions, self.read = functions, read
+        self.failures: list[str] = []  # of the functions, not of calls, in the last reply
 
     @staticmethod
     def load(tools: str) -> Callable[[dict[str, object]], Toolbox]:
@@ -34,6 +36,7 @@ class Toolbox:
 
     def reply(self, completion: str) -> list[dict[str, str]] | None:
         """A message of the role `tool` for each call; None if there is none."""
+        self.failures = []
         try:
             calls = self.read(completion)
         except Exception as error:  # noqa: BLE001  a model wrote the text
@@ -43,17 +46,23 @@ class Toolbox:
 
     def result(self, call: object) -> str:
         """The function's result, as text or JSON; or what is wrong with the call."""
+        is_right = False  # the call: what fails then is the function
         try:
             name, arguments = call["name"], call.get("arguments", {})
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
             if name not in self.functions:
                 return f"error: there is no tool {name!r}; there are {', '.join(self.functions)}"
+            inspect.signature(self.functions[name]).bind(**arguments)
+            is_right = True
             result = awaited(self.functions[name](**arguments))
             # Numbers and arrays of NumPy and torch are as their list; of what else JSON does not know, the text.
             default = lambda value: getattr(value, "tolist", value.__str__)()  # noqa: E731
             return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=default)
         except Exception as error:  # noqa: BLE001  the call's, or the user's function's
-            return f"error: {type(error).__name__}: {error}"
+            said = f"{type(error).__name__}: {error}"
+            if is_right:
+                self.failures.append(f"{name} raised {said}")
+            return f"error: {said}"
 
 
 def read_calls(completion: str) -> list[dict[str, object]]:

@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -36,9 +35,6 @@ from grading.pool import Outcome
 from run import Observer
 from runtime.progress import progress
 from runtime.start import requested
-
-if TYPE_CHECKING:
-    from rollout import Engine
 
 REPLY_STEPS = 4  # of the engine, from the end of a turn to the next one: replies come meanwhile, others sample on
 REPLY_SECONDS = 3.0  # that an engine then waits for a reply, on a busy machine, too; see `Turns.replies`
@@ -193,12 +189,11 @@ class Turns(Observer):
         if reply is None:
             episode.grade = Grade(0.0, outcome.status)
             return EpisodeState.END
-        if self.limits.tools and self.environments:  # of the ranks of an engine one counts
-            errors = [message["content"] for message in reply.messages if message["content"].startswith("error: ")]
-            if errors and not self.has_told_error:
-                print(f"warning: a call of a tool ends in an {errors[0]:.200}", flush=True)
-                self.has_told_error = True
-            self.num_errors += len(errors)
+        if reply.failures and self.environments:  # of the ranks of an engine one counts
+            if not self.has_told_error:
+                print(f"warning: the tool {reply.failures[0]:.200}", flush=True)
+            self.has_told_error = True
+            self.num_errors += len(reply.failures)
         if not reply.messages:
             episode.grade = reply.grade
             return EpisodeState.END
@@ -220,10 +215,8 @@ class Turns(Observer):
 
     # In an engine of the ranks ----------------------------------------------------------------------------------------
 
-    def play(
-        self, engine: Engine, rows: list[Row], sampling: Sampling, description: str
-    ) -> Iterator[tuple[int, Episode]]:
-        """Yields (index, episode) of each row when it is over.
+    def play(self, engine, rows: list[Row], sampling: Sampling, description: str) -> Iterator[tuple[int, Episode]]:
+        """Yields (index, episode) of each row when it is over. `engine`: `rollout.Engine`.
 
         What is sampled is a function of the seed and of the replies: these enter the engine `REPLY_STEPS` after the
         turn, not when they come.
@@ -260,7 +253,7 @@ class Turns(Observer):
                             bar.update()
             bar.refresh()
 
-    def replies(self, engine: Engine, due: dict[int, int], step: float) -> list[tuple[int, Outcome]]:
+    def replies(self, engine, due: dict[int, int], step: float) -> list[tuple[int, Outcome]]:
         """The replies, by episode, that are due at this step of the engine; the same on all of its ranks.
 
         They are waited for; after one that takes longer than `REPLY_SECONDS` replies are taken as they come.

@@ -14,8 +14,9 @@ from grading import Grade
 from helpers.made_up import make_rollout, make_row
 from helpers.runs import metrics_of, torchrun, training_flags
 from reports.samples import pack_step
+from runtime.files import rollouts_file, steps_with_rollouts
 from runtime.start import RunError
-from watch.rollouts import Keeper, file_of, steps_in
+from watch.rollouts import Keeper
 
 ROWS = [make_row([1, 2, 3], where="a.jsonl:1", text="<user>x"), make_row([4], where="a.jsonl:2")]
 
@@ -61,7 +62,7 @@ def test_what_was_kept_comes_back_to_the_bit(tmp_path):
 def test_a_file_of_an_older_run_is_shown(tmp_path):
     """Where there was no environment, such a file does not say which tokens were sampled: all were."""
     kept(tmp_path, sampled())
-    table = pyarrow.parquet.read_table(file_of(tmp_path, 3))
+    table = pyarrow.parquet.read_table(rollouts_file(tmp_path, 3))
     place, names = table.column_names.index("is_sampled"), [name for name in table.column_names if name != "is_sampled"]
     nulls = pyarrow.nulls(len(table), table.schema.field("is_sampled").type)
     older = table.select(names).add_column(place, "is_sampled", nulls)
@@ -72,7 +73,7 @@ def test_a_file_of_an_older_run_is_shown(tmp_path):
 def test_the_file_says_what_was_trained_on_and_how(tmp_path):
     versions = [np.arange(length, dtype=np.int32) for length in (2, 5, 1, 4)]
     kept(tmp_path, sampled(rollout=sampled().rollout.with_parts(versions=versions)))
-    table = pyarrow.parquet.read_table(file_of(tmp_path, 3)).to_pydict()
+    table = pyarrow.parquet.read_table(rollouts_file(tmp_path, 3)).to_pydict()
     assert table["advantages"] == [None, None, [0.5], [-0.5] * 4]
     assert table["old_logprobs"] == [None, None, None, [0, 1, 2, 3]]
     assert table["versions"] == [each.tolist() for each in versions]
@@ -84,15 +85,15 @@ def test_the_file_says_what_was_trained_on_and_how(tmp_path):
 def test_the_oldest_kept_steps_make_room_and_the_last_one_stays(tmp_path, monkeypatch):
     """The oldest steps are removed where there is no more room, and the last one stays."""
     kept(tmp_path, sampled(1))
-    file_bytes = file_of(tmp_path, 1).stat().st_size
+    file_bytes = rollouts_file(tmp_path, 1).stat().st_size
     kept(tmp_path, *map(sampled, range(2, 7)), max_gib=2.5 * file_bytes / 2**30)
-    assert steps_in(tmp_path) == [5, 6]
+    assert steps_with_rollouts(tmp_path) == [5, 6]
     kept(tmp_path, sampled(7), max_gib=0.1 * file_bytes / 2**30)
-    assert steps_in(tmp_path) == [7]
+    assert steps_with_rollouts(tmp_path) == [7]
     free = SimpleNamespace(free=9 * file_bytes)  # and what the rollouts take: a quarter is for them
     monkeypatch.setattr("watch.rollouts.shutil.disk_usage", lambda _: free)
     kept(tmp_path, *map(sampled, range(8, 15)))
-    assert steps_in(tmp_path) == [12, 13, 14]
+    assert steps_with_rollouts(tmp_path) == [12, 13, 14]
 
 
 def test_a_disk_that_refuses_them_costs_rollouts_and_no_run(tmp_path, capsys):

@@ -36,7 +36,7 @@ from gate.checks import check_flags
 from gate.inputs import check_places
 from helpers.fake_servers import DESCRIPTION, KEY, WEIGHTS, A, B, FakeServer, engine_of, sampler_over, synced
 from helpers.made_up import flags, load_policy, make_model, make_row
-from helpers.runs import GUARD_SECONDS, SERVERS, begin, launched, metrics_of, torchrun, training_flags, wait_for
+from helpers.runs import SERVERS, begin, launched, metrics_of, torchrun, training_flags, wait_for
 from runtime.start import RunError, reason_file
 from soak import is_running, ranks_of
 
@@ -120,20 +120,20 @@ def test_a_server_that_is_gone_ends_the_run_and_the_next_start_samples_again():
     ("http://absent.invalid:9", "Cannot connect to host absent.invalid:9 .* so far: http://absent.invalid:9"),
 ])  # fmt: skip
 def test_an_unreachable_server_is_told_at_once(url, said):
-    """Long before it is given up; it may still come, for as long as a server may start."""
+    """It may still come, for as long as a server may start."""
     begin = time.monotonic()
-    with engine_of(Server(url, url), timeout=GUARD_SECONDS) as engine:
-        assert time.monotonic() - begin < GUARD_SECONDS / 10 and re.fullmatch(said, *engine.said)
-    said = f"{url} cannot be used: no answer for 1 s"
-    with engine_of(Server(url, url), timeout=1.0) as engine, pytest.raises(RunError, match=said):
-        synced(engine)
+    with engine_of(Server(url, url), timeout=1.0) as engine:
+        assert time.monotonic() - begin < 50.0, "a guard; on a quiet machine it takes less than 5 s"
+        assert re.fullmatch(said, *engine.said)
+        with pytest.raises(RunError, match=f"{url} cannot be used: no answer for 1 s"):
+            synced(engine)
 
 
 def test_a_server_that_does_not_start_shows_the_tail_of_its_log(monkeypatch, tmp_path):
     """A server that does not start ends the run with the tail of its log."""
     monkeypatch.setattr("extras.servers.start.server_command", lambda *_: ["bash", "-c", "echo no memory left; exit 3"])
     process = start_server({}, "gloo", "", tmp_path / "0.log")
-    process.process.wait(GUARD_SECONDS)
+    process.process.wait(60)
     for server, said in (
         (Server("server 0", process.url, process), "server 0 cannot be used: ended with exit status 3.*no memory left"),
     ):
@@ -381,11 +381,11 @@ def test_the_same_command_completes_a_run_whose_server_is_killed(folder, server,
     run = training_flags(folder, out_dir, **RUN, **changes, in_flight=True)
     said_in, log = tmp_path / "said", out_dir / "servers" / "0.log"
     launcher = begin(launched(2, "train_grpo.py", *run), said_in, said_in)
-    wait_for(lambda: (out_dir / "step_2").exists() or launcher.poll() is not None)
+    wait_for(lambda: (out_dir / "step_2").exists() or launcher.poll() is not None, 900)
     for pid in writers_of(log):
         with suppress(ProcessLookupError):  # those that it has started end with it
             os.kill(pid, signal.SIGKILL)
-    assert launcher.wait(GUARD_SECONDS) == 1
+    assert launcher.wait(300) == 1
     last = [line for line in said_in.read_text().splitlines() if line.startswith("error: ")][-1]
     assert all(part in last for part in ("server 0 has failed", "ended by SIGKILL", "continues", "0.log")), last
     assert not writers_of(log)

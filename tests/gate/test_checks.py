@@ -78,6 +78,8 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, "--overlong_cache_tokens 5", "has no effect without the reward `length`"),
     (1, "--eval_data x.jsonl", "--eval_data x.jsonl is never evaluated"),
     (None, "--plan_gpus 4", "--plan_gpus has no effect without --dry_run"),
+    (None, "--plan_gpu A100-80GB", "--plan_gpu has no effect without --dry_run"),
+    (None, "--plan_prompt_tokens 9", "--plan_prompt_tokens has no effect without --dry_run"),
     (1, "--replay nowhere", "nowhere has no config.json; name the folder"),
     (1, "--train_data a b a", "--train_data names a more than once; name it once"),
     (1, "--engine server --server_urls http://h:1 http://h:1/", "--server_urls names http://h:1 more than once"),
@@ -88,6 +90,16 @@ def check(given: str, num_ranks: int) -> None:
     length = "" if given.startswith(NO_STEPS) else "--total_steps 10"
     given = given.removeprefix(NO_STEPS)
     check_flags(parse_flags(f"--model m --train_data d --out_dir o {length} {given}".split()), num_ranks)
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ("f", "f: its parameter size is no flag; give it a default"),
+    ("f:size=1,clip_low=1", "f:clip_low=...: what can be set here is size; flags are set as flags"),
+])  # fmt: skip
+def test_the_parameters_of_an_own_function_are_checked_at_the_start(given, said, tmp_path):
+    (tmp_path / "mine.py").write_text("def f(t, *, clip_low, size): return t.logprobs\n")
+    with pytest.raises(ValueError, match=said):
+        check_choices(flags(policy_loss=f"{tmp_path}/mine.py:{given}"))
 
 
 @pytest.mark.parametrize(("num_ranks", "given", "words"), MISTAKES)

@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import tempfile
 from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 from io import StringIO
 
@@ -57,6 +58,13 @@ def test_a_launch_that_does_not_fit_the_gpus_is_refused(seen, num_ranks, asked, 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(num_ranks, 8)))
     with pytest.raises(ValueError, match=f"^.*{said}.*$") if said else nullcontext():  # one line
         check(**asked)
+
+
+def test_a_folder_whose_sockets_would_have_too_long_names_is_refused(monkeypatch):
+    for length, outcome in ((70, nullcontext()), (71, pytest.raises(ValueError, match="^TMPDIR /x+ .*TMPDIR=/tmp.$"))):
+        monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * (length - 1))
+        with outcome:
+            check()
 
 
 SERVERS = [  # what torch says, GPUs of a server, what the sentence says; None: it is started as on GPUs

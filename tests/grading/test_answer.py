@@ -1,7 +1,9 @@
 """Which part of a completion is its final answer: one rule, whatever stands before the mark and behind it."""
 
+import gc
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,29 +26,31 @@ def test_exact_takes_a_whole_text_without_a_mark():
     assert read_answer("<answer>*.*\n_._</answer>", unmarked="all") == "*.*\n_._", "a drawing is no emphasis"
 
 
-def long_texts(k: int) -> list[str]:
-    """Texts of about k kilobytes."""
-    texts = ["<answer>" * 100 * k, "<answer>x</answer>" * 50 * k, "\\boxed{" * 100 * k, "\\boxed{1}, " * 50 * k]
-    texts += ["answer is " * 100 * k, "The answer is $" + "$ $" * 300 * k, f"<think>a</think>{'a' * 1000 * k}</think>b"]
-    texts += ["A, " * 300 * k, "#### " + "1" * 1000 * k, " " * 1000 * k + "x"]
-    texts += [sign * 1000 * k for sign in "`($\\=_>"]
-    texts += ["*a " * 300 * k, "***a **b *c " * 80 * k, "$a " * (300 * k + 1), "\\(" * 500 * k, "\n#" * 500 * k]
-    return [*texts, "Final answer x" * 70 * k]
+LONG = ["<answer>" * 100_000, "<answer>x</answer>" * 50_000, "\\boxed{" * 100_000, "\\boxed{1}, " * 50_000]
+LONG += ["answer is " * 100_000, "The answer is $" + "$ $" * 300_000, f"<think>a</think>{'a' * 1_000_000}</think>b"]
+LONG += ["A, " * 300_000, "#### " + "1" * 1_000_000, " " * 1_000_000 + "x", *(sign * 1_000_000 for sign in "`($\\=_>")]
+LONG += ["*a " * 300_000, "***a **b *c " * 80_000, "$a " * 300_001, "\\(" * 500_000, "\n#" * 500_000]
+LONG += ["Final answer x" * 70_000]
 
 
-def least_seconds(verifier: str, text: str) -> float:
-    """CPU time of the faster of two readings."""
-    verify, seconds = load_verifier(verifier), []
-    for _ in range(2):
+@pytest.mark.parametrize("text", LONG, ids=lambda text: text[:20].strip() or "blank")
+def test_a_megabyte_of_text_is_read_in_linear_time(text):
+    """16 times the text takes about 16 times the time; where a reader is quadratic, it would take 256 times."""
+    short = text[: len(text) // 16]
+    for name in ("math", "gsm8k", "exact", "format", "think_format"):
+        verifier = load_verifier(name)
+        once = max(seconds_of(verifier, short), 0.002)  # below, the clock decides
+        assert seconds_of(verifier, text) < 64 * once, name
+        assert verifier(Case(text, "4"))[0] == 0.0 or name == "think_format"
+
+
+def seconds_of(verifier: Callable[[Case], tuple], text: str) -> float:
+    """The least of three: seconds of this process, without the garbage of other tests."""
+    gc.disable()
+    seconds = []
+    for _ in range(3):
         start = time.process_time()
-        assert verify(Case(text, "4"))[0] == 0.0 or verifier == "think_format"
+        verifier(Case(text, "4"))
         seconds.append(time.process_time() - start)
+    gc.enable()
     return min(seconds)
-
-
-@pytest.mark.parametrize("text", range(len(long_texts(1))), ids=lambda i: long_texts(1)[i][:20].strip() or "blank")
-def test_a_long_text_is_read_in_linear_time(text):
-    """Sixteen times the text takes about 16 times as long; 256 times, if it were quadratic."""
-    for verifier in ("math", "gsm8k", "exact", "format", "think_format"):
-        short, long = (least_seconds(verifier, long_texts(k)[text]) for k in (16, 256))
-        assert long < 64 * max(short, 0.005), verifier

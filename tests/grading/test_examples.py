@@ -74,22 +74,11 @@ def test_the_table_of_the_rule_says_what_is_read():
 
 
 class Judge(BaseHTTPRequestHandler):
-    """Takes 0.3 s for an answer; is silent where it is asked about "silence", and talks where about "chatter".
-
-    Counts how many ask at once.
-    """
-
-    asking, most = [], 0
-
-    def think(self, seconds: float) -> None:
-        self.asking.append(self)
-        Judge.most = max(Judge.most, len(self.asking))
-        time.sleep(seconds)
-        self.asking.remove(self)
+    """Takes 0.3 s for an answer; is silent where it is asked about "silence", and talks where about "chatter"."""
 
     def do_POST(self) -> None:
         question = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        self.think(60 if "silence" in question else 0.3)
+        time.sleep(60 if "silence" in question else 0.3)
         said = "What a lovely answer!" if "chatter" in question else "8/10"
         self.send_response(200)
         self.end_headers()
@@ -99,9 +88,16 @@ class Judge(BaseHTTPRequestHandler):
         pass
 
 
+class Server(ThreadingHTTPServer):
+    """Says nothing of those who hang up: a grading that is late is ended."""
+
+    def handle_error(self, *_: object) -> None:
+        pass
+
+
 def test_a_judge_gets_parallel_requests_and_may_fail(tmp_path):
     """A judge is asked several times at once, and may answer late or talk nonsense."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    server = Server(("127.0.0.1", 0), Judge)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     (tmp_path / "judge.py").write_text(  # the workers' environment is that of an earlier test
         f"import os\nos.environ |= dict(JUDGE_URL='http://127.0.0.1:{server.server_port}/v1', JUDGE_MODEL='fake')\n"
@@ -109,9 +105,11 @@ def test_a_judge_gets_parallel_requests_and_may_fail(tmp_path):
     )
     grader = Grader(Grading(f"{tmp_path}/judge.py:score", reward_timeout=6.0, reward_in_flight=20), num_workers=1)
     graded(grader, [Case("7", "7")])  # the worker loads
-    Judge.most = 0
+    started = time.monotonic()
+    graded(grader, [Case("7", "7")])
+    one = time.monotonic() - started
     grades = graded(grader, [Case("7", "7")] * 40)
-    assert Judge.most >= 3, "one after the other"
+    assert time.monotonic() - started < 20 * one, "twenty at a time: two rounds, not forty"
     grades += graded(grader, [Case("chatter", "7"), Case("silence", "7")])
     grader.close()
     server.shutdown()
@@ -127,7 +125,7 @@ class RewardModel(Judge):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         prompt, completion = (message["content"] for message in asked["messages"])
         is_known = (self.path, prompt, asked["use_activation"]) == ("/classify", "2+5?", False)
-        self.think(0.3)
+        time.sleep(0.3)
         self.send_response(200 if is_known else 400)
         self.end_headers()
         self.wfile.write(json.dumps({"data": [{"index": 0, "probs": [len(completion) - 4.5]}]}).encode())
@@ -135,7 +133,7 @@ class RewardModel(Judge):
 
 def test_a_reward_model_gets_parallel_requests(tmp_path):
     """A reward model scores several completions at once; one that it does not take counts as failed."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), RewardModel)
+    server = Server(("127.0.0.1", 0), RewardModel)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     (tmp_path / "reward_model.py").write_text(
         f"import os\nos.environ['REWARD_MODEL_URL'] = 'http://127.0.0.1:{server.server_port}'\n"
@@ -144,10 +142,12 @@ def test_a_reward_model_gets_parallel_requests(tmp_path):
     grading = Grading(f"{tmp_path}/reward_model.py:score", reward_timeout=20.0, reward_in_flight=20)
     grader = Grader(grading, num_workers=1)
     graded(grader, [Case("7", "7", prompt="2+5?")])  # the worker loads
-    Judge.most = 0
+    started = time.monotonic()
+    graded(grader, [Case("7", "7", prompt="2+5?")])
+    one = time.monotonic() - started
     cases = [Case("7" * length, "7", prompt="2+5?") for length in range(40)]
     grades = graded(grader, [*cases, Case("7", "7", prompt="another")])
-    assert Judge.most >= 3, "one after the other"
+    assert time.monotonic() - started < 20 * one, "twenty at a time: three rounds, not forty-one"
     grader.close()
     server.shutdown()
     assert [grade.reward for grade in grades] == [length - 4.5 for length in range(40)] + [0.0]

@@ -100,8 +100,8 @@ LETTERS = {"let_frequency": 1, "let_relation": "at least"}
 
 
 @pytest.mark.parametrize(("instruction", "kwargs", "words"), [
-    ("keywords:existance", {}, "'keywords:existance' of column instruction_id_list is none of"),
-    (7, {}, "instruction 7 "),
+    ("keywords:existance", {}, "column instruction_id_list names 'keywords:existance', which is none of"),
+    (7, {}, "instruction_id_list names 7, "),
     ("keywords:existence", {"keywords": None}, r"takes the arguments \['keywords'\], but the row gives \[\]"),
     ("keywords:existence", {"keywords": []}, r"keywords = \[\], which must be a list of texts"),
     ("keywords:existence", {"keywords": "river"}, "must be a list of texts"),
@@ -117,7 +117,7 @@ LETTERS = {"let_frequency": 1, "let_relation": "at least"}
     (WORDS, counted(float("inf")), "whole number"),
     (FIRST, NTH, "number from 1"),
     ("keywords:letter_frequency", {"letter": "ab"} | LETTERS, "letter = 'ab', .* one character"),
-    ("language:response_language", {"language": "Spanish"}, "language = 'Spanish', which must be a language code"),
+    ("language:response_language", {"language": "Spanish"}, "language = 'Spanish', which must be one of .'af'"),
     ("startend:end_checker", {"end_phrase": " "}, "end_phrase = ' ', which must be a text that is not blank"),
 ])  # fmt: skip
 def test_a_bad_instruction_is_refused_with_what_is_wrong(instruction, kwargs, words):
@@ -135,13 +135,13 @@ COMMA = ["punctuation:no_comma"]
     ("", {"instruction_id_list": COMMA}, "column kwargs = None must be a list"),
     ("", {"instruction_id_list": COMMA, "kwargs": "[" * 100_000}, "column kwargs .* is not a JSON text"),
     ("72 apples", {}, "is not a JSON text"),
-    ("72", {}, "func_name None is not in"),
-    ('{"func_name": "verify_bullets", "N": 1}', {}, "func_name 'verify_bullets' is not in"),
-    ('{"func_name": ["a"]}', {}, r"func_name \['a'\] is not in"),
+    ("72", {}, "func_name is None, which is none of"),
+    ('{"func_name": "verify_bullets", "N": 1}', {}, "func_name is 'verify_bullets', which is none of"),
+    ('{"func_name": ["a"]}', {}, r"func_name is \['a'\], which is none of"),
     ('{"func_name": "verify_bullet_points", "N": "2"}', {}, "has N = '2', which must be a whole number"),
     ('{"func_name": "validate_title", "N": 2}', {}, r"takes the arguments \[\], but the row gives \['N'\]"),
     ('{"func_name": "validate_word_constraint", "N": 2, "quantifier": "more"}', {}, "quantifier = 'more', which must"),
-    ('{"func_name": "validate_choice", "options": " / "}', {}, "which must be options"),
+    ('{"func_name": "validate_choice", "options": " / "}', {}, "options = ' / ', which must be a list of texts"),
 ])  # fmt: skip
 def test_a_row_that_cannot_be_read_is_refused_with_what_is_wrong(answer, columns, words):
     with pytest.raises(ValueError, match=words):

@@ -60,7 +60,7 @@ HOSTILE += ["(" * 500_000 + "1" + ")" * 500_000, "9" * 100_000, "\0" * 1000 + "\
 def test_hostile_answers_are_wrong_and_cost_at_most_their_time(answer, key, grader):
     start = time.monotonic()
     hostile, fine = graded(grader, [Case(f"\\boxed{{{each}}}", key) for each in (answer, key)])
-    assert time.monotonic() - start < 10 * TIMEOUT, "it hangs"
+    assert time.monotonic() - start < 10 * (TIMEOUT + 2), "a guard: it hangs nobody"
     assert not hostile.is_correct and hostile.reward == 0.0
     assert fine.is_correct
 
@@ -97,6 +97,6 @@ def test_generated_completions_cannot_hang_or_crash_the_grader(completions, grad
     texts = [f"\\boxed{{{text}}}" if is_boxed else text for text, is_boxed in completions]
     begin = time.monotonic()
     grades = graded(grader, [Case(text, "\\frac{7}{2}") for text in texts])
-    assert time.monotonic() - begin < 20 * TIMEOUT, "it hangs"
+    assert time.monotonic() - begin < 10 * (2 * TIMEOUT + 2), "a guard, for two workers: it hangs nobody"
     for text, grade in zip(texts, grades, strict=True):
         assert grade.status in ("ok", "timeout"), (text, grade.status)

@@ -160,6 +160,7 @@ def test_a_dict_gives_sub_scores_and_a_number_may_be_of_any_kind(result, value, 
 @pytest.mark.parametrize(("parameter", "result", "words"), [
     ("completion", "'1'", "score returned '1', not a finite number"),
     ("completion", "None", "score returned None, not a finite number"),
+    ("completion", "1e39", r"score returned 1e\+39, not a finite number of 32 bits"),
     ("completion", "{'acc': 1}", "a dict needs the key 'reward' or 'score'"),
     ("completions", "[1]", "for 2 completions, not a list of that many"),
     ("completions", "1", "score returned 1 for 2 completions"),

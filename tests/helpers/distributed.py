@@ -235,11 +235,9 @@ def gradients(world: World, path: str) -> dict[str, dict[str, tuple[Metrics, Ten
     results = {}
     for algorithm, words in ALGORITHMS.items():
         shuffled = rollout_of(algorithm).select(np.array([7, 4, 6, 5, 2, 0, 3, 1]))
-        cases = {}
-        for cap in CAPS:
-            cases[f"cap {cap}, in order"] = rollout_of(algorithm), f"{cap}"
-            cases[f"cap {cap}, shuffled"] = shuffled, f"{cap}"
-            cases[f"cap {cap}, prompts shared"] = rollout_of(algorithm), f"{cap} --share_prompts"
+        cases = {f"cap {cap}": (rollout_of(algorithm), f"{cap}") for cap in CAPS}
+        cases["shuffled"] = shuffled, "23"
+        cases["prompts shared"] = rollout_of(algorithm), "1000 --share_prompts"
         # A micro-batch each: with two ranks the fourth one is empty.
         cases["three sequences"] = rollout_of(algorithm, [12, 11, 9]), "16 --group_size 2"
         results[algorithm] = {}

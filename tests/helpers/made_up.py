@@ -33,6 +33,7 @@ from extras.models.lora import add_adapter
 from extras.models.vision import add_images
 from flags import AdamW, Lora, Memory, PromptFormat
 from fsdp_utils import World, gather_from_ranks
+from gate.inputs import check_template
 from grading import Grade
 from model.weights import fill
 from policy import Policy, build_policy, empty_policy
@@ -395,6 +396,7 @@ def write_math12k(folder: Path) -> None:
 
 def load(source: object, tokenizer=TOKENIZER, seed: int = 0, vision=None, **changes: object) -> PromptData:
     prompt_format = PromptFormat(**{"max_prompt_tokens": 10**6} | changes)
+    check_template(prompt_format, tokenizer)
     return PromptData.load(str(source), prompt_format, tokenizer, seed, vision)
 
 

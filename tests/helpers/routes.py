@@ -79,3 +79,26 @@ def replayed(world: World, path: str, dtype: str = "float32") -> dict[str, objec
     found["moved"] = gap(clean)
     engine.close()
     return found
+
+
+def stopped(world: World, path: str, dtype: str) -> dict[str, list[float]]:
+    """Three steps in which a token that about half of the completions draw ends them: which shares it ended, and gaps.
+
+    The last completion of a call may end so, while the engine prepares one token more.
+    """
+    trial = Trial(world, path, prompts_per_step=4, prompts_per_update=4, dtype=dtype, temperature=TEMPERATURE)
+    trial.begin(demand=EngineDemand(16), router_replay=True, enforce_eager=dtype == "float32")
+    engine, rng = trial.engine, np.random.default_rng(0)
+    rows = [make_row(rng.integers(0, 64, length)) for length in (3, 45, 40, 20)]
+    engine.sync(trial.policy.full_weights())
+    drawn = [set(completion.tolist()) for completion in engine.sample(rows, SAMPLING, (1, 0)).completions]
+    shares = {token: np.mean([token in each for each in drawn]) for token in set.union(*drawn)}
+    engine.stop_ids = [min(shares, key=lambda token: abs(shares[token] - 0.5))]
+    found: dict[str, list[float]] = {"ended": [], "gaps": []}
+    for step in range(3):
+        rollout = engine.sample(rows, SAMPLING, (1, step))
+        found["ended"].append(1 - rollout.is_truncated_B.mean().item())
+        found["gaps"].append(trial.train(rollout, rate=RATE)[GAP])
+        engine.sync(trial.policy.full_weights())
+    engine.close()
+    return found

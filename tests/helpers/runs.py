@@ -42,6 +42,7 @@ PROGRAMS = "tests/helpers/programs.py"
 WARMED_BY = "tests.helpers.warm"
 PICTURES = "GRPO_TEST_PICTURES"  # environment: draw them
 WARM = "GRPO_TEST_WARM"  # environment: the address of the warm process
+COPY = "GRPO_TEST_COPY"  # environment: the folder of another tree, of which a fork runs a program
 GUARD_SECONDS = 900.0  # what hangs ends then: ten times what the longest run takes beside a busy suite
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 ENVIRONMENT |= {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -110,8 +111,26 @@ class ForkedRank(subprocess.Popen):
             run_program(command[2:])  # without `python -u`
 
 
+def forget(root: Path) -> None:
+    """From here on this process finds no code of the tree, only that of installed packages."""
+
+    def is_own(path: object) -> bool:
+        return str(path).startswith(f"{root}/") and not str(path).startswith(f"{root}/.venv/")
+
+    for name, module in list(sys.modules.items()):
+        places = [vars(module).get("__file__"), *vars(module).get("__path__", ())]
+        if name != "__main__" and any(map(is_own, places)):
+            del sys.modules[name]
+    sys.path[:] = [path for path in sys.path if path and not is_own(f"{path}/")]
+
+
 def run_fork(command: list[str], environment: dict[str, str], outputs: list[str], has_own_workers: bool) -> None:
     """In the new process."""
+    if COPY in environment:
+        become(environment, outputs)
+        os.chdir(environment[COPY])
+        forget(ROOT)
+        run_program(command)
     if PICTURES not in environment:
         watch.results.plot = lambda _: None
     if not has_own_workers:  # the warm process is the fork server, too
@@ -215,6 +234,16 @@ def run_ranks(
         return subprocess.CompletedProcess([script, *arguments], status, *(file.read_text() for file in outputs))
 
 
+def run_copy(folder: Path, *command: object) -> subprocess.CompletedProcess[str]:
+    """What a program prints in another tree, which finds no code of this one, and its exit status."""
+    with tempfile.TemporaryDirectory() as place:
+        outputs = Path(place) / "stdout", Path(place) / "stderr"
+        environment = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"} | {COPY: str(folder)}
+        run = begin(list(map(str, command)), *outputs, environment, has_own_workers=True)
+        status = run.wait(GUARD_SECONDS)
+        return subprocess.CompletedProcess(command, status, *(file.read_text() for file in outputs))
+
+
 def run_script(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     """What a bash script in the repository's root prints, and its exit status; each `python` in it is a fork."""
     with tempfile.TemporaryDirectory() as folder:
@@ -245,7 +274,7 @@ def torchrun(
 
 
 def run_command(
-    command: list[str], environment: dict[str, str] = ENVIRONMENT, timeout: float | None = None
+    command: list[str], environment: dict[str, str] = ENVIRONMENT, timeout: float = GUARD_SECONDS
 ) -> subprocess.CompletedProcess[str]:
     """What a command says in the repository's root."""
     options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}

@@ -1,8 +1,12 @@
 """The chunked head: log-probs and entropies are those of the full logits."""
 
+from functools import cache, partial
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 import model.head
@@ -105,6 +109,53 @@ def test_on_a_gpu_fp32_logits_need_no_copy_of_the_weight():
     hidden, weight = (torch.empty(n, 8, dtype=torch.bfloat16, device="meta") for n in (3, 5))
     logits = model.head.chunk_logits(hidden, weight, torch.float32)
     assert (logits.shape, logits.dtype) == ((3, 5), torch.float32)
+
+
+@pytest.mark.parametrize(("free", "unused", "count", "dtype", "has_teacher", "times"), [
+    (0.5, 0.0, 16384, torch.bfloat16, False, 1),  # today's least, however little there is
+    (2.0, 0.0, 16384, torch.bfloat16, False, 4),
+    (0.5, 3.5, 16384, torch.bfloat16, False, 8),  # what the allocator holds is free, too
+    (80.0, 0.0, 16384, torch.bfloat16, False, 8),
+    (80.0, 0.0, 3000, torch.bfloat16, False, 4),  # all of them at once
+    (4.0, 0.0, 16384, torch.float32, False, 2),  # with the cast of the gradient
+    (4.0, 0.0, 16384, torch.bfloat16, True, 4),
+])  # fmt: skip
+def test_a_chunk_on_cuda_is_as_large_as_free_memory_allows(free, unused, count, dtype, has_teacher, times, monkeypatch):
+    """In GiB, beside the gradient of the head of a 1.5B model; a fifth is left. Reserved memory that no tensor has had
+    is not there. On a CPU there is one size.
+    """
+    weight = MagicMock(device=torch.device("cuda"), dtype=torch.bfloat16, itemsize=2, nbytes=2 * 152_064 * 1536)
+    weight.__len__.return_value = 152_064
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * 2**30 + weight.nbytes, 80 * 2**30))
+    for name, gib in {
+        "memory_allocated": 9,
+        "memory_reserved": 9 + unused + 3,
+        "max_memory_allocated": 9 + unused,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, gib=gib: gib * 2**30)
+    found = model.head.logits_at_once(count, weight, dtype, has_teacher)
+    assert found == times * sizes.HEAD_CHUNK_LOGITS
+    weight.device = torch.device("cpu")
+    assert model.head.logits_at_once(count, weight, dtype, has_teacher) == sizes.HEAD_CHUNK_LOGITS
+
+
+def test_larger_chunks_are_not_compiled_again(monkeypatch):
+    """Whatever is free: one graph each way serves all numbers of rows, with the same values."""
+    monkeypatch.setattr(model.head, "FUSED_ON", {"cpu"})
+    monkeypatch.setattr(model.head, "compiled", cache(partial(torch.compile, backend="aot_eager")))
+    torch.manual_seed(0)
+    hidden, head, labels = torch.randn(40, 16), nn.Linear(16, 300, bias=False), torch.randint(300, (40,))
+    torch._dynamo.reset()
+    counters.clear()
+    found = []
+    for rows in (40, 5, 10, 20):
+        monkeypatch.setattr(model.head, "logits_at_once", lambda *_, rows=rows: rows * 300)
+        own, head.weight.grad = hidden.clone().requires_grad_(), None
+        logprobs = chunked_logprobs(own, head, labels, 1.0).logprobs_N
+        logprobs.sum().backward()
+        found.append([logprobs.detach(), own.grad, head.weight.grad])
+    torch.testing.assert_close(found[1:], found[:1] * 3, atol=1e-5, rtol=1e-5)
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 @pytest.mark.parametrize("given", [None, "float32"])

@@ -24,7 +24,8 @@ from helpers.made_up import GROUP_SIZE, HOSTILE, SMILE, make_rollouts, make_run,
 from helpers.runs import GUARD_SECONDS, said
 from reports.page import seed_groups, write_page
 from reports.samples import pack_samples
-from runtime.history import read_metrics
+from runtime.history import History, read_config, read_metrics
+from watch.reference import published_curves
 
 FLAGS = [
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
@@ -33,7 +34,8 @@ FLAGS = [
 
 
 def write(file: Path, *runs: Path) -> Path:
-    write_page(file, {run: read_metrics(run) for run in runs})
+    histories = [History(run, read_config(run), read_metrics(run)) for run in runs]
+    write_page(file, histories, list(map(published_curves, histories)))
     return file
 
 

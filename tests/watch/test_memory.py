@@ -165,11 +165,11 @@ def test_the_ways_out_are_flags_of_the_program():
 )
 def test_a_rank_without_memory_ends_the_run_with_a_sentence(num_ranks, function, phase, way, policy, tmp_path):
     """A run whose last rank gets no memory ends with the sentence about it. The limit is a real one, of the
-    process's address space. Nobody waits for the rank that is gone: that takes longer than the guard.
+    process's address space.
     """
     flags = training_flags(policy, tmp_path / "run", eval_data=None, eval_every=None, eval_before_training=None)
     done = run_ranks(num_ranks, PROGRAMS, ["starved", function, num_ranks - 1, *flags])
-    assert done.returncode == 1
+    assert done.returncode == 1, "nobody waits for the rank that is gone"
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: memory ran out")]
     assert f" ran out on rank {num_ranks - 1} in phase {phase}; " in error and way in error
     assert "OutOfMemory" not in done.stderr, "no traceback of it"

@@ -36,7 +36,9 @@ LOST = "note_reason('OSError: lost', 'error') if rank else 0; time.sleep(3600)"
 EXITS = "sys.exit(3) if rank else time.sleep(3600)"
 IN_UPDATE = "stall.PLACE.step, stall.PLACE.phase = 7, 'update'\n"
 STALLED = "os.utime(folder + '/ranks/rank_1.txt'); "
-SAVES = "while not requested(): time.sleep(0.05)\ntime.sleep(seconds); os.write(1, b'saved\\n')"
+SAVES = """while not requested(): time.sleep(0.05)
+open(f"{folder}/asked_{rank}", "w").close()
+time.sleep(seconds); os.write(1, b'saved\\n')"""
 ARMED, BRIEFLY, SAVED = "listen(); arm(30)", "listen(); arm(1)", ["saved", "saved"]
 LATE = "SIGTERM: the run could not save within --grace_seconds 1; the same "
 EARLY, SECOND = ["SIGTERM: ended before the first step; nothing is lost"], ["ended by a second signal"]
@@ -156,8 +158,11 @@ def test_a_signal_asks_every_rank_to_save_and_to_end(num_ranks, begin, seconds, 
     for each in signals:
         if each in ("rank 0", "rank 1"):
             os.kill(ranks[int(each[-1])], SIGTERM)
+        elif each == "wait":  # a second one of the same kind counts half a second after the first
+            wait_for(lambda: len([*tmp_path.glob("asked_*")]) == (num_ranks or 1))
+            time.sleep(1.5)
         else:  # to the launcher's process group, as a terminal does
-            time.sleep(5) if each == "wait" else os.killpg(launcher.pid, each)
+            os.killpg(launcher.pid, each)
     out, _ = launcher.communicate(timeout=GUARD_SECONDS)
     assert [line.partition("command")[0] for line in out.splitlines()] == said
     assert launcher.returncode == status and not any(map(is_running, ranks))

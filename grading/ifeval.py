@@ -105,7 +105,7 @@ def read_instruction(where: str, name: object, given: object, known: dict[str, s
 
 
 def read_argument(parameter: str, value: object) -> tuple[str, object]:
-    """What a checker requires of this parameter, and the value as it takes it; None: it is none."""
+    """The requirement on a parameter of a checker, and the value as it is taken; None: it is none."""
     text = value.strip() if isinstance(value, str) else ""
     if parameter.endswith(("relation", "language")):
         known = list(RELATIONS)

@@ -1,7 +1,7 @@
 """Counts what a reader has to understand: `python scripts/density.py`; tests/test_core.py lets no number rise.
 
 A node is an expression or a statement. The core is what `minimal.py` imports, all imports followed, and what lets its
-run survive; `ROOMS` may be deleted.
+run survive; `minimal.py` needs none of `ROOMS`, and `train_grpo.py` gate/ and watch/.
 """
 
 import ast
@@ -74,7 +74,7 @@ def lines_of(modules: set[str]) -> int:
 
 
 def crossings() -> list[str]:
-    """The imports from the core to rooms that may be deleted, when a module loads; the two programs may enter them."""
+    """The imports from the core to `ROOMS`, when a module loads; the two programs may enter them."""
     found = []
     for module in files():
         if room_of(module) == "core" and module not in ("train_grpo", "report"):

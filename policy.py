@@ -225,8 +225,8 @@ def compile_layers(policy: Policy) -> None:
     for layer in policy.layers:
         # A graph for each state: gradients, adapter on or off, kind of layer, range of lengths.
         compiled = torch.compile(layer.forward, dynamic=True, recompile_limit=64)
-        # On CPUs `Engine` disables compilation in the whole process, for vLLM. Nested: a graph before attention and one
-        # after it; without, the layer's own part and that of its attention's module have two each.
+        # On CPUs `Engine` disables compilation in the whole process, for vLLM, and attention cuts a layer. Nested: into
+        # one graph before it and one after it; without, the layer's part and its attention's module have two each.
         layer.forward = torch._dynamo.config.patch(disable=False, nested_graph_breaks=True)(compiled)
 
 

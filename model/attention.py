@@ -86,7 +86,6 @@ def _positions(segments: tuple[Segment, ...], sequences: Tensor, offsets: Tensor
     return offsets + torch.where(offsets < before_S[sequences], prefix_S[sequences], own_S[sequences])
 
 
-@torch.compiler.disable  # with --compile the layers' graphs end here: lengths and places differ by micro-batch
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: object
 ) -> tuple[Tensor, None]:
@@ -128,6 +127,7 @@ def _attend_varlen(
     )  # fmt: skip
 
 
+@torch.compiler.disable  # its lengths are Python numbers, which differ by micro-batch: --compile cuts a layer here
 def _attend_rectangles(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:

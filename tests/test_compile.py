@@ -1,5 +1,5 @@
-"""--compile: an update is that of eager mode, whatever it goes with; a few graphs serve all layers and lengths, also of
-experts; a run begins as the golden curve.
+"""--compile: an update is that of eager mode, whatever it goes with; a few graphs serve all layers and lengths; packed
+as on GPUs a layer is one graph; a run begins as the golden curve.
 
 Kernels stay in torch's own folder: a second run of the suite finds them.
 """
@@ -20,6 +20,7 @@ from extras.models.experts import add_routes
 from helpers.distributed import COMPILED, TRACED, on_ranks
 from helpers.made_up import load_policy, make_model_of_family, make_rollout, make_vision_model
 from helpers.runs import ROOT, lines, metrics_of, run_script, without_times
+from helpers.varlen import pack_as_on_cuda
 from model import sizes
 from model.head import chunked_logprobs
 from policy import compile_layers
@@ -46,7 +47,7 @@ def test_a_compiled_update_is_that_of_eager_mode(case, found):
 
 
 def test_a_few_graphs_serve_all_layers_and_lengths(found):
-    """A layer is cut once, at its attention: a graph before it, and one after it."""
+    """On CPUs a layer is cut once, at its attention: a graph before it, and one after it."""
     assert found["counts"] == {"graphs": 2, "breaks": 1, "recompilations": 0}
     new = {case: found[case][0] for case in COMPILED}
     assert new["all weights"] == 4, "without gradients, and for the frozen reference"
@@ -56,10 +57,11 @@ def test_a_few_graphs_serve_all_layers_and_lengths(found):
 
 
 @pytest.mark.parametrize("replays", [False, True], ids=["own routes", "replayed routes"])
-def test_experts_compile_in_bfloat16(replays, tmp_path, monkeypatch):
-    """A layer of experts is cut as any other, around its attention alone, and serves 8 batches of other lengths. It
-    computes what eager mode does, here to the bit: the backend leaves the arithmetic to torch.
+def test_experts_compile_in_bfloat16_without_a_break(replays, tmp_path, monkeypatch):
+    """A layer of experts, packed as on GPUs, is cut nowhere, and serves 8 batches of other lengths. It computes what
+    eager mode does, here to the bit: the backend leaves the arithmetic to torch.
     """
+    pack_as_on_cuda(monkeypatch)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     make_model_of_family(tmp_path, "qwen3_moe", num_hidden_layers=1, **EXPERTS)
     policies = [load_policy(tmp_path, torch.bfloat16) for _ in range(2)]
@@ -79,8 +81,7 @@ def test_experts_compile_in_bfloat16(replays, tmp_path, monkeypatch):
             logprobs.sum().backward()
             found.append([logprobs.detach(), *(parameter.grad.clone() for parameter in policy.parameters())])
         assert all(map(torch.equal, *found)), length
-    assert counters["stats"]["unique_graphs"] == 2
-    assert counters["graph_break"].total() == 1 and "packed_attention" in "".join(counters["graph_break"])
+    assert counters["stats"]["unique_graphs"] <= 2 and not counters["graph_break"]
 
 
 def test_the_head_compiles_to_one_kernel_in_each_direction(monkeypatch):

@@ -13,10 +13,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+import bench_common
 import check_gpu
 from check_gpu import Line, Place, gap_lines
 from command_line import parse_flags
-from helpers.runs import ROOT, Forked, begin
+from helpers.runs import CONTEXT, ROOT, Forked, begin
 from model import sizes
 from plan.dry_run import config_of, setup_of
 from plan.memory import misfits
@@ -30,6 +31,7 @@ def test_on_a_cpu_it_runs_what_a_cpu_can_and_says_so(tmp_path, monkeypatch, caps
         return begin([str(part) for part in command[1:]], log, log, has_own_workers=True)
 
     monkeypatch.setattr(check_gpu, "Popen", fork)
+    monkeypatch.setattr(bench_common, "get_context", lambda _: CONTEXT)
     monkeypatch.setattr(sys, "argv", ["check_gpu.py", "--ranks", "1", "--out_dir", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
         check_gpu.main()

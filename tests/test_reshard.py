@@ -10,7 +10,7 @@ from helpers.distributed import SAVED, STATE, on_ranks
 from helpers.made_up import make_model_of_family
 
 CHAIN = [  # ranks, flags of memory
-    (1, ""), (2, "--offload optimizer"), (4, "--shard_ranks 2"), (2, "--shard_ranks 1"), (4, "--offload all"), (1, ""),
+    (1, ""), (2, "--shard_ranks 1 --offload optimizer"), (4, "--shard_ranks 2 --offload all"), (2, ""), (1, ""),
 ]  # fmt: skip
 
 

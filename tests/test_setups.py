@@ -10,6 +10,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,6 +20,7 @@ import pytest
 import aime2025
 import math_speedrun
 from command_line import parse_flags
+from gate.command import start
 from helpers.made_up import command_line
 from helpers.runs import ENVIRONMENT, ROOT, lines, metrics_of, run_command, run_script
 
@@ -197,11 +200,27 @@ def test_a_script_runs_on_a_tiny_model(name, tmp_path):
         assert "4 prompts x 8 = 32 completions a step, 4 updates a step, 257 steps an epoch, 100 steps in all" in shown
 
 
+def planned(name: str, *flags: str, **settings: object) -> dict[str, object]:
+    """What the script prints with --dry_run --json: `launch` gives the number of ranks, and the program plans."""
+    num_nodes, num_ranks, given = launched(name, "--dry_run", "--json", *flags, **settings)
+    command = ["train_grpo.py", *given, "--plan_gpus", str(num_nodes * num_ranks), "--plan_nodes", str(num_nodes)]
+    with patch.object(sys, "argv", command), redirect_stdout(shown := StringIO()), pytest.raises(SystemExit) as ended:
+        start()
+    assert ended.value.code == 0, shown.getvalue()
+    return json.loads(shown.getvalue())
+
+
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_the_dry_run_of_a_set_up_fits_with_5_percent_to_spare(name):
-    found = json.loads(run(run_script, f"scripts/{name}.sh", "--dry_run", "--json", HF_HUB_OFFLINE=1))
+    found = planned(name)
     assert found["fits"] and found["gpu_peak_gib"] <= 0.95 * found["gpu_capacity_gib"]
     assert {key: found[key] for key in PLANNED[name]} == PLANNED[name]
+
+
+def test_a_script_plans_what_its_flags_plan():
+    """By the script itself, with `launch`; the other tests read the flags that it gives."""
+    name = "qwen7b_simplerl_2x8xh100"
+    assert json.loads(run(run_script, f"scripts/{name}.sh", "--dry_run", "--json", HF_HUB_OFFLINE=1)) == planned(name)
 
 
 def test_the_models_of_the_one_gpu_set_up_fit_as_documented():
@@ -212,8 +231,7 @@ def test_the_models_of_the_one_gpu_set_up_fit_as_documented():
     small, middle = "RTX4090-24GB", "L40S-48GB"
     as_it_is = [("0.5B", small), ("1.5B", small), ("3B", small), ("3B", "H100-80GB"), ("7B", middle)]
     for size, gpu, flags in [*((*pair, "") for pair in as_it_is), ("7B", small, more)]:
-        given = [f"scripts/{name}.sh", "--dry_run", "--json", "--plan_gpu", gpu, *flags.split()]
-        assert json.loads(run(run_script, *given, MODEL=f"Qwen/Qwen2.5-{size}-Instruct"))["fits"], (size, gpu)
+        assert planned(name, "--plan_gpu", gpu, *flags.split(), MODEL=f"Qwen/Qwen2.5-{size}-Instruct")["fits"]
 
 
 def test_aime_2025_has_the_prompt_and_columns_of_the_dapo_data(tmp_path):

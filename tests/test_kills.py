@@ -127,7 +127,7 @@ def test_signals_a_kill_and_a_stall_change_no_result_of_a_run(flags, undisturbed
     out_dir, unsaved = tmp_path / "run", [*flags, "--save_every", "0"]  # what is saved is saved because of the signal
     for number, phase in ((SIGINT, "sample"), (SIGTERM, "update"), (SIGUSR1, "evaluate"), (SIGTERM, "reward")):
         end_by_signal(number, phase, out_dir, unsaved)
-    patience = ["--timeout_minutes", "0.5", "--reward_timeout", "5"]
+    patience = ["--timeout_minutes", "0.25", "--reward_timeout", "5"]
     said = start_again(launched(2, "--max_restarts", 2), [SIGKILL, SIGSTOP], out_dir, [*flags, *patience])
     assert re.fullmatch(".*\n".join(SAID), "\n".join(re.findall("^(?:error|restart).*", said, re.M)))
     assert soak.differences(out_dir, undisturbed[0]) == []

@@ -2,6 +2,8 @@
 real engine, and in tensors made up as vLLM lays them out.
 """
 
+from collections import defaultdict
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -88,22 +90,19 @@ def engine_part(named: dict[str, Tensor], rank: int, size: int) -> dict[str, nn.
 
 def different(named: dict[str, Tensor], engine: dict[str, Tensor], size: int) -> set[str]:
     """The tensors in which an engine of these, over so many ranks, is not the policy."""
-    parts = []
+    parts = defaultdict(list)
     for rank in range(size):
         for name, module in engine_part(engine, rank, size).items():
-            parts += parts_of_layer(name, module, FUSED, SHAPES, rank, size)
-    assert {part.name for part in parts} == SHAPES.keys()
-    found = set()
-    for name, whole in named.items():
-        states = states_of(as_matrix(whole), (part for part in parts if part.name == name))
-        found |= {name} if is_different(states, is_merged=False) else set()
-    return found
+            for part in parts_of_layer(name, module, FUSED, SHAPES, rank, size):
+                parts[part.name].append(part)
+    assert parts.keys() == SHAPES.keys()
+    states = {name: states_of(as_matrix(whole), parts[name]) for name, whole in named.items()}
+    return {name for name, each in states.items() if is_different(each, is_merged=False)}
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (4, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_change_is_found_however_an_engine_divides_tensors(size, dtype, change):
-    """Every change of a tensor is found, however an engine divides the tensor."""
     generator = torch.Generator().manual_seed(0)
     named = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
     changed = CHANGES[change](named)

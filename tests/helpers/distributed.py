@@ -188,7 +188,6 @@ def watched(name: str, note: Callable[..., None]) -> AbstractContextManager:
 
 # One update's loss and gradient, for several algorithms, caps and orders ----------------------------------------------
 
-COMMON = "--max_grad_norm 1e9 --group_size 4"
 ALGORITHMS = {  # name -> flags
     "clip": "--kl_coef 0.1 --clip_high 0.3",
     "gspo": "--policy_loss gspo --clip_low 0.02 --clip_high 0.02 --loss_aggregation seq_mean_token_mean "
@@ -202,6 +201,10 @@ ALGORITHMS = {  # name -> flags
 }
 CAPS = (16, 23, 1000)  # tokens of a micro-batch: a sequence, one or two, all
 LEFT_OUT = [1, 4]  # sequences that "reinforce" leaves out of the loss
+
+
+def flags_of(algorithm: str, more: str = "") -> Namespace:
+    return parsed(f"--max_grad_norm 1e9 --group_size 4 {ALGORITHMS[algorithm]} {more}")
 
 
 def rollout_of(algorithm: str, lengths: list[int] | None = None) -> Rollout:
@@ -233,7 +236,7 @@ def gradients(world: World, path: str) -> dict[str, dict[str, tuple[Metrics, Ten
     """Algorithm -> case -> (metrics, gradients)."""
     policy, reference = (sharded(model, world) for model in (load_policy(path), reference_of(path)))
     results = {}
-    for algorithm, words in ALGORITHMS.items():
+    for algorithm in ALGORITHMS:
         shuffled = rollout_of(algorithm).select(np.array([7, 4, 6, 5, 2, 0, 3, 1]))
         cases = {f"cap {cap}": (rollout_of(algorithm), f"{cap}") for cap in CAPS}
         cases["shuffled"] = shuffled, "23"
@@ -242,7 +245,7 @@ def gradients(world: World, path: str) -> dict[str, dict[str, tuple[Metrics, Ten
         cases["three sequences"] = rollout_of(algorithm, [12, 11, 9]), "16 --group_size 2"
         results[algorithm] = {}
         for name, (rollout, cap) in cases.items():
-            args = parsed(f"{COMMON} {words} --micro_batch_tokens {cap}")
+            args = flags_of(algorithm, f"--micro_batch_tokens {cap}")
             update = whole_update(rollout, args, policy, world)
             update = logprobs_under(policy, "old_logprobs_N", update, algorithm_of(args))
             update = replace(update, batches=[off_policy(batch) for batch in update.batches])

@@ -10,7 +10,7 @@ import grpo
 from algorithm import algorithm_of
 from batch import pack
 from extras.teacher.vocabulary import run
-from helpers.distributed import ALGORITHMS, COPIES, LEFT_OUT, flags_of, off_policy, on_ranks, reference_of, rollout_of
+from helpers.distributed import ALGORITHMS, COPIES, LEFT_OUT, args_of, off_policy, on_ranks, reference_of, rollout_of
 from helpers.made_up import load_policy
 from update import with_advantages
 
@@ -34,9 +34,9 @@ def norm_of(gradients: dict[str, torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_loss_and_gradient_equal_one_process_with_one_batch(algorithm, results, policy):
-    """The weights of the sequences are written out here; the equations are those of `grpo.py`, see test_grpo.py."""
+    """The weights of the sequences are written out here; for the equations see test_grpo.py."""
     model, rollout = load_policy(policy), rollout_of("any")
-    settings = algorithm_of(flags_of(algorithm))
+    settings = algorithm_of(args_of(algorithm))
     batch = with_advantages(rollout, pack(rollout, list(range(8))))
     teacher = run(reference_of(policy), settings.kl_direction, 1.0, batch) if algorithm == "distill" else None
     scores = model(batch, 1.0, True, teacher)
@@ -65,7 +65,7 @@ def test_loss_and_gradient_equal_one_process_with_one_batch(algorithm, results, 
 def test_neither_cap_nor_order_nor_world_size_changes_any_metric(algorithm, results):
     first, *others = everything = [dict(metrics) for metrics, _ in whole_cases(results, algorithm)]
     assert len(everything) == 10
-    idle = [metrics.pop("perf/update_idle_frac") for metrics in everything]  # which tells of the packing itself
+    idle = [metrics.pop("perf/update_idle_frac") for metrics in everything]  # of the packing itself
     assert all(0 <= share < 0.5 for share in idle)
     assert all(metrics == pytest.approx(first, abs=1e-5) for metrics in others)
     assert first["policy/ratio_max"] > 1.01 and first["policy/ratio_min"] < 0.99
@@ -99,7 +99,7 @@ def test_copies_of_the_policy_train_as_one(case, meshes):
     """Two replicas of two shards, and four replicas, against one dimension."""
     tolerance = {"atol": 1e-2, "rtol": 1e-2} if "bfloat16" in case else TOLERANCE
     one, *tensors = meshes[case][None]
-    assert all(metrics["optim/grad_norm"] > 0.1 for metrics in one), "far above --max_grad_norm: clipping took part"
+    assert all(metrics["optim/grad_norm"] > 0.1 for metrics in one), "far above the clipping"
     assert norm_of(tensors[0]) == pytest.approx(0.05, rel=0.01)
     for shard_ranks in (2, 1):
         metrics, *found = meshes[case][shard_ranks]

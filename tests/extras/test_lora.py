@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 import checkpoint
@@ -38,8 +37,7 @@ def test_flags_that_make_no_sense_are_refused_with_a_way_out(changes, words):
     with pytest.raises(ValueError) if words else nullcontext() as error:
         check_flags(args, 1)
         target_names(model_of_shapes(TINY), args.lora_targets)
-    for word in words:
-        assert word in str(error.value)
+    assert all(word in str(error.value) for word in words)
 
 
 @pytest.mark.parametrize("name", ["untied_policy", "untied_qwen3_policy"])
@@ -61,8 +59,8 @@ def results(policy) -> dict[int, dict]:
     return {num_ranks: on_ranks(num_ranks, "engines:lora", policy) for num_ranks in (1, 2)}
 
 
-def plain_gradients(policy: Path) -> tuple[float, dict[str, Tensor]]:
-    """(loss, name -> gradient) by the formula, without FSDP, packing or peft's forward pass."""
+def test_lora_loss_and_gradient_are_those_of_the_formula(results, policy):
+    """On one and two ranks, with and without checkpointing; here without FSDP, packing or peft's forward pass."""
     args, rollout = lora_flags(policy), make_rollout(group_size=4)
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.bfloat16).float()
     with torch.no_grad():
@@ -77,18 +75,13 @@ def plain_gradients(policy: Path) -> tuple[float, dict[str, Tensor]]:
     ratio, x = (logprobs - logprobs.detach()).exp(), ref - logprobs
     loss = (-advantages * ratio + 0.1 * (x.exp() - x - 1)).mean()
     loss.backward()
-    return loss.item(), {f"model.{name}": tensor.grad for name, tensor in adapter.items()}
-
-
-def test_lora_loss_and_gradient_are_those_of_the_formula(results, policy):
-    """On one and two ranks, with and without checkpointing."""
-    loss, gradients = plain_gradients(policy)
+    gradients = {f"model.{name}": tensor.grad for name, tensor in adapter.items()}
     assert len(gradients) == 2 * 14
     assert min(x.abs().max() for x in gradients.values()) > 1e-3, "a smaller one would hide a difference"
     for found in results.values():
         assert len(found["gradients"]) == 8
-        for metrics, ours in found["gradients"].values():
-            assert metrics["policy/loss"] == pytest.approx(loss, abs=2e-6)
+        for metrics, ours in found["gradients"]:
+            assert metrics["policy/loss"] == pytest.approx(loss.item(), abs=2e-6)
             assert metrics["policy/ratio_max"] == metrics["policy/ratio_min"] == 1.0
             assert {gradient.dtype for gradient in ours.values()} == {torch.float32}
             torch.testing.assert_close(ours, gradients, **TOLERANCE)  # and names: only A and B are trained
@@ -96,14 +89,14 @@ def test_lora_loss_and_gradient_are_those_of_the_formula(results, policy):
 
 def test_gradients_are_reduced_in_fp32_after_a_reference_pass(results):
     """FSDP2 decides in its first pass which parameters are trained, and in which dtype gradients are reduced."""
-    for first, second in (found["bf16"].values() for found in results.values()):
+    for first, second in (found["bf16"] for found in results.values()):
         assert {gradient.dtype for gradient in first.values()} == {torch.float32}
         torch.testing.assert_close(second, first, atol=0, rtol=0)  # also the dtype
 
 
 def test_the_reference_is_exactly_the_base_model(results):
     for found in results.values():
-        for reference, base, adapted in found["reference"].values():
+        for reference, base, adapted in found["reference"]:
             torch.testing.assert_close(reference, base, atol=0, rtol=0)
             assert not any(a.equal(b) for a, b in zip(reference, adapted, strict=True))
 
@@ -118,7 +111,6 @@ def test_dropout_is_a_function_of_seed_and_update_and_the_ratio_is_to_the_policy
         assert any(not gradient.equal(other[key]) for key, gradient in plain.items())
         for name in ("plain", "checkpointed", "other update"):
             assert cases[name][0]["policy/ratio_max"] > 1.01 and cases[name][0]["policy/ratio_min"] < 0.99
-            assert all(cases[f"{name}, passes without"]), "the update's dropout was still on in a later pass"
 
 
 def test_each_rank_draws_masks_of_its_own(policy):
@@ -130,15 +122,12 @@ def test_each_rank_draws_masks_of_its_own(policy):
     assert found[0].equal(found[1]) and not found[0].equal(found[2])
 
 
-def test_ten_syncs_change_no_bit_of_weights_or_of_what_is_sent(results):
+def test_the_engine_gets_the_merged_sum_which_ten_syncs_do_not_change(results, policy):
+    """Under the names of the base model, rounded once. Syncs change no weight, either."""
     for found in results.values():
         for what in ("parameters", "merged"):
             torch.testing.assert_close(found[f"{what} after"], found[what], atol=0, rtol=0)
     torch.testing.assert_close(results[1]["merged"], results[2]["merged"], atol=0, rtol=0)
-
-
-def test_the_engine_gets_the_merged_sum_under_the_base_names(results, policy):
-    """It is rounded once."""
     weights, merged = results[2]["parameters"], results[2]["merged"]
     base = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.bfloat16)
     assert list(merged) == [name for name, _ in base.named_parameters()]
@@ -165,19 +154,17 @@ def test_a_merge_in_fp32_leaves_the_weights_as_they_were(policy):
 # A whole run ----------------------------------------------------------------------------------------------------------
 
 
-def run_flags(policy: Path, reward: str, out_dir: Path) -> list[str]:
-    changes = {
-        "lora_rank": LORA_RANK, "lora_dropout": 0.05, "prompts_per_update": 8, "reward": reward, "dtype": "bfloat16",
-        "eval_data": None, "eval_every": 0, "eval_before_training": None,
-    }  # fmt: skip
-    return training_flags(policy, out_dir, **changes)
+RUN = {
+    "lora_rank": LORA_RANK, "lora_dropout": 0.05, "prompts_per_update": 8, "dtype": "bfloat16",
+    "eval_data": None, "eval_every": 0, "eval_before_training": None,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def finished_run(policy, reward, tmp_path_factory) -> Path:
     """Four steps of one update each on two ranks, with a KL term."""
     out_dir = tmp_path_factory.mktemp("lora_runs") / "undisturbed"
-    done = torchrun(2, "train_grpo.py", *run_flags(policy, reward, out_dir))
+    done = torchrun(2, "train_grpo.py", *training_flags(policy, out_dir, reward=reward, **RUN))
     assert "trainable: 7,680 of 118,976 parameters: LoRA (rank 3, alpha 32, dropout" in done.stdout
     return out_dir
 
@@ -186,9 +173,9 @@ def test_a_lora_run_starts_at_the_reference_and_leaves_it(finished_run):
     """Sampler and trainer agree."""
     metrics = metrics_of(finished_run)
     assert list(metrics) == [1, 2, 3, 4]
-    for step in metrics:
-        assert 0 < metrics[step]["policy/rollout_gap_mean"] < 0.005 and metrics[step]["optim/grad_norm"] > 0.01
-        assert step == 1 or abs(metrics[step]["policy/kl_ref"]) > 1e-4  # an estimate, which may be negative
+    for step, line in metrics.items():
+        assert 0 < line["policy/rollout_gap_mean"] < 0.005 and line["optim/grad_norm"] > 0.01
+        assert step == 1 or abs(line["policy/kl_ref"]) > 1e-4  # an estimate, which may be negative
     assert metrics[1]["policy/kl_ref"] == pytest.approx(0, abs=1e-6)
     assert metrics[1]["policy/ratio_max"] == 1.0, "dropout in front of a B that is zero changes nothing"
     assert metrics[2]["policy/ratio_max"] > 1.001 and metrics[2]["policy/ratio_min"] < 0.999
@@ -219,7 +206,7 @@ def test_adapter_and_merged_policy_load_in_peft_and_vllm(finished_run, policy):
 
 def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(finished_run, policy, reward, tmp_path):
     parts = copy_at(2, finished_run, tmp_path / "parts")
-    done = torchrun(2, "train_grpo.py", *run_flags(policy, reward, parts))
+    done = torchrun(2, "train_grpo.py", *training_flags(policy, parts, reward=reward, **RUN))
     assert "continues from" in done.stdout
     expected, found = metrics_of(finished_run), metrics_of(parts)
     assert len(lines(parts / "metrics.jsonl")) == len(lines(finished_run / "metrics.jsonl")) + 2

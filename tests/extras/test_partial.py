@@ -1,6 +1,5 @@
 """Partial rollouts: what is kept between steps, with an engine that only counts tokens, and with vLLM."""
 
-import itertools
 import json
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -23,10 +22,7 @@ GROUP = 2
 
 
 class CountingEngine:
-    """Each running completion gets a token in each step of the engine. All tokens of one are the length it will have.
-
-    The log-prob of a token says which weights have made it.
-    """
+    """Completions get a token a step: its number is the whole length, its log-prob the weights."""
 
     guard, seconds_E, world = None, np.zeros(1), ALONE
     tokenizer = build_tokenizer()
@@ -99,19 +95,17 @@ def prompts_of(found) -> list[int]:
 
 @pytest.mark.parametrize(("count", "prompts", "last"), [(64, 8, 8), (20, 8, 4), (9, 1, 9), (64, 5, 12)])
 def test_every_prompt_is_used_once_and_no_token_is_lost(count, prompts, last):
-    """Each token knows its weights."""
     lengths = long_tailed(count)
     sampler = sampler_of(lengths, last, prompts)
-    found, order = run_steps(sampler, 1, last), sampler.data.indices_of_step
-    expected = [order(step, prompts, sampler.draws.seed).tolist() for step in range(1, last + 1)]
-    assert sorted(prompts_of(found)) == sorted(itertools.chain(*expected))
-    is_mixed = False
+    found, is_mixed = run_steps(sampler, 1, last), False
+    drawn = [sampler.data.indices_of_step(step, prompts, sampler.draws.seed) for step in range(1, last + 1)]
+    assert sorted(prompts_of(found)) == sorted(np.concatenate(drawn))
     for step, (rollout, metrics) in enumerate(found, start=1):
         assert [grade.where for grade in rollout.grades] == [row.where for row in rollout.rows], "graded as itself"
         for b, row in enumerate(rollout.rows):
             versions, lags = rollout.parts["versions"][b], rollout.parts["lags"][b]
             assert rollout.completion_lengths_B[b] == lengths[int(row.where)][b % GROUP]
-            assert (rollout.rollout_logprobs[b] == -1.0 - versions).all(), "those of the weights that made the token"
+            assert (rollout.rollout_logprobs[b] == -1.0 - versions).all(), "of the weights that made it"
             assert (lags == step - 1 - versions).all() and (lags >= 0).all() and (np.diff(versions) >= 0).all()
             is_mixed |= versions[0] < versions[-1]
         lags = np.concatenate(rollout.parts["lags"])
@@ -120,8 +114,8 @@ def test_every_prompt_is_used_once_and_no_token_is_lost(count, prompts, last):
     if (count, last) == (64, 8):  # in the others it is left to chance
         assert is_mixed and found[1][1]["rollout/frac_old_tokens"] > 0
         assert found[0][1]["rollout/kept_tokens"] > 0 == found[-1][1]["rollout/kept_tokens"]
-    tokens = sum(int(rollout.completion_lengths_B.sum()) for rollout, _ in found)
-    assert sampler.engine.num_tokens == tokens, "none was sampled twice, or for nothing"
+    num_tokens = sum(rollout.completion_lengths_B.sum() for rollout, _ in found)
+    assert sampler.engine.num_tokens == num_tokens, "none was sampled twice, or for nothing"
     assert not sampler.groups and sampler.kept_tokens == 0
 
 
@@ -144,7 +138,7 @@ def test_no_completion_is_carried_for_longer_than_the_bound(num_long):
 
 
 def test_a_long_tail_is_not_waited_for_and_groups_have_their_places_by_lot():
-    """Short answers take no longer than without partial rollouts. Places are not in the order of finishing."""
+    """Short answers take no longer than without. Places are not in the order of finishing."""
     for lengths, bound in ((long_tailed(160), 0.8), ([[12, 12]] * 160, 1.0)):
         sampler = sampler_of(lengths, 20, max_completion_tokens=1000)
         found = run_steps(sampler, 1, 20)
@@ -153,13 +147,12 @@ def test_a_long_tail_is_not_waited_for_and_groups_have_their_places_by_lot():
         assert sampler.engine.num_steps <= bound * without, (sampler.engine.num_steps, without)
         longest = np.array([rollout.completion_lengths_B.reshape(-1, GROUP).max(axis=1) for rollout, _ in found])
         halves = longest[:, :4].mean(), longest[:, 4:].mean()
-        assert max(halves) < 1.25 * min(halves), "the updates of a step get completions of about the same lengths"
+        assert max(halves) < 1.25 * min(halves), "updates of a step get about the same lengths"
 
 
 @pytest.mark.parametrize("stops", [(3,), (1, 2, 5)])
 @pytest.mark.parametrize("dynamic_sampling", ["off", "correct"])
-def test_a_continued_run_samples_unfinished_prompts_anew(stops, dynamic_sampling):
-    """It uses every prompt once."""
+def test_a_continued_run_samples_unfinished_prompts_anew_and_each_once(stops, dynamic_sampling):
     used, before, state = [], 0, None
     lengths = [[a, b if i % 3 else a] for i, (a, b) in enumerate(long_tailed(400))]  # some groups without signal
     for last in [*stops, 8]:
@@ -176,7 +169,7 @@ def test_a_continued_run_samples_unfinished_prompts_anew(stops, dynamic_sampling
             assert sampler.state(last) == state
     assert state == {"prompts_drawn": len(used), "in_the_air": []}
     assert len(used) == len(set(used))
-    assert len(used) == 64 if dynamic_sampling == "off" else len(used) > 64, "groups without signal were replaced"
+    assert len(used) == 64 if dynamic_sampling == "off" else len(used) > 64, "groups were replaced"
 
 
 def test_a_run_continued_for_fewer_steps_begins_fewer_prompts():
@@ -208,16 +201,14 @@ def test_older_tokens_are_corrected_and_their_gap_is_no_fault():
 
 @pytest.mark.parametrize("size", [1, 2], ids=["two engines", "one engine over two ranks"])
 def test_an_epoch_with_vllm(policy, size):
-    """`partial_rollouts` says what."""
     on_ranks(2, "engines:partial_rollouts", policy, tp_size=size)
 
 
 def test_a_run_with_partial_rollouts_keeps_what_is_unfinished(policy, tmp_path):
-    """It evaluates in between."""
-    changes = {"partial_rollouts": True, "max_completion_tokens": 40, "total_steps": 3, "save_every": 1}
-    torchrun(1, "train_grpo.py", *training_flags(policy, tmp_path / "run", **changes, eval_every=1))
-    metrics = metrics_of(tmp_path / "run")
+    changes = {"partial_rollouts": True, "max_completion_tokens": 40, "total_steps": 3}
+    torchrun(1, "train_grpo.py", *training_flags(policy, tmp_path, **changes, save_every=1, eval_every=1))
+    metrics = metrics_of(tmp_path)
     assert metrics[1]["rollout/lag_max"] == 0 < metrics[2]["rollout/lag_max"]
     assert 0 < metrics[2]["policy/rollout_gap_lag_1"] < 1 and metrics[2]["policy/rollout_gap_lag_4"] is None
-    states = [json.loads((tmp_path / "run" / f"step_{i}/trainer/progress.json").read_text()) for i in (1, 2, 3)]
+    states = [json.loads((tmp_path / f"step_{i}/trainer/progress.json").read_text()) for i in (1, 2, 3)]
     assert [(each["prompts_drawn"], len(each["in_the_air"])) for each in states] == [(12, 4), (20, 4), (24, 0)]

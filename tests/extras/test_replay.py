@@ -57,7 +57,7 @@ def test_what_was_kept_comes_back_to_the_bit(tmp_path):
 
 
 def test_a_file_of_an_older_run_is_shown(tmp_path):
-    """Where there was no environment, such a file does not say which tokens were sampled: all were."""
+    """Without an environment such a file does not say which tokens were sampled: all were."""
     kept(tmp_path, sampled())
     table = pyarrow.parquet.read_table(rollouts_file(tmp_path, 3))
     place = table.column_names.index("is_sampled")
@@ -117,7 +117,7 @@ def test_other_data_and_what_is_not_there_are_named(tmp_path):
 
 @pytest.fixture(scope="module")
 def run(policy, tmp_path_factory):
-    """The flags of a run with dynamic sampling, two updates a step, masked truncated completions, and its folder."""
+    """The flags of a run, and its folder."""
     folder = tmp_path_factory.mktemp("run")
     flags_to = partial(
         training_flags, policy, dynamic_sampling="reward", truncated="mask", num_iterations=2, overlong_cache_tokens=6,
@@ -133,7 +133,7 @@ def test_a_replay_has_the_losses_of_the_run_bit_for_bit(run, begins, first, tmp_
     torchrun(2, "train_grpo.py", *flags_to(tmp_path, replay=original / begins))
     expected, found = metrics_of(original), metrics_of(tmp_path)
     assert sorted(found) == list(range(first, 5))
-    kinds = ("policy/", "optim/", "reward/", "completion/", "sampling/")  # what a step's training says of itself
+    kinds = ("policy/", "optim/", "reward/", "completion/", "sampling/")  # of the training
     for step, line in found.items():
         names = {name for name in line.keys() | expected[step].keys() if name.startswith(kinds)}
         assert len(names) > 20 and [name for name in names if line[name] != expected[step][name]] == []

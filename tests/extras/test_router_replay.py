@@ -22,8 +22,6 @@ from policy import Policy
 from test_families import FAMILIES, MIXTURES
 from update import logprobs_under, with_advantages
 
-NUM_EXPERTS = 6
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -49,8 +47,8 @@ def with_own_routes(policy: Policy, rollout: Rollout) -> Rollout:
 
 
 def changed(rollout: Rollout, dtype: type = np.uint8) -> Rollout:
-    """The rollout with the wrong experts."""
-    return rollout.with_parts(routes=[((x + 1) % NUM_EXPERTS).astype(dtype) for x in rollout.parts["routes"]])
+    """The rollout with the wrong ones of six experts."""
+    return rollout.with_parts(routes=[((x + 1) % 6).astype(dtype) for x in rollout.parts["routes"]])
 
 
 def batches_of(rollout: Rollout, group_size: int = 1) -> list[Batch]:
@@ -68,9 +66,7 @@ def scores_and_gradients(policy: Policy, batches: list[Batch]) -> list[torch.Ten
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_own_routes_change_no_bit_and_wrong_ones_do(name, folder):
-    """Own routes change no bit of log-probs and gradients, also where completions share a prompt and layers are
-    computed again; the routers learn. Wrong ones change the log-probs by 0.1 and more.
-    """
+    """Also where completions share a prompt and layers are computed again; the routers learn."""
     policy, recomputing = (load_policy(folder / name, gradient_checkpointing=x) for x in (False, True))
     equal = partial(torch.testing.assert_close, atol=0, rtol=0)
     sampled = make_rollout([9, 14, 3, 12, 7, 1, 20, 5], prompt_length=6, group_size=4)
@@ -95,9 +91,9 @@ def test_the_old_policy_replays_and_the_reference_routes_by_itself(folder):
 
 
 def test_a_turn_keeps_the_routes_by_which_it_was_sampled():
-    """The next turn reads it again, and may find other experts; what came after its last token is new."""
+    """The next turn reads it again, and may find other experts; only what came after it is new."""
     episode = Episode(row=SimpleNamespace(ids=np.arange(3)))
-    first, second = (np.full((count, 1, 1), value, dtype=np.uint8) for count, value in ((3 + 2 - 1, 7), (3 + 6 - 1, 8)))
+    first, second = (np.full((n, 1, 1), x, dtype=np.uint8) for n, x in ((3 + 2 - 1, 7), (3 + 6 - 1, 8)))
     for routes in (first, None, second):
         episode.add(Completion([1, 2], [0.0] * 2, [], routes=routes), "", is_sampled=routes is not None)
     assert episode.routes.flatten().tolist() == [7, 7, 7, 7, 8, 8, 8, 8]
@@ -110,17 +106,15 @@ def found(folder):
 
 
 def test_the_engine_says_which_experts_took_each_token(found):
-    """It says so of every token that it has computed, also of prompts that it has found in its cache. In fp32 they are
-    the trainer's own: replay leaves the gap where it is.
-    """
-    assert found["routes here"] == [list(range(8)), list(range(8, 16))], "an engine's leader alone has its sequences'"
+    """Also in prompts that its cache has. In fp32 they are the trainer's: replay changes no gap."""
+    assert found["routes here"] == [list(range(8)), list(range(8, 16))], "each leader has its own"
     assert [each.shape for each in found["routes"]] == [(length, 2, 2) for length in found["lengths"][:8]]
     assert found["clean"] < 1e-6 and abs(found["clean"] - found["clean, free"]) < 1e-9
     assert found["wrong"] > 0.03
 
 
 def test_replay_narrows_the_gap_to_an_engine_of_noisy_routers(found):
-    """What is left is in the weights of the experts, which are those of the trainer's own logits."""
+    """What is left is in the experts' weights, which are those of the trainer's own logits."""
     assert found["noisy"] < 0.6 * found["noisy, free"]
     assert np.mean(found["trained"]) < 0.6 * np.mean(found["trained, free"])
     assert found["moved"] > 0.01, "an update that moves nothing would show nothing"

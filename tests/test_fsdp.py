@@ -99,7 +99,7 @@ def test_copies_of_the_policy_train_as_one(case, meshes):
     """Two replicas of two shards, and four replicas, against one dimension."""
     tolerance = {"atol": 1e-2, "rtol": 1e-2} if "bfloat16" in case else TOLERANCE
     one, *tensors = meshes[case][None]
-    assert all(metrics["optim/grad_norm"] > 0.1 for metrics in one), "far above the clipping"
+    assert all(metrics["optim/grad_norm"] > 0.1 for metrics in one), "clipping took part"
     assert norm_of(tensors[0]) == pytest.approx(0.05, rel=0.01)
     for shard_ranks in (2, 1):
         metrics, *found = meshes[case][shard_ranks]

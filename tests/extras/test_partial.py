@@ -22,7 +22,7 @@ GROUP = 2
 
 
 class CountingEngine:
-    """Completions get a token a step: its number is the whole length, its log-prob the weights."""
+    """Completions get a token a step: its number is the whole length, its log-prob tells the weights."""
 
     guard, seconds_E, world = None, np.zeros(1), ALONE
     tokenizer = build_tokenizer()
@@ -167,8 +167,7 @@ def test_a_continued_run_samples_unfinished_prompts_anew_and_each_once(stops, dy
             assert state["in_the_air"]
             sampler.collect(last + 1)
             assert sampler.state(last) == state
-    assert state == {"prompts_drawn": len(used), "in_the_air": []}
-    assert len(used) == len(set(used))
+    assert state == {"prompts_drawn": len(used), "in_the_air": []} and len(set(used)) == len(used)
     assert len(used) == 64 if dynamic_sampling == "off" else len(used) > 64, "groups were replaced"
 
 
@@ -177,8 +176,7 @@ def test_a_run_continued_for_fewer_steps_begins_fewer_prompts():
     sampler.restore({"prompts_drawn": 20, "in_the_air": list(range(8, 20))})
     sampler.run.last_step = 2
     run_steps(sampler, 2, 2)
-    assert not sampler.groups
-    assert sampler.state(2) == {"prompts_drawn": 20, "in_the_air": [16, 17, 18, 19]}
+    assert not sampler.groups and sampler.state(2) == {"prompts_drawn": 20, "in_the_air": [16, 17, 18, 19]}
 
 
 def test_engines_share_the_groups_by_what_they_have_unfinished():
@@ -194,9 +192,6 @@ def test_older_tokens_are_corrected_and_their_gap_is_no_fault():
         assert flags(**changes).rollout_correction == "token_truncate"
     for changes, bound in (({}, 0.05), ({"partial_rollouts": True}, 0)):
         assert make_plan(flags(max_rollout_gap=0.05, **changes), 100).update(1, 0).max_rollout_gap == bound
-
-
-# vLLM -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1, 2], ids=["two engines", "one engine over two ranks"])

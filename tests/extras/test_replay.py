@@ -112,9 +112,6 @@ def test_other_data_and_what_is_not_there_are_named(tmp_path):
     assert weights_of(f"{tmp_path}", 3) == (0, None)
 
 
-# Whole runs -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def run(policy, tmp_path_factory):
     """The flags of a run, and its folder."""

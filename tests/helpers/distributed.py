@@ -189,7 +189,7 @@ def rollout_of(algorithm: str, lengths: list[int] | None = None) -> Rollout:
 
 
 def off_policy(batch: Batch) -> Batch:
-    """About half of the tokens are clipped; trainer / sampler is 0.45 or 1.42: corrections take part."""
+    """The batch with other old log-probs, which clip half of the tokens; trainer / sampler is 0.45 or 1.42."""
     old_logprobs_N = batch.old_logprobs_N + torch.where(batch.labels_N % 2 == 0, -0.3, 0.1) * batch.advantages_N.sign()
     rollout_logprobs_N = old_logprobs_N + torch.where(batch.labels_N % 3 == 0, 0.8, -0.35)
     return replace(batch, old_logprobs_N=old_logprobs_N, rollout_logprobs_N=rollout_logprobs_N)

@@ -112,10 +112,9 @@ def hidden_tensors(model: nn.Module) -> list[str]:
     known = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
     found = []
     for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name not in NOT_LOST:
-                hidden = [x for x in tensors(value, set()) if x.untyped_storage().data_ptr() not in known]
-                found += [f"{path}.{name}"] * bool(hidden)
+        for name in vars(module).keys() - NOT_LOST:
+            storages = {x.untyped_storage().data_ptr() for x in tensors(vars(module)[name], set())}
+            found += [f"{path}.{name}"] * bool(storages - known)
     return found
 
 
@@ -425,7 +424,7 @@ def partial_rollouts(world: World, path: str) -> None:
                 parameter.mul_(1.04)
     assert largest_gap([*models[1:], model], found[-1]) > 0.01, "the log-probs of the next version would show"
     num_mixed = sum(len(np.unique(each)) > 1 for rollout in found for each in rollout.parts["versions"])
-    assert num_mixed >= 3, "completions with tokens of several"
+    assert num_mixed >= 3, "completions with tokens of several versions"
     assert any(rollout.is_truncated_B.any() for rollout in found)
     assert sorted(row.where for rollout in found for row in rollout.rows[::GROUP]) == sorted(x.where for x in data.rows)
     assert sampler.state(STEPS) == {"prompts_drawn": PROMPTS * STEPS, "in_the_air": []}

@@ -79,7 +79,10 @@ def replayed(world: World, path: str, dtype: str = "float32") -> dict[str, objec
 
 
 def stopped(world: World, path: str, dtype: str) -> dict[str, list[float]]:
-    """Three steps in which a token that about half of the completions draw ends them: the shares so ended, and gaps."""
+    """Three steps in which a token that half of the completions draw ends them: the shares so ended, and gaps.
+
+    The last completion of a call may end so, while the engine prepares one token more.
+    """
     trial = Trial(world, path, **SIZES, dtype=dtype)
     rows, engine = begin(trial), trial.engine
     drawn = [set(completion.tolist()) for completion in engine.sample(rows, SAMPLING, (1, 0)).completions]
@@ -88,7 +91,7 @@ def stopped(world: World, path: str, dtype: str) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {"ended": [], "gaps": []}
     for step in range(3):
         rollout = engine.sample(rows, SAMPLING, (1, step))
-        found["ended"].append(1 - rollout.is_truncated_B.mean().item())  # some while the engine prepares a token more
+        found["ended"].append(1 - rollout.is_truncated_B.mean().item())
         found["gaps"].append(trial.train(rollout, rate=RATE)[GAP])
         engine.sync(trial.policy.full_weights())
     engine.close()

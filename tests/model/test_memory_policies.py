@@ -80,7 +80,7 @@ def test_sharded_communication_happens_once_an_update(results):
     metrics, parameters, _, (num_reductions, num_gathers), _ = results[SMALL]
     found, found_parameters, _, (reductions, gathers), _ = results[ONCE]
     assert reductions == 3 * 3, "three updates, two layers and the rest"
-    assert num_reductions > reductions and num_reductions % reductions == 0, "or in each micro-batch"
+    assert num_reductions > reductions and num_reductions % reductions == 0, "otherwise in each micro-batch"
     reference = 2 * num_reductions // 3 + 3  # layers in each micro-batch, the rest once an update
     assert gathers - reference == 3 * 3 < num_gathers - reference
     for one, other in zip(found, metrics, strict=True):

@@ -10,17 +10,7 @@ import grpo
 from algorithm import algorithm_of
 from batch import pack
 from extras.teacher.vocabulary import run
-from helpers.distributed import (
-    ALGORITHMS,
-    COMMON,
-    COPIES,
-    LEFT_OUT,
-    off_policy,
-    on_ranks,
-    parsed,
-    reference_of,
-    rollout_of,
-)
+from helpers.distributed import ALGORITHMS, COPIES, LEFT_OUT, args_of, off_policy, on_ranks, reference_of, rollout_of
 from helpers.made_up import load_policy
 from update import with_advantages
 
@@ -34,17 +24,19 @@ def results(policy):
 
 
 def whole_cases(results: dict, algorithm: str) -> list[tuple[dict, dict]]:
-    found = [by_algorithm[algorithm] for by_algorithm in results.values()]
-    return [result for cases in found for case, result in cases.items() if case != "three sequences"]
+    cases = [item for found in results.values() for item in found[algorithm].items()]
+    return [result for case, result in cases if case != "three sequences"]
+
+
+def norm_of(gradients: dict[str, torch.Tensor]) -> float:
+    return math.sqrt(sum(gradient.float().square().sum() for gradient in gradients.values()))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_loss_and_gradient_equal_one_process_with_one_batch(algorithm, results, policy):
-    """Loss and gradient are those of one process and one batch. The weights of the sequences are written out here;
-    the equations are those of `grpo.py`, see test_grpo.py.
-    """
+    """The weights of the sequences are written out here; for the equations see test_grpo.py."""
     model, rollout = load_policy(policy), rollout_of("any")
-    settings = algorithm_of(parsed(f"{COMMON} {ALGORITHMS[algorithm]}"))
+    settings = algorithm_of(args_of(algorithm))
     batch = with_advantages(rollout, pack(rollout, list(range(8))))
     teacher = run(reference_of(policy), settings.kl_direction, 1.0, batch) if algorithm == "distill" else None
     scores = model(batch, 1.0, True, teacher)
@@ -63,8 +55,7 @@ def test_loss_and_gradient_equal_one_process_with_one_batch(algorithm, results, 
         loss = sum(each.sum() / 12 if algorithm == "cispo" else each.mean() for each in losses) / len(losses)
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    norm = math.sqrt(sum(gradient.square().sum() for gradient in gradients.values()))
-    assert norm > 0.05, "a gradient this small would hide a difference"
+    assert norm_of(gradients) > 0.05, "a gradient this small would hide a difference"
     for metrics, found in whole_cases(results, algorithm):
         assert metrics["policy/loss"] == pytest.approx(loss.item(), abs=1e-6)
         torch.testing.assert_close(found, gradients, **TOLERANCE)
@@ -72,13 +63,11 @@ def test_loss_and_gradient_equal_one_process_with_one_batch(algorithm, results, 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_neither_cap_nor_order_nor_world_size_changes_any_metric(algorithm, results):
-    everything = [dict(metrics) for metrics, _ in whole_cases(results, algorithm)]
+    first, *others = everything = [dict(metrics) for metrics, _ in whole_cases(results, algorithm)]
     assert len(everything) == 10
-    idle = [metrics.pop("perf/update_idle_frac") for metrics in everything]  # which tells of the packing itself
+    idle = [metrics.pop("perf/update_idle_frac") for metrics in everything]  # of the packing itself
     assert all(0 <= share < 0.5 for share in idle)
-    for metrics in everything[1:]:
-        assert metrics == pytest.approx(everything[0], abs=1e-5)
-    first = everything[0]
+    assert all(metrics == pytest.approx(first, abs=1e-5) for metrics in others)
     assert first["policy/ratio_max"] > 1.01 and first["policy/ratio_min"] < 0.99
     assert 0 < first["policy/rollout_ess"] < 0.9
     assert algorithm != "distill" or (first["distill/kl"] > 1e-4 and 0.1 < first["distill/agreement"] < 1)
@@ -109,11 +98,11 @@ def meshes(policy):
 def test_copies_of_the_policy_train_as_one(case, meshes):
     """Two replicas of two shards, and four replicas, against one dimension."""
     tolerance = {"atol": 1e-2, "rtol": 1e-2} if "bfloat16" in case else TOLERANCE
-    one, gradients, weights = meshes[case][None]
-    assert all(metrics["optim/grad_norm"] > 0.1 for metrics in one), "far above --max_grad_norm: clipping took part"
+    one, *tensors = meshes[case][None]
+    assert all(metrics["optim/grad_norm"] > 0.1 for metrics in one), "clipping took part"
+    assert norm_of(tensors[0]) == pytest.approx(0.05, rel=0.01)
     for shard_ranks in (2, 1):
-        metrics, found_gradients, found_weights = meshes[case][shard_ranks]
+        metrics, *found = meshes[case][shard_ranks]
         for a, b in zip(metrics, one, strict=True):
             assert a == pytest.approx(b, abs=tolerance["atol"], rel=tolerance["rtol"])
-        assert math.sqrt(sum(x.float().square().sum() for x in gradients.values())) == pytest.approx(0.05, rel=0.01)
-        torch.testing.assert_close((found_gradients, found_weights), (gradients, weights), **tolerance)
+        torch.testing.assert_close(found, tensors, **tolerance)

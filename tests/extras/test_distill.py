@@ -22,12 +22,8 @@ def mixed(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
     return beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
 
 
-EXPECTED = {
-    "reverse": (reverse, kl),
-    "forward": (forward, lambda log_p, log_q: kl(log_q, log_p)),
-    "jsd 0.3": (partial(jsd, beta=0.3), partial(mixed, beta=0.3)),
-    "jsd 0.9": (partial(jsd, beta=0.9), partial(mixed, beta=0.9)),
-}
+EXPECTED = {"reverse": (reverse, kl), "forward": (forward, lambda log_p, log_q: kl(log_q, log_p))}
+EXPECTED |= {f"jsd {beta}": (partial(jsd, beta=beta), partial(mixed, beta=beta)) for beta in (0.3, 0.9)}
 
 
 @pytest.mark.parametrize("has_entropy_gradient", [False, True])
@@ -39,8 +35,8 @@ def test_value_and_gradient_are_those_of_full_logits_in_float64(name, has_entrop
     hidden, ref_hidden = torch.randn(T, 16, requires_grad=True), torch.randn(T, 24)
     head, ref_weight, labels = nn.Linear(16, V, bias=False), torch.randn(REF_V, 24) * 0.2, torch.randint(V, (T,))
     nn.init.normal_(head.weight, std=0.25)
-    ours, plain = EXPECTED[name]
-    teacher = Teacher(ref_hidden, ref_weight, ours, 0.7)
+    divergence, plain = EXPECTED[name]
+    teacher = Teacher(ref_hidden, ref_weight, divergence, 0.7)
     scores = chunked_logprobs(hidden, head, labels, 0.7, has_entropy_gradient, teacher=teacher)
     found = scores.logprobs_N, scores.entropies_N, *scores.distilled
     exact = [x.detach().double().requires_grad_() for x in (hidden, head.weight)]
@@ -50,20 +46,18 @@ def test_value_and_gradient_are_those_of_full_logits_in_float64(name, has_entrop
     logprobs, ref_logprobs = (x.gather(-1, labels[:, None])[:, 0] for x in (log_p, log_q))
     agrees = (log_p.argmax(dim=-1) == log_q.argmax(dim=-1)).double()
     expected = logprobs, entropies, ref_logprobs, plain(log_p, log_q), agrees
-    for ours_T, wanted_T in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours_T.double(), wanted_T, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close([x.double() for x in found], [*expected], atol=1e-6, rtol=1e-6)
     weights, gradients = torch.randn(3, T) / T, []
     for sums, tensors in ((found, (hidden, head.weight)), (expected, exact)):
         terms = sums[0] * weights[0] + sums[3] * weights[1] + (sums[1] * weights[2] if has_entropy_gradient else 0)
         gradients.append(torch.autograd.grad(terms.sum(), tensors))
-    for ours_, wanted in zip(*gradients, strict=True):
-        assert wanted.abs().max() > 0.01
-        torch.testing.assert_close(ours_.double(), wanted, atol=1e-6, rtol=1e-6)
+    ours, wanted = gradients
+    assert all(gradient.abs().max() > 0.01 for gradient in wanted)
+    torch.testing.assert_close([x.double() for x in ours], [*wanted], atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_token_ruled_out_by_one_model_has_a_finite_gradient(name):
-    """A token that one model rules out has a finite value and gradient."""
     logits = torch.tensor([[0.0, -200.0, 1.0], [0.0, 1.0, -200.0]])
     values, slopes = EXPECTED[name][0](logits.log_softmax(dim=-1), logits.flip(0).log_softmax(dim=-1))
     assert values.isfinite().all() and slopes.isfinite().all() and (values > 0.1).all()

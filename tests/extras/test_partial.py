@@ -1,6 +1,5 @@
 """Partial rollouts: what is kept between steps, with an engine that only counts tokens, and with vLLM."""
 
-import itertools
 import json
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -23,10 +22,7 @@ GROUP = 2
 
 
 class CountingEngine:
-    """Each running completion gets a token in each step of the engine. All tokens of one are the length it will have.
-
-    The log-prob of a token says which weights have made it.
-    """
+    """Completions get a token a step: its number is the whole length, its log-prob tells the weights."""
 
     guard, seconds_E, world = None, np.zeros(1), ALONE
     tokenizer = build_tokenizer()
@@ -77,12 +73,11 @@ def long_tailed(count: int, seed: int = 0) -> list[list[int]]:
 
 
 def sampler_of(lengths, last_step, prompts_per_step=8, **changes) -> PartialSampler:
-    rows = [make_row([1, 2], where=str(i)) for i in range(len(lengths))]
     args = flags(prompts_per_step=prompts_per_step, group_size=GROUP, partial_rollouts=True, **changes)
     run = SimpleNamespace(last_step=last_step, phase=lambda _: nullcontext(), reward_failures=lambda *_: None)
-    sampling = Sampling.from_flags(args, num_samples=GROUP)
-    data = PromptData("data", rows)
-    return PartialSampler(CountingEngine(lengths), Ear(), data, DrawSettings.from_flags(args), sampling, run)
+    settings = DrawSettings.from_flags(args), Sampling.from_flags(args, num_samples=GROUP)
+    data = PromptData("data", [make_row([1, 2], where=str(i)) for i in range(len(lengths))])
+    return PartialSampler(CountingEngine(lengths), Ear(), data, *settings, run)
 
 
 def run_steps(sampler, first, last):
@@ -100,28 +95,27 @@ def prompts_of(found) -> list[int]:
 
 @pytest.mark.parametrize(("count", "prompts", "last"), [(64, 8, 8), (20, 8, 4), (9, 1, 9), (64, 5, 12)])
 def test_every_prompt_is_used_once_and_no_token_is_lost(count, prompts, last):
-    """Every prompt is used once and whole, no token is lost, and each token knows its weights."""
     lengths = long_tailed(count)
     sampler = sampler_of(lengths, last, prompts)
-    found, order = run_steps(sampler, 1, last), sampler.data.indices_of_step
-    expected = [order(step, prompts, sampler.draws.seed).tolist() for step in range(1, last + 1)]
-    assert sorted(prompts_of(found)) == sorted(itertools.chain(*expected))
-    is_mixed = False
+    found, is_mixed = run_steps(sampler, 1, last), False
+    drawn = [sampler.data.indices_of_step(step, prompts, sampler.draws.seed) for step in range(1, last + 1)]
+    assert sorted(prompts_of(found)) == sorted(np.concatenate(drawn))
     for step, (rollout, metrics) in enumerate(found, start=1):
         assert [grade.where for grade in rollout.grades] == [row.where for row in rollout.rows], "graded as itself"
         for b, row in enumerate(rollout.rows):
             versions, lags = rollout.parts["versions"][b], rollout.parts["lags"][b]
             assert rollout.completion_lengths_B[b] == lengths[int(row.where)][b % GROUP]
-            assert (rollout.rollout_logprobs[b] == -1.0 - versions).all(), "those of the weights that made the token"
+            assert (rollout.rollout_logprobs[b] == -1.0 - versions).all(), "of the weights that made it"
             assert (lags == step - 1 - versions).all() and (lags >= 0).all() and (np.diff(versions) >= 0).all()
             is_mixed |= versions[0] < versions[-1]
-        assert metrics["rollout/lag_mean"] == pytest.approx(np.concatenate(rollout.parts["lags"]).mean())
-        assert metrics["rollout/frac_old_tokens"] == pytest.approx((np.concatenate(rollout.parts["lags"]) > 0).mean())
+        lags = np.concatenate(rollout.parts["lags"])
+        means = metrics["rollout/lag_mean"], metrics["rollout/frac_old_tokens"]
+        assert means == pytest.approx((lags.mean(), (lags > 0).mean()))
     if (count, last) == (64, 8):  # in the others it is left to chance
         assert is_mixed and found[1][1]["rollout/frac_old_tokens"] > 0
         assert found[0][1]["rollout/kept_tokens"] > 0 == found[-1][1]["rollout/kept_tokens"]
-    tokens = sum(int(rollout.completion_lengths_B.sum()) for rollout, _ in found)
-    assert sampler.engine.num_tokens == tokens, "none was sampled twice, or for nothing"
+    num_tokens = sum(rollout.completion_lengths_B.sum() for rollout, _ in found)
+    assert sampler.engine.num_tokens == num_tokens, "none was sampled twice, or for nothing"
     assert not sampler.groups and sampler.kept_tokens == 0
 
 
@@ -143,95 +137,73 @@ def test_no_completion_is_carried_for_longer_than_the_bound(num_long):
     assert used == [1 + MOST_LAG], "the step waits for them, and not before"
 
 
-def test_a_long_tail_is_not_waited_for():
-    """A tail of long completions is not waited for, and short answers take no longer than without partial
-    rollouts.
-    """
+def test_a_long_tail_is_not_waited_for_and_groups_have_their_places_by_lot():
+    """Short answers take no longer than without. Places are not in the order of finishing."""
     for lengths, bound in ((long_tailed(160), 0.8), ([[12, 12]] * 160, 1.0)):
         sampler = sampler_of(lengths, 20, max_completion_tokens=1000)
-        run_steps(sampler, 1, 20)
+        found = run_steps(sampler, 1, 20)
         order = [sampler.data.indices_of_step(step, 8, sampler.draws.seed) for step in range(1, 21)]
         without = sum(max(max(lengths[i]) for i in indices) for indices in order)
         assert sampler.engine.num_steps <= bound * without, (sampler.engine.num_steps, without)
-
-
-def test_groups_have_their_places_by_lot():
-    """Groups have their places by lot, and not in the order in which they are finished."""
-    found = run_steps(sampler_of(long_tailed(160), 20), 1, 20)
-    longest = np.array([rollout.completion_lengths_B.reshape(-1, GROUP).max(axis=1) for rollout, _ in found])
-    halves = longest[:, :4].mean(), longest[:, 4:].mean()
-    assert max(halves) < 1.25 * min(halves), "the updates of a step get completions of about the same lengths"
+        longest = np.array([rollout.completion_lengths_B.reshape(-1, GROUP).max(axis=1) for rollout, _ in found])
+        halves = longest[:, :4].mean(), longest[:, 4:].mean()
+        assert max(halves) < 1.25 * min(halves), "updates of a step get about the same lengths"
 
 
 @pytest.mark.parametrize("stops", [(3,), (1, 2, 5)])
 @pytest.mark.parametrize("dynamic_sampling", ["off", "correct"])
-def test_a_continued_run_samples_unfinished_prompts_anew(stops, dynamic_sampling):
-    """A run that is continued samples anew what was unfinished, and uses every prompt once."""
-    lengths, used, state = long_tailed(400), [], None
-    lengths = [[a, b if i % 3 else a] for i, (a, b) in enumerate(lengths)]  # some groups without signal
+def test_a_continued_run_samples_unfinished_prompts_anew_and_each_once(stops, dynamic_sampling):
+    used, before, state = [], 0, None
+    lengths = [[a, b if i % 3 else a] for i, (a, b) in enumerate(long_tailed(400))]  # some groups without signal
     for last in [*stops, 8]:
         sampler = sampler_of(lengths, 8, dynamic_sampling=dynamic_sampling)
         if state:
-            sampler.restore(state[1])
-        for step in range(state[0] + 1 if state else 1, last + 1):
-            sampler.engine.version = step - 1
-            sampler.collect(step)
+            sampler.restore(state)
+        for step in range(before + 1, last + 1):
+            run_steps(sampler, step, step)
             used += [int(row.where) for row in sampler.rollout.rows[::GROUP]]
-        state = last, json.loads(json.dumps(sampler.state(last)))
+        before, state = last, json.loads(json.dumps(sampler.state(last)))
         if last < 8:  # the next step has begun and is cut off
-            assert state[1]["in_the_air"]
+            assert state["in_the_air"]
             sampler.collect(last + 1)
-            assert sampler.state(last) == state[1]
-    assert state[1] == {"prompts_drawn": len(used), "in_the_air": []}
-    assert len(used) == len(set(used)) and (dynamic_sampling != "off" or len(used) == 64)
-    assert dynamic_sampling == "off" or len(used) > 64, "groups without signal were replaced"
+            assert sampler.state(last) == state
+    assert state == {"prompts_drawn": len(used), "in_the_air": []} and len(set(used)) == len(used)
+    assert len(used) == 64 if dynamic_sampling == "off" else len(used) > 64, "groups were replaced"
 
 
 def test_a_run_continued_for_fewer_steps_begins_fewer_prompts():
-    """A run that is continued for fewer steps begins no more prompts than they need."""
     sampler = sampler_of(long_tailed(64), 8)
     sampler.restore({"prompts_drawn": 20, "in_the_air": list(range(8, 20))})
     sampler.run.last_step = 2
-    (found,) = run_steps(sampler, 2, 2)
-    assert not sampler.groups
-    assert sampler.state(2) == {"prompts_drawn": 20, "in_the_air": [16, 17, 18, 19]}
+    run_steps(sampler, 2, 2)
+    assert not sampler.groups and sampler.state(2) == {"prompts_drawn": 20, "in_the_air": [16, 17, 18, 19]}
 
 
 def test_engines_share_the_groups_by_what_they_have_unfinished():
-    assert (
-        num_unfinished_prompts(8, 2) == 12 and num_unfinished_prompts(8, 8) == 16 and num_unfinished_prompts(3, 2) == 6
-    )
-    assert shares_of(8, [6, 6]) == [4, 4]
-    assert shares_of(3, [1, 4]) == [0, 3]
-    assert shares_of(5, [3, 4]) == [2, 3]
+    assert [num_unfinished_prompts(*each) for each in ((8, 2), (8, 8), (3, 2))] == [12, 16, 6]
+    assert [shares_of(*each) for each in ((8, [6, 6]), (3, [1, 4]), (5, [3, 4]))] == [[4, 4], [0, 3], [2, 3]]
 
 
 def test_older_tokens_are_corrected_and_their_gap_is_no_fault():
-    """Tokens of older weights are corrected for, and their gap is no fault."""
-    args = flags(partial_rollouts=True, max_rollout_gap=0.05)
-    assert (args.rollout_correction, flags().rollout_correction) == ("token_truncate", "none")
-    assert flags(engine="server", steps_ahead=1).rollout_correction == "token_truncate"
-    assert flags(engine="server", steps_ahead=1, rollout_correction="none").rollout_correction == "none"
-    assert flags(engine="server", steps_ahead=1, old_logprobs="rollout").rollout_correction == "none"
-    assert make_plan(args, 100).update(1, 0).max_rollout_gap == 0
-    assert make_plan(flags(max_rollout_gap=0.05), 100).update(1, 0).max_rollout_gap == 0.05
-
-
-# vLLM -----------------------------------------------------------------------------------------------------------------
+    ahead = {"engine": "server", "steps_ahead": 1}
+    for changes in ({}, ahead | {"rollout_correction": "none"}, ahead | {"old_logprobs": "rollout"}):
+        assert flags(**changes).rollout_correction == "none"
+    for changes in ({"partial_rollouts": True}, ahead):
+        assert flags(**changes).rollout_correction == "token_truncate"
+    for changes, bound in (({}, 0.05), ({"partial_rollouts": True}, 0)):
+        assert make_plan(flags(max_rollout_gap=0.05, **changes), 100).update(1, 0).max_rollout_gap == bound
 
 
 @pytest.mark.parametrize("size", [1, 2], ids=["two engines", "one engine over two ranks"])
 def test_an_epoch_with_vllm(policy, size):
-    """`partial_rollouts` says what."""
     on_ranks(2, "engines:partial_rollouts", policy, tp_size=size)
 
 
 def test_a_run_with_partial_rollouts_keeps_what_is_unfinished(policy, tmp_path):
-    """A run with partial rollouts trains, evaluates and keeps what is unfinished."""
-    changes = {"partial_rollouts": True, "max_completion_tokens": 40, "total_steps": 3, "save_every": 1}
-    torchrun(1, "train_grpo.py", *training_flags(policy, tmp_path / "run", **changes, eval_every=1))
-    metrics = metrics_of(tmp_path / "run")
+    changes = {"partial_rollouts": True, "max_completion_tokens": 40, "total_steps": 3}
+    torchrun(1, "train_grpo.py", *training_flags(policy, tmp_path, **changes, save_every=1, eval_every=1))
+    metrics = metrics_of(tmp_path)
     assert metrics[1]["rollout/lag_max"] == 0 < metrics[2]["rollout/lag_max"]
     assert 0 < metrics[2]["policy/rollout_gap_lag_1"] < 1 and metrics[2]["policy/rollout_gap_lag_4"] is None
-    states = [json.loads((tmp_path / "run" / f"step_{i}/trainer/progress.json").read_text()) for i in (1, 2, 3)]
+    states = [json.loads((tmp_path / f"step_{i}/trainer/progress.json").read_text()) for i in (1, 2, 3)]
     assert [(each["prompts_drawn"], len(each["in_the_air"])) for each in states] == [(12, 4), (20, 4), (24, 0)]

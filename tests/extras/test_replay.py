@@ -2,13 +2,14 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet
 import pytest
 
-from batch import NO_IDS, StepRecord
+from batch import NO_IDS, Rollout, StepRecord
 from extras.samplers.replay import read_rounds, weights_of
 from grading import Grade
 from helpers.made_up import make_rollout, make_row
@@ -19,23 +20,20 @@ from runtime.start import RunError
 from watch.rollouts import Keeper
 
 ROWS = [make_row([1, 2, 3], where="a.jsonl:1", text="<user>x"), make_row([4], where="a.jsonl:2")]
-
 GRADES = [Grade(1 / 3, "ok", {"math": 1.0, "length": -1 / 3}, "4"), Grade(0.0, "timeout"), *[Grade(1.0, "ok")] * 2]
 
 
-def sampled(step: int = 3, **changes) -> StepRecord:
+def sampled(step: int = 3) -> StepRecord:
     """Two rounds of a group of two completions each; the second group was trained on."""
     rollout = replace(
         make_rollout([2, 5, 1, 4]), rows=[ROWS[0], ROWS[0], ROWS[1], ROWS[1]], advantages=[], loss_weights_B=NO_IDS,
-        grades=GRADES, texts=["a", "<b>", "\u2713", ""],
-        is_truncated_B=np.array([False, True, False, False]),
+        grades=GRADES, texts=["a", "<b>", "\u2713", ""], is_truncated_B=np.array([False, True, False, False]),
     )  # fmt: skip
-    advantages = [np.full(1, 0.5, np.float32), np.full(4, -0.5, np.float32)]
-    found = StepRecord(
-        step, 2, rollout, round_B=np.array([0, 0, 1, 1]), used_B=np.array([2, 3]), advantages=advantages,
+    return StepRecord(
+        step, 2, rollout, round_B=np.array([0, 0, 1, 1]), used_B=np.array([2, 3]),
+        advantages=[np.full(1, 0.5, np.float32), np.full(4, -0.5, np.float32)],
         logprobs={1: np.arange(4, dtype=np.float32)},
     )  # fmt: skip
-    return replace(found, **changes)
 
 
 def kept(folder, *steps: StepRecord, max_gib: float = 1.0) -> None:
@@ -46,11 +44,10 @@ def kept(folder, *steps: StepRecord, max_gib: float = 1.0) -> None:
 
 
 def test_what_was_kept_comes_back_to_the_bit(tmp_path):
-    original = sampled()
-    kept(tmp_path, original)
+    kept(tmp_path, sampled())
     rounds = read_rounds(tmp_path, 3, {row.where: row for row in ROWS})
     assert [len(each.rows) for each in rounds] == [2, 2]
-    found, expected = type(rounds[0]).concatenate(rounds), original.rollout
+    found, expected = Rollout.concatenate(rounds), sampled().rollout
     assert all(a is b for a, b in zip(found.rows, expected.rows, strict=True))
     for name in ("completions", "rollout_logprobs"):
         for a, b in zip(getattr(found, name), getattr(expected, name), strict=True):
@@ -60,30 +57,28 @@ def test_what_was_kept_comes_back_to_the_bit(tmp_path):
 
 
 def test_a_file_of_an_older_run_is_shown(tmp_path):
-    """Where there was no environment, such a file does not say which tokens were sampled: all were."""
+    """Without an environment such a file does not say which tokens were sampled: all were."""
     kept(tmp_path, sampled())
     table = pyarrow.parquet.read_table(rollouts_file(tmp_path, 3))
-    place, names = table.column_names.index("is_sampled"), [name for name in table.column_names if name != "is_sampled"]
-    nulls = pyarrow.nulls(len(table), table.schema.field("is_sampled").type)
-    older = table.select(names).add_column(place, "is_sampled", nulls)
+    place = table.column_names.index("is_sampled")
+    older = table.set_column(place, "is_sampled", pyarrow.nulls(len(table), table["is_sampled"].type))
     tokens = pyarrow.table({"bytes": [b"x"] * 64})
     assert pack_step(older, tokens) == pack_step(table, tokens), "the report shows the same"
 
 
 def test_the_file_says_what_was_trained_on_and_how(tmp_path):
     versions = [np.arange(length, dtype=np.int32) for length in (2, 5, 1, 4)]
-    kept(tmp_path, sampled(rollout=sampled().rollout.with_parts(versions=versions)))
+    kept(tmp_path, replace(sampled(), rollout=sampled().rollout.with_parts(versions=versions)))
     table = pyarrow.parquet.read_table(rollouts_file(tmp_path, 3)).to_pydict()
     assert table["advantages"] == [None, None, [0.5], [-0.5] * 4]
     assert table["old_logprobs"] == [None, None, None, [0, 1, 2, 3]]
     assert table["versions"] == [each.tolist() for each in versions]
     assert table["is_trained"] == [False, False, True, True]
     assert (table["group"], table["row"][:2], table["prompt"][0]) == ([0, 0, 1, 1], ["a.jsonl:1"] * 2, "<user>x")
-    assert json.loads(table["reward_parts"][0]) == sampled().rollout.grades[0].parts
+    assert json.loads(table["reward_parts"][0]) == GRADES[0].parts
 
 
 def test_the_oldest_kept_steps_make_room_and_the_last_one_stays(tmp_path, monkeypatch):
-    """The oldest steps are removed where there is no more room, and the last one stays."""
     kept(tmp_path, sampled(1))
     file_bytes = rollouts_file(tmp_path, 1).stat().st_size
     kept(tmp_path, *map(sampled, range(2, 7)), max_gib=2.5 * file_bytes / 2**30)
@@ -102,18 +97,13 @@ def test_a_disk_that_refuses_them_costs_rollouts_and_no_run(tmp_path, capsys):
     assert "warning: " in capsys.readouterr().out
 
 
-def test_other_data_is_refused(tmp_path):
-    kept(tmp_path, sampled())
-    other = {"a.jsonl:1": make_row([1, 2, 9], where="a.jsonl:1"), "a.jsonl:2": ROWS[1]}
-    with pytest.raises(RunError, match=r"step_3.parquet: a.jsonl:1 is another prompt in --train_data"):
-        read_rounds(tmp_path, 3, other)
-
-
-def test_steps_and_weights_that_are_not_there_are_named(tmp_path):
+def test_other_data_and_what_is_not_there_are_named(tmp_path):
     with pytest.raises(RunError, match="it has no folder rollouts"):
         weights_of(f"{tmp_path}", 1)
     kept(tmp_path, *map(sampled, (1, 2, 3)))
     (tmp_path / "step_1").mkdir()
+    with pytest.raises(RunError, match="step_3.parquet: a.jsonl:1 is another prompt in --train_data"):
+        read_rounds(tmp_path, 3, {"a.jsonl:1": make_row([1, 2, 9], where="a.jsonl:1"), "a.jsonl:2": ROWS[1]})
     with pytest.raises(RunError, match="step 4 are missing; it has steps 1 to 3"):
         weights_of(f"{tmp_path}", 9)
     with pytest.raises(RunError, match="no such checkpoint; .* has step_1"):
@@ -122,43 +112,37 @@ def test_steps_and_weights_that_are_not_there_are_named(tmp_path):
     assert weights_of(f"{tmp_path}", 3) == (0, None)
 
 
-# Whole runs -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def run(policy, tmp_path_factory):
-    """The flags of a run with dynamic sampling, two updates a step, masked truncated completions, and its folder."""
+    """The flags of a run, and its folder."""
     folder = tmp_path_factory.mktemp("run")
-    changes = {"dynamic_sampling": "reward", "truncated": "mask", "num_iterations": 2}
-    changes |= {"reward": "exact:1,length:0.2", "overlong_cache_tokens": 6}
-    changes |= dict.fromkeys(["eval_data", "eval_every", "eval_before_training"])
-
-    def flags_to(out_dir, **more):
-        return training_flags(policy, out_dir, **changes | more)
-
-    torchrun(2, "train_grpo.py", *flags_to(folder / "a"))
-    return flags_to, folder / "a"
+    flags_to = partial(
+        training_flags, policy, dynamic_sampling="reward", truncated="mask", num_iterations=2, overlong_cache_tokens=6,
+        reward="exact:1,length:0.2", eval_data=None, eval_every=None, eval_before_training=None,
+    )  # fmt: skip
+    torchrun(2, "train_grpo.py", *flags_to(folder))
+    return flags_to, folder
 
 
 @pytest.mark.parametrize(("begins", "first"), [("", 1), ("step_2", 3)])
 def test_a_replay_has_the_losses_of_the_run_bit_for_bit(run, begins, first, tmp_path):
     flags_to, original = run
-    torchrun(2, "train_grpo.py", *flags_to(tmp_path / "b", replay=original / begins))
-    expected, found = metrics_of(original), metrics_of(tmp_path / "b")
+    torchrun(2, "train_grpo.py", *flags_to(tmp_path, replay=original / begins))
+    expected, found = metrics_of(original), metrics_of(tmp_path)
     assert sorted(found) == list(range(first, 5))
-    kinds = ("policy/", "optim/", "reward/", "completion/", "sampling/")  # what a step's training says of itself
+    kinds = ("policy/", "optim/", "reward/", "completion/", "sampling/")  # of the training
     for step, line in found.items():
         names = {name for name in line.keys() | expected[step].keys() if name.startswith(kinds)}
         assert len(names) > 20 and [name for name in names if line[name] != expected[step][name]] == []
     weights = "step_4/model.safetensors"
-    assert (tmp_path / "b" / weights).read_bytes() == (original / weights).read_bytes()
+    assert (tmp_path / weights).read_bytes() == (original / weights).read_bytes()
 
 
 def test_another_loss_on_the_same_rollouts_keeps_the_rewards(run, tmp_path):
-    """Another loss on the same rollouts changes the losses and gradients alone."""
+    """It changes the gradients."""
     flags_to, original = run
-    torchrun(2, "train_grpo.py", *flags_to(tmp_path / "b", replay=original, policy_loss="cispo", stop_after=2))
-    before, after = metrics_of(original), metrics_of(tmp_path / "b")
+    torchrun(2, "train_grpo.py", *flags_to(tmp_path, replay=original, policy_loss="cispo", stop_after=2))
+    before, after = metrics_of(original), metrics_of(tmp_path)
     for step in (1, 2):
         assert before[step]["reward/mean"] == after[step]["reward/mean"]
         assert before[step]["optim/grad_norm"] != after[step]["optim/grad_norm"]

@@ -4,7 +4,8 @@ Its own routes change no bit, wrong ones much. Where the engine's routers are a 
 smaller with replay, also while both are trained.
 """
 
-from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,8 +22,6 @@ from policy import Policy
 from test_families import FAMILIES, MIXTURES
 from update import logprobs_under, with_advantages
 
-NUM_EXPERTS = 6
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -36,81 +35,67 @@ def folder(tmp_path_factory):
 def with_own_routes(policy: Policy, rollout: Rollout) -> Rollout:
     """The rollout with what the policy's routers choose by themselves; a layer without experts has zeros."""
     batch, chosen = pack(rollout, list(range(len(rollout.rows)))), {}
-    hooks = [
-        layer.mlp.gate.register_forward_hook(lambda router, inputs, output, i=i: chosen.update({i: output[2]}))
-        for i, layer in enumerate(policy.layers)
-        if hasattr(layer.mlp, "experts")
-    ]
-    with torch.no_grad():
+    with torch.no_grad(), ExitStack() as hooks:
+        for i, layer in enumerate(policy.layers):
+            if hasattr(layer.mlp, "experts"):
+                keep = lambda router, inputs, output, i=i: chosen.update({i: output[2]})  # noqa: E731
+                hooks.callback(layer.mlp.gate.register_forward_hook(keep).remove)
         policy(batch, 1.0)
-    for hook in hooks:
-        hook.remove()
     routes_LNA = [chosen.get(i, torch.zeros_like(next(iter(chosen.values())))) for i in range(len(policy.layers))]
     routes = torch.stack(routes_LNA, dim=1).numpy().astype(np.uint8)
     return rollout.with_parts(routes=np.split(routes, np.cumsum(batch.lengths_S)[:-1]))
 
 
 def changed(rollout: Rollout, dtype: type = np.uint8) -> Rollout:
-    """The rollout with the wrong experts."""
-    return rollout.with_parts(routes=[((x + 1) % NUM_EXPERTS).astype(dtype) for x in rollout.parts["routes"]])
+    """The rollout with the wrong ones of six experts."""
+    return rollout.with_parts(routes=[((x + 1) % 6).astype(dtype) for x in rollout.parts["routes"]])
 
 
-def batches_of(rollout: Rollout, group_size: int) -> list[Batch]:
+def batches_of(rollout: Rollout, group_size: int = 1) -> list[Batch]:
     batches = [with_advantages(rollout, pack(rollout, each, group_size)) for each in ([0, 1, 2, 3], [4, 5, 6, 7])]
     return [add_routes(batch, rollout) for batch in batches] if rollout.parts else batches
 
 
-def scores_and_gradients(policy: Policy, batches: list[Batch]) -> Iterator[torch.Tensor]:
+def scores_and_gradients(policy: Policy, batches: list[Batch]) -> list[torch.Tensor]:
     """Both batches are computed before the first one's backward pass begins."""
     policy.zero_grad()
     logprobs = [policy(batch, 1.0).logprobs_N for batch in batches]
     sum((each * batch.advantages_N).sum() for each, batch in zip(logprobs, batches, strict=True)).backward()
-    yield from logprobs
-    for parameter in policy.parameters():
-        yield parameter.grad.clone()
-
-
-def are_equal(one: Iterator[torch.Tensor], other: Iterator[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return [each.detach() for each in logprobs] + [parameter.grad.clone() for parameter in policy.parameters()]
 
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_own_routes_change_no_bit_and_wrong_ones_do(name, folder):
-    """Own routes change no bit of log-probs and gradients, also where completions share a prompt and layers are
-    computed again; the routers learn. Wrong ones change the log-probs by 0.1 and more.
-    """
+    """Also where completions share a prompt and layers are computed again; the routers learn."""
     policy, recomputing = (load_policy(folder / name, gradient_checkpointing=x) for x in (False, True))
+    equal = partial(torch.testing.assert_close, atol=0, rtol=0)
     sampled = make_rollout([9, 14, 3, 12, 7, 1, 20, 5], prompt_length=6, group_size=4)
     own = with_own_routes(policy, sampled)
     for group_size in (1, 4):
-        free = list(scores_and_gradients(policy, batches_of(sampled, group_size)))
-        assert are_equal(free, scores_and_gradients(policy, batches_of(own, group_size)))
+        free = scores_and_gradients(policy, batches_of(sampled, group_size))
+        equal(scores_and_gradients(policy, batches_of(own, group_size)), free)
         # More than 256 experts have two bytes.
-        forced = list(scores_and_gradients(policy, batches_of(changed(own, np.uint16), group_size)))
+        forced = scores_and_gradients(policy, batches_of(changed(own, np.uint16), group_size))
         assert (forced[0] - free[0]).abs().max() > 0.1
-        assert are_equal(forced, scores_and_gradients(recomputing, batches_of(changed(own), group_size)))
+        equal(scores_and_gradients(recomputing, batches_of(changed(own), group_size)), forced)
         assert policy.layers[1].mlp.gate.weight.grad.abs().max() > 0
 
 
-def test_the_reference_routes_by_itself(folder):
-    """The old policy replays, the reference does not."""
+def test_the_old_policy_replays_and_the_reference_routes_by_itself(folder):
     policy, algorithm = load_policy(folder / "OLMoE"), algorithm_of(flags())
     sampled = make_rollout([9, 14, 3, 12, 7, 1, 20, 5], prompt_length=6)
-    free, wrong = (batches_of(each, 1)[:1] for each in (sampled, changed(with_own_routes(policy, sampled))))
-    found = {}
+    free, wrong = (batches_of(each)[:1] for each in (sampled, changed(with_own_routes(policy, sampled))))
     for field in ("ref_logprobs_N", "old_logprobs_N"):
         both = [logprobs_under(policy, field, Update(each, 1), algorithm).batches[0] for each in (free, wrong)]
-        found[field] = torch.equal(*(getattr(batch, field) for batch in both))
-    assert found == {"ref_logprobs_N": True, "old_logprobs_N": False}
+        assert torch.equal(*(getattr(batch, field) for batch in both)) == (field == "ref_logprobs_N")
 
 
 def test_a_turn_keeps_the_routes_by_which_it_was_sampled():
-    """The next turn reads it again, and may find other experts; what came after its last token is new."""
-    episode, ids = Episode(row=SimpleNamespace(ids=np.arange(3))), [1, 2]
-    first, second = (np.full((count, 1, 1), value, dtype=np.uint8) for count, value in ((3 + 2 - 1, 7), (3 + 6 - 1, 8)))
-    episode.add(Completion(ids, [0.0] * 2, [], routes=first), "", is_sampled=True)
-    episode.add(Completion(ids, [0.0] * 2, []), "", is_sampled=False)
-    episode.add(Completion(ids, [0.0] * 2, [], routes=second), "", is_sampled=True)
+    """The next turn reads it again, and may find other experts; only what came after it is new."""
+    episode = Episode(row=SimpleNamespace(ids=np.arange(3)))
+    first, second = (np.full((n, 1, 1), x, dtype=np.uint8) for n, x in ((3 + 2 - 1, 7), (3 + 6 - 1, 8)))
+    for routes in (first, None, second):
+        episode.add(Completion([1, 2], [0.0] * 2, [], routes=routes), "", is_sampled=routes is not None)
     assert episode.routes.flatten().tolist() == [7, 7, 7, 7, 8, 8, 8, 8]
 
 
@@ -121,17 +106,15 @@ def found(folder):
 
 
 def test_the_engine_says_which_experts_took_each_token(found):
-    """It says so of every token that it has computed, also of prompts that it has found in its cache. In fp32 they are
-    the trainer's own: replay leaves the gap where it is.
-    """
-    assert found["routes here"] == [list(range(8)), list(range(8, 16))], "an engine's leader alone has its sequences'"
+    """Also in prompts that its cache has. In fp32 they are the trainer's: replay changes no gap."""
+    assert found["routes here"] == [list(range(8)), list(range(8, 16))], "each leader has its own"
     assert [each.shape for each in found["routes"]] == [(length, 2, 2) for length in found["lengths"][:8]]
     assert found["clean"] < 1e-6 and abs(found["clean"] - found["clean, free"]) < 1e-9
     assert found["wrong"] > 0.03
 
 
 def test_replay_narrows_the_gap_to_an_engine_of_noisy_routers(found):
-    """What is left is in the weights of the experts, which are those of the trainer's own logits."""
+    """What is left is in the experts' weights, which are those of the trainer's own logits."""
     assert found["noisy"] < 0.6 * found["noisy, free"]
     assert np.mean(found["trained"]) < 0.6 * np.mean(found["trained, free"])
     assert found["moved"] > 0.01, "an update that moves nothing would show nothing"

@@ -2,7 +2,7 @@
 
     python scripts/launch.py --ranks N tests/helpers/distributed.py FILE:FUNCTION RANKS_OF_AN_ENGINE MINUTES OUTPUT ...
 
-A work takes the world and the arguments (as texts); what it returns on the first rank is what the test looks at.
+A work takes the world and texts; what it returns on the first rank is what the test looks at.
 """
 
 from __future__ import annotations
@@ -27,41 +27,20 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
+import fsdp_utils
 from algorithm import algorithm_of
 from batch import NO_IDS, Batch, Rollout, Row, Update
 from command_line import parse_flags
 from flags import Saving
-from fsdp_utils import (
-    World,
-    close_world,
-    fill_from_main,
-    full_tensors,
-    gather_from_ranks,
-    init_world,
-    local_shard,
-    shard,
-)
+from fsdp_utils import World, full_tensors, gather_from_ranks, local_shard, shard
 from gate.checks import check_flags
-from helpers.made_up import (
-    RAGGED,
-    build,
-    flags,
-    load_policy,
-    make_rollout,
-    pack_with_images,
-    policy_of,
-    train_once,
-    vision_data,
-    vision_flags,
-    vision_rollout,
-    whole_update,
-)
+from helpers import made_up
+from helpers.made_up import RAGGED, build, flags, load_policy, make_rollout, policy_of, train_once, whole_update
 from helpers.runs import largest_file, torchrun
 from model.optimizer import ChunkedAdamW, join, parameters_of
 from policy import Policy, empty_policy, shard_and_fill
@@ -71,24 +50,22 @@ from update import add_logprobs, add_reference, logprobs_under, with_advantages
 
 Metrics = dict[str, float]
 Tensors = dict[str, torch.Tensor]
+Result = tuple[Metrics, Tensors]  # metrics and gradients of an update
+Trained = tuple[Policy, Policy | None, torch.optim.Optimizer]  # as `build` returns it
 
 
-def on_ranks(num_ranks: int, work: str, *arguments: object, tp_size: int = 1, wait_minutes: int = 10) -> object:
-    """What the work (`file:function` of this folder) returns on the first rank. Ranks wait so long for each other."""
+def on_ranks(num_ranks: int, work: str, *arguments: object, tp_size: int = 1) -> object:
+    """What the work (`file:function` of this folder) returns on the first rank."""
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "found.pt"
-        words = work, tp_size, wait_minutes, output, *arguments
-        torchrun(num_ranks, "tests/helpers/distributed.py", *words)
+        output = f"{folder}/found.pt"
+        torchrun(num_ranks, "tests/helpers/distributed.py", work, tp_size, 10, output, *arguments)
         return torch.load(output, weights_only=False)
 
 
 def parsed(words: str, num_trainers: int = 1) -> Namespace:
     """The program's flags of such a work, checked."""
-    common = (
-        "--model m --train_data d --out_dir o --total_steps 1 --max_prompt_tokens 4 --max_completion_tokens 12 "
-        "--micro_batch_tokens 40"
-    )
-    args = parse_flags([*common.split(), *words.split()])
+    sizes = "--total_steps 1 --max_prompt_tokens 4 --max_completion_tokens 12 --micro_batch_tokens 40"
+    args = parse_flags(f"--model m --train_data d --out_dir o {sizes} {words}".split())
     check_flags(args, num_trainers)
     return args
 
@@ -152,31 +129,30 @@ def check_same_training(found: list[torch.Tensor], wanted: list[torch.Tensor]) -
     assert share < 0.05, f"{share:.3f} of the change after three steps"
 
 
-def recorded(
-    policy: Policy, update: Update, args: Namespace, world: World, **changes: object
-) -> tuple[Metrics, Tensors]:
-    """(metrics, gradients) of an update, which changes no weight: its rate is 0."""
-    optimizer = torch.optim.SGD(parameter for parameter in policy.parameters() if parameter.requires_grad)
+def scored(rollout: Rollout, policy: Policy, reference: Policy | None, args: Namespace, world: World) -> Update:
+    """The rollout as one update, after its passes for log-probs."""
+    return add_logprobs([whole_update(rollout, args, policy, world)], policy, reference, algorithm_of(args))[0]
+
+
+def recorded(policy: Policy, update: Update, args: Namespace, world: World, **changes: object) -> Result:
+    """An update by plain gradient descent, at the rate 0 if nothing else is given."""
+    optimizer = torch.optim.SGD(x for x in policy.parameters() if x.requires_grad)
     gradients = kept_gradients(policy, optimizer)
     return train_once(policy, optimizer, update, args, world, **changes), gradients
 
 
-def train(
-    trained: tuple[Policy, Policy | None, torch.optim.Optimizer], args: Namespace, world: World, count: int,
-    rollout: Rollout | None = None, rate: float = 1e-3,
-) -> list[Metrics]:  # fmt: skip
-    """So many updates on one rollout, each after its passes for log-probs. `trained` is as `build` returns it."""
+def train(trained: Trained, args: Namespace, world: World, count: int) -> list[Metrics]:
+    """So many updates on one rollout."""
     policy, reference, optimizer = trained
     metrics = []
     for index in range(count):
-        update = whole_update(rollout or make_rollout(), args, policy, world)
-        (update,) = add_logprobs([update], policy, reference, algorithm_of(args))
-        metrics.append(train_once(policy, optimizer, update, args, world, rate=rate, index=index))
+        update = scored(make_rollout(), policy, reference, args, world)
+        metrics.append(train_once(policy, optimizer, update, args, world, rate=1e-3, index=index))
     return metrics
 
 
 def watched(name: str, note: Callable[..., None]) -> AbstractContextManager:
-    """While it is open, each call of this collective is noted, with its arguments; a mock would keep all buffers."""
+    """Notes each call of this collective, with its arguments; a mock would keep all buffers."""
     collective = getattr(dist, name)
 
     def call(*arguments: object, **options: object) -> object:
@@ -188,7 +164,6 @@ def watched(name: str, note: Callable[..., None]) -> AbstractContextManager:
 
 # One update's loss and gradient, for several algorithms, caps and orders ----------------------------------------------
 
-COMMON = "--max_grad_norm 1e9 --group_size 4"
 ALGORITHMS = {  # name -> flags
     "clip": "--kl_coef 0.1 --clip_high 0.3",
     "gspo": "--policy_loss gspo --clip_low 0.02 --clip_high 0.02 --loss_aggregation seq_mean_token_mean "
@@ -200,8 +175,11 @@ ALGORITHMS = {  # name -> flags
     "reinforce": "--policy_loss reinforce --loss_aggregation seq_mean_token_mean",
     "distill": "--kl_coef 0.5 --kl_over vocabulary --kl_direction jsd:beta=0.3 --entropy_coef 0.1",
 }
-CAPS = (16, 23, 1000)  # tokens of a micro-batch: a sequence, one or two, all
 LEFT_OUT = [1, 4]  # sequences that "reinforce" leaves out of the loss
+
+
+def args_of(algorithm: str, more: str = "") -> Namespace:
+    return parsed(f"--max_grad_norm 1e9 --group_size 4 {ALGORITHMS[algorithm]} {more}")
 
 
 def rollout_of(algorithm: str, lengths: list[int] | None = None) -> Rollout:
@@ -211,10 +189,7 @@ def rollout_of(algorithm: str, lengths: list[int] | None = None) -> Rollout:
 
 
 def off_policy(batch: Batch) -> Batch:
-    """The batch whose old log-probs, and the sampler's, are not the policy's own, which it has as old ones.
-
-    About half of the tokens are clipped; trainer / sampler is 0.45 or 1.42, so that corrections take part.
-    """
+    """The batch with other old log-probs, which clip half of the tokens; trainer / sampler is 0.45 or 1.42."""
     old_logprobs_N = batch.old_logprobs_N + torch.where(batch.labels_N % 2 == 0, -0.3, 0.1) * batch.advantages_N.sign()
     rollout_logprobs_N = old_logprobs_N + torch.where(batch.labels_N % 3 == 0, 0.8, -0.35)
     return replace(batch, old_logprobs_N=old_logprobs_N, rollout_logprobs_N=rollout_logprobs_N)
@@ -229,20 +204,21 @@ def reference_of(path: Path | str) -> Policy:
     return reference
 
 
-def gradients(world: World, path: str) -> dict[str, dict[str, tuple[Metrics, Tensors]]]:
-    """Algorithm -> case -> (metrics, gradients)."""
+def gradients(world: World, path: str) -> dict[str, dict[str, Result]]:
+    """Algorithm -> case -> result."""
     policy, reference = (sharded(model, world) for model in (load_policy(path), reference_of(path)))
     results = {}
-    for algorithm, words in ALGORITHMS.items():
-        shuffled = rollout_of(algorithm).select(np.array([7, 4, 6, 5, 2, 0, 3, 1]))
-        cases = {f"cap {cap}": (rollout_of(algorithm), f"{cap}") for cap in CAPS}
-        cases["shuffled"] = shuffled, "23"
-        cases["prompts shared"] = rollout_of(algorithm), "1000 --share_prompts"
+    for algorithm in ALGORITHMS:
+        rollout = rollout_of(algorithm)
+        # A micro-batch has a sequence, one or two, all.
+        cases = {f"cap {cap}": (rollout, f"{cap}") for cap in (16, 23, 1000)}
+        cases["shuffled"] = rollout.select(np.array([7, 4, 6, 5, 2, 0, 3, 1])), "23"
+        cases["prompts shared"] = rollout, "1000 --share_prompts"
         # A micro-batch each: with two ranks the fourth one is empty.
         cases["three sequences"] = rollout_of(algorithm, [12, 11, 9]), "16 --group_size 2"
         results[algorithm] = {}
         for name, (rollout, cap) in cases.items():
-            args = parsed(f"{COMMON} {words} --micro_batch_tokens {cap}")
+            args = args_of(algorithm, f"--micro_batch_tokens {cap}")
             update = whole_update(rollout, args, policy, world)
             update = logprobs_under(policy, "old_logprobs_N", update, algorithm_of(args))
             update = replace(update, batches=[off_policy(batch) for batch in update.batches])
@@ -261,12 +237,11 @@ COPIES = (  # flags
 )
 
 
-def copies(whole: World, path: str) -> dict[str, dict[int | None, tuple[list[Metrics], Tensors, Tensors]]]:
-    """Flags -> --shard_ranks -> two updates: their metrics, the gradients of the last one, and the weights."""
+def copies(whole: World, path: str) -> dict[str, dict[int | None, tuple]]:
+    """Flags -> --shard_ranks -> metrics of two updates, gradients of the last one, and weights."""
     results = {case: {} for case in COPIES}
     for shard_ranks in (None, 2, 1):
         world = replace(whole, shard_ranks=shard_ranks)
-        check_unequal_parts(world)
         for group in world.mesh.get_all_groups():
             assert group._get_backend(world.device).options._timeout == timedelta(minutes=10), "that of the run"
         shape = (4,) if shard_ranks is None else (4 // shard_ranks, shard_ranks)
@@ -283,32 +258,17 @@ def copies(whole: World, path: str) -> dict[str, dict[int | None, tuple[list[Met
     return results
 
 
-def check_unequal_parts(world: World) -> None:
-    """Seven rows over the shards: what is filled comes back whole, in fp32 and bf16."""
-    torch.manual_seed(0)
-    wanted, linear = [torch.randn(7, 3), torch.randn(7)], nn.Linear(3, 7)
-    shard(linear, [], world, torch.float32)
-    for parameter, values in zip(linear.parameters(), wanted, strict=True):
-        fill_from_main(parameter, values if world.is_main else None)
-    for dtype in (torch.float32, torch.bfloat16):
-        found = full_tensors((parameter, dtype) for parameter in linear.parameters())
-        assert all(full.equal(values.to(dtype)) for full, values in zip(found, wanted, strict=True))
-
-
 # Three updates under every memory policy ------------------------------------------------------------------------------
 
-MEMORY_POLICIES = [
-    f"--param_dtype {dtype} --offload {offload}{reference}"
-    for dtype in ("float32", "bfloat16")
-    for offload, reference in (("none", ""), ("optimizer", ""), ("all", " --offload_reference"))
-]
 SMALL = "--micro_batch_tokens 20"  # several micro-batches an update
 ONCE = f"{SMALL} --communicate_once"
+OFFLOADS = "none", "optimizer", "all --offload_reference"
+MEMORY_POLICIES = [f"--param_dtype {dtype} --offload {each}" for dtype in ("float32", "bfloat16") for each in OFFLOADS]
 MEMORY_POLICIES += [SMALL, ONCE, f"{ONCE} --gradient_checkpointing --offload all"]
 
 
 def is_on_host(policy: Policy) -> bool:
-    """Whether FSDP keeps the shards in host RAM, by FSDP's own state: on a CPU run they are there anyway."""
+    """Whether FSDP keeps the shards in host RAM, by its own state: on a CPU they are there anyway."""
     if not isinstance(policy, FSDPModule):  # one rank alone keeps plain tensors
         return False
     groups = [group for unit in (policy, *policy.layers) for group in unit._get_fsdp_state()._fsdp_param_groups]
@@ -318,17 +278,12 @@ def is_on_host(policy: Policy) -> bool:
     return answer
 
 
-PolicyResult = tuple[list[Metrics], Tensors, Tensors, list[int], list[torch.Tensor]]
-
-
-def memory_policies(world: World, path: str) -> dict[str, PolicyResult]:
-    """Flags -> (metrics of the updates, parameters, optimizer state, numbers of reduce-scatters and all-gathers,
-    `kept_masters`).
-    """
+def memory_policies(world: World, path: str) -> dict[str, tuple]:
+    """Flags -> metrics, parameters, optimizer state, numbers of collectives, `kept_masters`."""
     return {words: under_policy(path, words, world) for words in MEMORY_POLICIES}
 
 
-def under_policy(path: str, words: str, world: World) -> PolicyResult:
+def under_policy(path: str, words: str, world: World) -> tuple:
     args = parsed(f"--model {path} --group_size 2 --kl_coef 0.1 {words}", world.num_trainers)
     policy, reference, optimizer = build(args, world)
     assert isinstance(optimizer, ChunkedAdamW) is (args.offload != "none" or args.param_dtype == "bfloat16")
@@ -336,9 +291,10 @@ def under_policy(path: str, words: str, world: World) -> PolicyResult:
         assert optimizer.is_state_on_host is (args.offload == "optimizer")
     assert is_on_host(policy) is (args.offload == "all")
     assert is_on_host(reference) is args.offload_reference
+    collectives = "reduce_scatter_single", "all_gather_single"  # what FSDP calls
     calls, masters = Counter(), kept_masters(optimizer)
     with ExitStack() as watches:
-        for name in ("reduce_scatter_single", "all_gather_single"):  # what FSDP calls
+        for name in collectives:
             watches.enter_context(watched(name, lambda *_, name=name: calls.update([name])))
         metrics = train((policy, reference, optimizer), args, world, 3)
     states = enumerate(optimizer.state.values())
@@ -347,10 +303,8 @@ def under_policy(path: str, words: str, world: World) -> PolicyResult:
         big = [tensor for tensor in state.values() if tensor.dim()]
         assert {tensor.is_cuda for tensor in big} == {args.offload == "none"}
         assert args.offload != "optimizer" or all(tensor.is_pinned() for tensor in big)
-    policy.dtype = torch.float32
-    state = {name: tensor.cpu() for name, tensor in state.items()}
-    counts = [calls["reduce_scatter_single"], calls["all_gather_single"]]
-    return metrics, weights_of(policy), state, counts, masters
+    policy.dtype, state = torch.float32, {name: tensor.cpu() for name, tensor in state.items()}
+    return metrics, weights_of(policy), state, [calls[name] for name in collectives], masters
 
 
 def with_optimizer(world: World, path: str, optimizer: str) -> tuple[list[Metrics], Tensors]:
@@ -375,9 +329,8 @@ TRACED = ("LoRA, recomputed", "images")
 def compiled(world: World, path: str, vision: str) -> dict[str, object]:
     """Case -> (graphs that were compiled, update in eager mode, compiled update); "counts": those of the benchmark.
 
-    An update: its metrics and gradients, and the weights that plain gradient descent makes of them. Those of `TRACED`
-    have a backend that traces and differentiates as inductor does, and leaves the arithmetic to torch: their kernels
-    would be half a minute of the C++ compiler each, and are the same as the others'.
+    An update: metrics, gradients, new weights. The backend of `TRACED` traces and differentiates as inductor does, and
+    leaves the arithmetic to torch: their kernels would be half a minute of the C++ compiler each, and no others.
     """
     from torch._dynamo.utils import counters
 
@@ -388,26 +341,24 @@ def compiled(world: World, path: str, vision: str) -> dict[str, object]:
         policy, reference, _ = build(args, world)
         names = list(policy.state_dict())
         # Adam makes a step of a gradient that is rounding.
-        optimizer = torch.optim.SGD(parameter for parameter in policy.parameters() if parameter.requires_grad)
-        last = kept_gradients(policy, optimizer)
-        (metrics,) = train((policy, reference, optimizer), args, world, 1, rollout, rate=0.1)
+        result = recorded(policy, scored(rollout, policy, reference, args, world), args, world, rate=0.1)
         assert names == list(policy.state_dict()) and not any("_orig_mod" in name for name in names)
-        return metrics, last, weights_of(policy)
+        return *result, weights_of(policy)
 
     torch._dynamo.config.disable = True  # as an engine on CPUs does
     trainer = Trainer(flags_of(path, "--dtype", "float32", "--compile"), world)
     lengths = np.random.default_rng(0).permutation(np.arange(2, 100, 12)).tolist()
-    found: dict[str, object] = {"counts": count_compilations(trainer, 64, lengths)}
+    found = {"counts": count_compilations(trainer, 64, lengths)}
     common = {"dtype": "float32", "group_size": 2, "prompts_per_step": 4, "micro_batch_tokens": 40}
     for name, changes in COMPILED.items():
         args, rollout = flags(model=path, **common | changes), make_rollout(group_size=2)
         if name == "images":
-            args = vision_flags(vision, **changes)
-            rollout = vision_rollout(vision_data(args))
+            args = made_up.vision_flags(vision, **changes)
+            rollout = made_up.vision_rollout(made_up.vision_data(args))
         eager, before = train_one(args, rollout), counters["stats"]["unique_graphs"]
         args.compile = True
-        backend = {"backend": "aot_eager"} if name in TRACED else {}
-        with patch.object(torch, "compile", partial(torch.compile, **backend)):
+        backend = "aot_eager" if name in TRACED else "inductor"
+        with patch.object(torch, "compile", partial(torch.compile, backend=backend)):
             update = train_one(args, rollout)
         found[name] = counters["stats"]["unique_graphs"] - before, eager, update
     return found
@@ -415,34 +366,32 @@ def compiled(world: World, path: str, vision: str) -> dict[str, object]:
 
 # Updates that follow a reference, of its own or the policy without its adapter ----------------------------------------
 
+WHOLE, TINY = {"kl_over": "vocabulary"}, {"micro_batch_tokens": 24}
+LORA, HINTS = WHOLE | {"lora_rank": 3}, WHOLE | {"hint_column": "@group"}
 TAUGHT = {  # name -> flags
-    "sampled, with hints": {"kl_estimator": "k2", "micro_batch_tokens": 24},
-    "hints of the step": {"hint_column": "@group", "kl_over": "vocabulary", "micro_batch_tokens": 24},
-    "hints of the step, shared": {"hint_column": "@group", "kl_over": "vocabulary", "share_prompts": True},
-    "whole": {"kl_over": "vocabulary"},
-    "small, on the host": {"kl_over": "vocabulary", "micro_batch_tokens": 24, "offload_reference": True},
-    "shared, communicates once": {"kl_over": "vocabulary", "share_prompts": True, "communicate_once": True},
-    "LoRA": {"kl_over": "vocabulary", "lora_rank": 3},
-    "LoRA, small": {"kl_over": "vocabulary", "lora_rank": 3, "micro_batch_tokens": 24},
-    "LoRA, small, communicates once": {
-        "kl_over": "vocabulary", "lora_rank": 3, "micro_batch_tokens": 24, "communicate_once": True,
-    },
-    "LoRA, shared, recomputed": {
-        "kl_over": "vocabulary", "lora_rank": 3, "share_prompts": True, "gradient_checkpointing": True,
-    },
-}  # fmt: skip
+    "sampled, with hints": {"kl_estimator": "k2"} | TINY,
+    "hints of the step": HINTS | TINY,
+    "hints of the step, shared": HINTS | {"share_prompts": True},
+    "whole": WHOLE,
+    "small, on the host": WHOLE | TINY | {"offload_reference": True},
+    "shared, communicates once": WHOLE | {"share_prompts": True, "communicate_once": True},
+    "LoRA": LORA,
+    "LoRA, small": LORA | TINY,
+    "LoRA, small, communicates once": LORA | TINY | {"communicate_once": True},
+    "LoRA, shared, recomputed": LORA | {"share_prompts": True, "gradient_checkpointing": True},
+}
 
 
 def with_hints(rollout: Rollout) -> Rollout:
     """Two completions to a prompt; hints of different lengths."""
-    rng = np.random.default_rng(3)
-    rows = [Row([], "", {}, "", ids=row.ids) for row in rollout.rows[::2]]
-    rows = [replace(row, hinted_ids=np.append(row.ids, rng.integers(0, 64, 2 + i))) for i, row in enumerate(rows)]
-    return replace(rollout, rows=[rows[b // 2] for b in range(len(rollout.rows))])
+    rng, ids = np.random.default_rng(3), [row.ids for row in rollout.rows[::2]]
+    hinted = [np.append(each, rng.integers(0, 64, 2 + i)) for i, each in enumerate(ids)]
+    rows = [Row([], "", {}, "", ids=each, hinted_ids=more) for each, more in zip(ids, hinted, strict=True)]
+    return replace(rollout, rows=[row for row in rows for _ in range(2)])
 
 
-def taught(world: World, path: str, teacher: str) -> dict[str, tuple[Metrics, Tensors]]:
-    """Case -> (metrics, gradients). Eight completions, of which a rank may have none in a micro-batch."""
+def taught(world: World, path: str, teacher: str) -> dict[str, Result]:
+    """Case -> result. Eight completions, of which a rank may have none in a micro-batch."""
     found = {}
     for name, changes in TAUGHT.items():
         args = flags(model=path, max_grad_norm=1e9, group_size=2, kl_coef=0.5, prompts_per_step=4, **changes)
@@ -452,12 +401,10 @@ def taught(world: World, path: str, teacher: str) -> dict[str, tuple[Metrics, Te
             reference = sharded(own, world, on_host=args.offload_reference)
         rollout = with_hints(make_rollout(group_size=2))
         if args.hint_column:  # every third completion has none
-            has_hint = np.arange(len(rollout.rows)) % 3 != 1
-            pairs = zip(rollout.rows, has_hint, strict=True)
-            rows = [row if is_hinted else replace(row, hinted_ids=NO_IDS) for row, is_hinted in pairs]
-            rollout = replace(rollout, rows=rows).with_parts(is_hinted=has_hint.tolist())
-        update = whole_update(rollout, args, policy, world)
-        update = add_reference(update, reference, algorithm_of(args))
+            without = range(1, len(rollout.rows), 3)
+            rows = [replace(row, hinted_ids=NO_IDS) if b in without else row for b, row in enumerate(rollout.rows)]
+            rollout = replace(rollout, rows=rows).with_parts(is_hinted=[b not in without for b in range(len(rows))])
+        update = add_reference(whole_update(rollout, args, policy, world), reference, algorithm_of(args))
         found[name] = recorded(policy, update, args, world)
     return found
 
@@ -471,7 +418,7 @@ MOVED = {  # name -> flags of a reference that moves
 
 
 def moved(world: World, path: str) -> dict[str, list[tuple[torch.Tensor, torch.Tensor, float]]]:
-    """Case -> after each of steps 0 to 4 the weights of policy and reference, and the count of Adam's updates."""
+    """Case -> after each of steps 0 to 4: weights of policy and reference, count of Adam's updates."""
     found = {}
     for name, changes in MOVED.items():
         args = flags(model=path, kl_coef=0.5, group_size=1, prompts_per_step=8, learning_rate=1e-2, **changes)
@@ -479,15 +426,11 @@ def moved(world: World, path: str) -> dict[str, list[tuple[torch.Tensor, torch.T
         plan, steps = make_plan(args, 8), found.setdefault(name, [])
         for number in range(5):
             if number:
-                update = whole_update(make_rollout(), args, policy, world)
-                (update,) = add_logprobs([update], policy, reference, algorithm_of(args))
+                update = scored(make_rollout(), policy, reference, args, world)
                 train_once(policy, optimizer, update, args, world, **plan.update(number, 0)._asdict())
-            whole = []
-            for model in (policy, reference):
-                tensors = full_tensors((parameter, torch.float32) for parameter in model.parameters())
-                whole.append(torch.cat([tensor.flatten().cpu() for tensor in tensors]))
-            counts = {float(state["step"]) for state in optimizer.state.values()}
-            steps.append((*whole, *counts))
+            models = [full_tensors((x, torch.float32) for x in model.parameters()) for model in (policy, reference)]
+            whole = [torch.cat([x.flatten().cpu() for x in tensors]) for tensors in models]
+            steps.append((*whole, *{float(state["step"]) for state in optimizer.state.values()}))
     return found
 
 
@@ -509,14 +452,10 @@ def differences(path: str, dtype: torch.dtype, on_host: bool, world: World) -> l
 
 
 def most_held_in_a_sync(path: str, world: World) -> float:
-    """The most bytes of full parameters alive at a time, in decoder layers, where the consumer keeps none of them.
-
-    They are gathered, or streamed to the engine.
-    """
+    """The most bytes of gathered or streamed parameters alive at a time, in decoder layers."""
     policy = loaded(path, torch.float32, False, world)
     policy.dtype = torch.bfloat16
-    alive: dict[int, int] = {}
-    most = 0
+    alive, most = {}, 0
 
     def watch(tensor: torch.Tensor, *_: object) -> None:
         nonlocal most
@@ -532,40 +471,36 @@ def most_held_in_a_sync(path: str, world: World) -> float:
     return most / sum(2 * parameter.numel() for parameter in policy.layers[0].parameters())
 
 
-def anonymous_bytes() -> int:
-    """This process's resident memory without mapped files, which the system takes back when it needs to."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon:")]
-    return int(line.split()[1]) * 1024
-
-
-class Peak(threading.Thread):
-    """The highest value of `anonymous_bytes` while it runs, looked at as often as Python lets it."""
-
-    def run(self) -> None:
-        self.is_over = threading.Event()
-        self.bytes = 0
-        while not self.is_over.wait(0.0005):
-            self.bytes = max(self.bytes, anonymous_bytes())
-
-
 def bytes_grown(small: str, large: str, world: World) -> int:
-    """By the loading of the large policy, at most: what the first load imports and starts is not its own."""
+    """By loading the large policy, at most: what a first load imports and starts is not its own."""
     loaded(small, torch.float32, False, world)
-    before, peak = anonymous_bytes(), Peak()
-    peak.start()
+    seen, is_over = [], threading.Event()
+
+    def look() -> None:
+        """Resident memory without mapped files, which the system takes back when it needs to."""
+        _, _, rest = Path("/proc/self/status").read_text().partition("RssAnon:")
+        seen.append(int(rest.split()[0]) * 1024)
+
+    def look_again() -> None:
+        while not is_over.wait(0.0005):  # as often as Python lets it
+            look()
+
+    look()
+    thread = threading.Thread(target=look_again)
+    thread.start()
     loaded(large, torch.float32, False, world)
-    peak.is_over.set()
-    peak.join()
-    return max(peak.bytes, anonymous_bytes()) - before
+    is_over.set()
+    thread.join()
+    look()
+    return max(seen) - seen[0]
 
 
 def loading(world: World, large: str, *folders: str) -> list[dict[str, object]]:
     """The findings of each rank. Memory comes first, before what others leave."""
-    num_bytes = bytes_grown(folders[0], large, world)
+    found = {"grown": bytes_grown(folders[0], large, world)}
     cases = itertools.product(folders, (torch.float32, torch.bfloat16), (False, True))
-    results = {str(case): differences(*case, world) for case in cases}
-    results["held"] = most_held_in_a_sync(folders[0], world)
-    return gather_from_ranks(results | {"grown": num_bytes})
+    found |= {str(case): differences(*case, world) for case in cases}
+    return gather_from_ranks(found | {"held": most_held_in_a_sync(folders[0], world)})
 
 
 # Checkpoints from each number of ranks to the next, and a disk that refuses one of two ranks --------------------------
@@ -586,11 +521,10 @@ def writer(path: str, folder: Path, world: World, said: list[str]) -> checkpoint
 
 
 def reshard(whole: World, path: str, folder: str, step: str, words: str) -> None:
-    """The first step trains two updates and saves; each later one loads the checkpoint before and saves it again."""
+    """Step 1 trains and saves; each later one loads the checkpoint before and saves it again."""
     number = int(step)
     for place, case in enumerate(SAVED):
-        case = case.replace("FOLDER", folder)
-        given = f"--model {path} --prompts_per_step 4 {case} {words}"
+        given = f"--model {path} --prompts_per_step 4 {case} {words}".replace("FOLDER", folder)
         runs, args = Path(folder) / str(place), parsed(given, whole.num_trainers)
         world = replace(whole, shard_ranks=args.shard_ranks)
         policy, _, optimizer = build(args, world)
@@ -608,11 +542,10 @@ def reshard(whole: World, path: str, folder: str, step: str, words: str) -> None
 
 def full_disk(world: World, path: str, place: str) -> None:
     """Only the second rank cannot write: both give up the checkpoint, or end if it is required."""
-    folder, said = Path(place), []
+    folder, said, why = Path(place), [], "a file could not be written to its end"
     args = parsed(f"--model {path} --prompts_per_step 4 {SAVED[0]}", world.num_trainers)
     policy, _, optimizer = build(args, world)
     train((policy, None, optimizer), args, world, 1)
-    why = "a file could not be written to its end"
     saving = writer(path, folder, world, said)
     saving.save(10, policy, optimizer, STATE)
     with nullcontext() if world.is_main else largest_file(100_000):
@@ -647,20 +580,20 @@ def lora_flags(path: Path | str, **changes: object) -> Namespace:
 WITH_IMAGES, WITHOUT = [[0], [2, 4]], [[1], [3]]  # micro-batches of two ranks: the second has no image at all
 
 
-def vision_gradient(policy: Policy, args: Namespace, world: World, micros: list[list[int]]) -> tuple[Metrics, Tensors]:
-    """(metrics, gradients) of an update on these micro-batches, after a pass of the reference."""
-    rollout = vision_rollout(vision_data(args))
-    batches = [with_advantages(rollout, pack_with_images(rollout, indices)) for indices in micros]
+def vision_gradient(policy: Policy, args: Namespace, world: World, micros: list[list[int]]) -> Result:
+    """Of an update on these micro-batches, after a pass of the reference."""
+    rollout = made_up.vision_rollout(made_up.vision_data(args))
+    batches = [with_advantages(rollout, made_up.pack_with_images(rollout, x)) for x in micros]
     (update,) = add_logprobs([Update(batches, 29)], policy, policy, algorithm_of(args))
     return recorded(policy, update, args, world)
 
 
 def main(work: str, tp_size: str, wait_minutes: str, output: str, *arguments: str) -> None:
-    world = init_world(int(tp_size), timeout_minutes=int(wait_minutes))
+    world = fsdp_utils.init_world(int(tp_size), timeout_minutes=int(wait_minutes))
     found = pkgutil.resolve_name(f"helpers.{work}")(world, *arguments)
     if world.is_main:
         torch.save(found, output)
-    close_world()
+    fsdp_utils.close_world()
 
 
 if __name__ == "__main__":

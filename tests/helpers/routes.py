@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -15,10 +17,7 @@ from helpers.made_up import make_row
 
 SAMPLING = Sampling(4, TEMPERATURE, 12, router_replay=True)
 RATE = 1e-3
-
-
-def routers(model: nn.Module) -> list[nn.Module]:
-    return [module for name, module in model.named_modules() if name.endswith(".mlp.gate")]
+SIZES = {"prompts_per_step": 4, "prompts_per_update": 4, "learning_rate": RATE, "temperature": TEMPERATURE}
 
 
 def make_noisy(model: nn.Module) -> None:
@@ -28,31 +27,28 @@ def make_noisy(model: nn.Module) -> None:
         logits, *rest = output
         return logits + 0.05 * torch.randn(logits.shape), *rest
 
-    for router in routers(model):
-        router.register_forward_hook(noisy)
-
-
-def wrong(rollout: Rollout) -> Rollout:
-    return rollout.with_parts(routes=[None if each is None else (each + 1) % 6 for each in rollout.parts["routes"]])
+    for name, module in model.named_modules():
+        if name.endswith(".mlp.gate"):
+            module.register_forward_hook(noisy)
 
 
 def free(rollout: Rollout) -> Rollout:
     return rollout.with_parts(routes=None)
 
 
+def begin(trial: Trial) -> list[SimpleNamespace]:
+    """Prompts for the trial's engine, which has begun. Two are longer than a cache block: completions find it there."""
+    trial.begin(demand=EngineDemand(16), router_replay=True, enforce_eager=trial.args.dtype == "float32")
+    trial.engine.sync(trial.policy.full_weights())
+    rng = np.random.default_rng(0)
+    return [make_row(rng.integers(0, 64, length)) for length in (3, 45, 40, 20)]
+
+
 def replayed(world: World, path: str, dtype: str = "float32") -> dict[str, object]:
     """Gaps of an update, by what was sampled and how it was replayed; noise and training in fp32 alone."""
-    sizes = {"prompts_per_step": 4, "prompts_per_update": 4, "dtype": dtype, "learning_rate": RATE}
-    sizes |= {"gradient_checkpointing": True, "share_prompts": True, "temperature": TEMPERATURE}
+    sizes = SIZES | {"gradient_checkpointing": True, "share_prompts": True, "dtype": dtype}
     trials = [Trial(world, path, **sizes) for _ in range(2)]
-    policy = trials[0].policy
-    trials[0].begin(demand=EngineDemand(16), router_replay=True, enforce_eager=dtype == "float32")
-    engine = trials[0].engine
-    engine.sync(policy.full_weights())
-    rng = np.random.default_rng(0)
-    # Two are longer than a block of the cache: their completions find it there.
-    rows = [make_row(rng.integers(0, 64, length)) for length in (3, 45, 40, 20)]
-    found: dict[str, object] = {}
+    rows, engine, found = begin(trials[0]), trials[0].engine, {}
 
     def gap(rollout: Rollout) -> float:
         metrics = trials[0].train(rollout, rate=0.0)
@@ -60,10 +56,11 @@ def replayed(world: World, path: str, dtype: str = "float32") -> dict[str, objec
         return metrics[GAP]
 
     clean = engine.sample(rows, SAMPLING, (1, 1))
-    found["routes here"] = gather_from_ranks([b for b, each in enumerate(clean.parts["routes"]) if each is not None])
-    found["routes"] = [each for each in clean.parts["routes"] if each is not None]
+    wrong = [None if each is None else (each + 1) % 6 for each in clean.parts["routes"]]
+    routes = {b: each for b, each in enumerate(clean.parts["routes"]) if each is not None}
+    found |= {"routes here": gather_from_ranks([*routes]), "routes": [*routes.values()]}
     found["lengths"] = clean.sequence_lengths_B.tolist()
-    found |= {"clean": gap(clean), "clean, free": gap(free(clean)), "wrong": gap(wrong(clean))}
+    found |= {"clean": gap(clean), "clean, free": gap(free(clean)), "wrong": gap(clean.with_parts(routes=wrong))}
     if dtype != "float32":
         engine.close()
         return found
@@ -82,15 +79,12 @@ def replayed(world: World, path: str, dtype: str = "float32") -> dict[str, objec
 
 
 def stopped(world: World, path: str, dtype: str) -> dict[str, list[float]]:
-    """Three steps in which a token that about half of the completions draw ends them: which shares it ended, and gaps.
+    """Three steps in which a token that half of the completions draw ends them: the shares so ended, and gaps.
 
     The last completion of a call may end so, while the engine prepares one token more.
     """
-    trial = Trial(world, path, prompts_per_step=4, prompts_per_update=4, dtype=dtype, temperature=TEMPERATURE)
-    trial.begin(demand=EngineDemand(16), router_replay=True, enforce_eager=dtype == "float32")
-    engine, rng = trial.engine, np.random.default_rng(0)
-    rows = [make_row(rng.integers(0, 64, length)) for length in (3, 45, 40, 20)]
-    engine.sync(trial.policy.full_weights())
+    trial = Trial(world, path, **SIZES, dtype=dtype)
+    rows, engine = begin(trial), trial.engine
     drawn = [set(completion.tolist()) for completion in engine.sample(rows, SAMPLING, (1, 0)).completions]
     shares = {token: np.mean([token in each for each in drawn]) for token in set.union(*drawn)}
     engine.stop_ids = [min(shares, key=lambda token: abs(shares[token] - 0.5))]

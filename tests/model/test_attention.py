@@ -6,14 +6,14 @@ from unittest import mock
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.integrations import moe
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import policy
 from batch import pack
 from extras.models import linear_attention
-from helpers.made_up import RAGGED, load_policy, make_rollout, unpacked_logprobs, vary_vectors
+from helpers.made_up import RAGGED, load_policy, make_model_of_family, make_rollout, unpacked_logprobs
 from model import attention
 from model.attention import check_device, make_packing
 from model.packed import Packing, Segment
@@ -22,7 +22,7 @@ CUDA = torch.device("cuda")
 WINDOW = 16
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-FAMILY_SIZES = {  # what differs from the sizes of `random_model`
+FAMILY_SIZES = {  # what differs from the sizes of `make_model_of_family`; None takes one away
     "gemma3_text": KINDS | {"query_pre_attn_scalar": 32},
     "olmo3": KINDS | {"head_dim": None},
     "ministral": KINDS,
@@ -41,17 +41,9 @@ SEVERAL_RECTANGLES = [70, 5, 100, 30, 66]  # on CPU: of lengths so different tha
 
 def random_model(folder: Path, architecture: str) -> Path:
     """A folder with a random model: grouped queries, and what is particular to its architecture (norms, windows)."""
-    torch.manual_seed(0)
     name, _, tied = architecture.partition(", ")
-    sizes = {
-        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "head_dim": 32, "num_key_value_heads": 2, "tie_word_embeddings": bool(tied),
-    }  # fmt: skip
-    sizes = {key: value for key, value in (sizes | FAMILY_SIZES.get(name, {})).items() if value is not None}
-    config = AutoConfig.for_model(name, **sizes, initializer_range=0.12)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    vary_vectors(model)
-    model.save_pretrained(folder)
+    sizes = {"hidden_size": 64, "initializer_range": 0.12, "tie_word_embeddings": bool(tied)}
+    make_model_of_family(folder, name, **sizes | FAMILY_SIZES.get(name, {}))
     return folder
 
 
@@ -93,9 +85,7 @@ WINDOWED_FORMS = [
 def test_packed_logprobs_and_gradients_equal_those_unpacked(
     model, temperature, gradient_checkpointing, lengths, prompt_length, group_size, request, tmp_path, monkeypatch
 ):
-    """Packed log-probs and gradients equal those of each sequence alone. In fp64, but for norms and log-probs.
-    Completions of a prompt share its positions, if it has several.
-    """
+    """In fp64, but for norms and log-probs. Completions of a prompt share its positions, if it has several."""
     path = str(request.getfixturevalue(model) if "policy" in model else random_model(tmp_path, model))
     packed = load_policy(path, torch.float64, gradient_checkpointing)
     # Its eager attention rounds probabilities to fp32, which only windows need to be compared with.
@@ -153,8 +143,8 @@ def test_without_rows_a_recurrence_goes_on_into_the_next_sequence(tmp_path, monk
 
 @pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma3_text", "qwen3_5_text"])
 def test_cuda_packing_gives_the_kernel_what_the_cpu_computes(name, tmp_path, monkeypatch):
-    """Packing for CUDA gives the kernel what the rectangles give the CPU. The kernel by its documentation:
-    cumulative lengths, causal, the last query sees the last key, and the window is the number of keys before a query.
+    """The kernel by its documentation: cumulative lengths, causal, the last query sees the last key, and the window is
+    the number of keys before a query.
     """
     windows = set()
 
@@ -199,16 +189,12 @@ def test_attention_that_is_asked_for_something_else_ends_the_run(option):
     attention.packed_attention(torch.nn.Module(), *inputs, None, packing=packing, **dict.fromkeys(option))
 
 
-# The kernel on CUDA ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("capability", "error", "is_asked_for"), [
     ((9, 0), None, True),
     ((9, 0), ImportError("flash_attn_interface"), True),  # it is not installed
     ((10, 0), None, False),
 ])  # fmt: skip
 def test_flash_attention_3_is_requested_on_hopper_before_checks(capability, error, is_asked_for, monkeypatch):
-    """FlashAttention 3 is asked for on Hopper, before the kernel is checked."""
     activate, checked = mock.Mock(side_effect=error), []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(attention, "activate_flash_attention_impl", activate)

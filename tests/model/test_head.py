@@ -48,7 +48,6 @@ def test_entropy_is_that_of_the_tempered_distribution(policy):
 
 
 def test_prompt_positions_get_no_logprob_and_no_head_gradient(policy):
-    """Prompt positions get no log-prob and give no gradient to the head."""
     model, batch = load_policy(policy), pack(make_rollout([2, 2]), [0, 1])
     logprobs, entropies, *_ = model(batch, 1.0)
     assert not logprobs[~batch.loss_mask_N].any() and not entropies[~batch.loss_mask_N].any()
@@ -60,9 +59,7 @@ def test_prompt_positions_get_no_logprob_and_no_head_gradient(policy):
 
 
 def test_fp32_logits_are_exact_where_bf16_rounds_them(qwen3_policy):
-    """Logits in fp32 of bf16 numbers are exact where bf16 rounds them. Against an fp64 head on the same bf16
-    hidden states. In bf16, logits near 13 are rounded to steps of 0.06.
-    """
+    """Against an fp64 head on the same bf16 hidden states. In bf16, logits near 13 are rounded to steps of 0.06."""
     policy, batch, hidden = load_policy(qwen3_policy, torch.bfloat16), pack(make_rollout(), list(range(8))), []
     policy.model.get_decoder().register_forward_hook(lambda module, args, out: hidden.append(out.last_hidden_state[0]))
     mask, errors = batch.loss_mask_N, []
@@ -80,9 +77,7 @@ def test_fp32_logits_are_exact_where_bf16_rounds_them(qwen3_policy):
 
 
 def test_the_gradient_of_fp32_logits_is_wrong_by_rounding_alone(monkeypatch):
-    """The gradient of fp32 logits has the error of its own rounding alone. Logits near 32, rounded to bf16, make
-    gradients wrong by 2 %; rounding the gradient of fp32 ones by 0.4 %.
-    """
+    """Logits near 32, rounded to bf16, make gradients wrong by 2 %; rounding the gradient of fp32 ones by 0.4 %."""
     monkeypatch.setattr(sizes, "HEAD_CHUNK_LOGITS", 10 * 300)  # four chunks, of which one is kept
     torch.manual_seed(0)
     hidden, head = torch.randn(40, 64).bfloat16(), nn.Linear(64, 300, bias=False).bfloat16()
@@ -103,9 +98,7 @@ def test_the_gradient_of_fp32_logits_is_wrong_by_rounding_alone(monkeypatch):
 
 
 def test_on_a_gpu_fp32_logits_need_no_copy_of_the_weight():
-    """On a GPU one product makes fp32 logits, without a copy of the weight. By the shapes of torch's own kernel,
-    on the meta device.
-    """
+    """By the shapes of torch's own kernel, on the meta device."""
     hidden, weight = (torch.empty(n, 8, dtype=torch.bfloat16, device="meta") for n in (3, 5))
     logits = model.head.chunk_logits(hidden, weight, torch.float32)
     assert (logits.shape, logits.dtype) == ((3, 5), torch.float32)
@@ -127,11 +120,8 @@ def test_a_chunk_on_cuda_is_as_large_as_free_memory_allows(free, unused, count, 
     weight = MagicMock(device=torch.device("cuda"), dtype=torch.bfloat16, itemsize=2, nbytes=2 * 152_064 * 1536)
     weight.__len__.return_value = 152_064
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * 2**30 + weight.nbytes, 80 * 2**30))
-    for name, gib in {
-        "memory_allocated": 9,
-        "memory_reserved": 9 + unused + 3,
-        "max_memory_allocated": 9 + unused,
-    }.items():
+    reserved = {"memory_allocated": 9, "memory_reserved": 9 + unused + 3, "max_memory_allocated": 9 + unused}
+    for name, gib in reserved.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, gib=gib: gib * 2**30)
     found = model.head.logits_at_once(count, weight, dtype, has_teacher)
     assert found == times * sizes.HEAD_CHUNK_LOGITS

@@ -34,7 +34,7 @@ def chunked(start: torch.Tensor, is_state_on_host: bool = False, **changes: floa
 
 
 def test_bf16_parameter_and_remainder_make_the_fp32_number():
-    """Parameter and remainder together are the fp32 number, and the parameter is the nearest bf16 number."""
+    """The parameter is the nearest bf16 number."""
     bits = torch.randint(-(2**31), 2**31, (200_000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     values = torch.cat([bits.view(torch.float32), torch.tensor([0.0, -0.0, 1.0, -1e-40, 1.00390625])])
     values = values[values.isfinite() & values.bfloat16().isfinite()]
@@ -44,7 +44,6 @@ def test_bf16_parameter_and_remainder_make_the_fp32_number():
 
 
 def test_bf16_parameters_move_by_updates_of_a_millionth():
-    """Parameters in bf16 move by updates of a millionth, as fp32 ones do."""
     start = (torch.rand(100, generator=torch.Generator().manual_seed(1)) / 2 + 1.5).bfloat16()  # steps of 1/128
     tiny = {"lr": 2e-6, "weight_decay": 0.0}  # a parameter moves by 1e-6 to 1.3e-6
     ones = [torch.ones(100)] * 4000  # each update is lr, all together are a little more than 1/128
@@ -73,7 +72,6 @@ def test_the_second_moment_decays_as_in_fp32():
 
 
 def test_stochastic_rounding_is_unbiased_and_keeps_bf16_numbers():
-    """Stochastic rounding is right on average and leaves bf16 numbers alone."""
     values = torch.full((100_000,), 1 + 1 / 512)  # a quarter of the way from 1 to the next bf16
     rounded = round_stochastically(values, torch.Generator().manual_seed(0))
     assert set(rounded.tolist()) == {1.0, 1 + 1 / 128}
@@ -117,9 +115,7 @@ class FakedStreams:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_chunks_of_optimizer_state_come_and_go_in_turn(dtype, monkeypatch):
-    """On a GPU the state of one chunk comes while that of another goes back. Two streams in turn, after the
-    gradients and before the host goes on; the same bits as with state that stays on the device.
-    """
+    """One comes while another goes back: two streams in turn, after the gradients and before the host goes on."""
     start, grads = torch.randn(1000, generator=torch.Generator().manual_seed(2)).to(dtype), gradients(2)
     monkeypatch.setattr(sizes, "OPTIMIZER_CHUNK", 300)
     wanted = chunked(start)
@@ -150,7 +146,6 @@ def test_state_that_was_saved_and_loaded_goes_on_bit_for_bit(dtype):
 
 
 def test_a_rank_with_an_empty_shard_updates_its_other_parameters():
-    """A rank whose shard of one parameter is empty updates its other parameters."""
     empty, other = torch.nn.Parameter(torch.empty(0, 3).bfloat16()), torch.nn.Parameter(torch.ones(4).bfloat16())
     empty.grad, other.grad = torch.empty_like(empty), torch.ones_like(other)
     ChunkedAdamW([empty, other], **SETTINGS | {"lr": 0.1}, is_state_on_host=False).step()
@@ -159,9 +154,6 @@ def test_a_rank_with_an_empty_shard_updates_its_other_parameters():
 
 @pytest.mark.parametrize("changes", [{}, {"offload": "optimizer"}, {"param_dtype": "bfloat16"}])
 def test_optimizer_state_made_before_the_first_step_trains_alike(changes):
-    """The optimizer's state exists before the first step, and trains as the state that torch makes in that
-    step.
-    """
     args = flags(learning_rate=SETTINGS["lr"], weight_decay=SETTINGS["weight_decay"], **changes)
     parameter = torch.nn.Parameter(torch.randn(1000).to(getattr(torch, args.param_dtype)))
     lazy = torch.nn.Parameter(parameter.detach().clone())

@@ -5,10 +5,9 @@ are central differences of the same loops; a paper's stop-gradient sg[...] is an
 the differences leave alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,10 +16,10 @@ from torch import Tensor
 
 import grpo
 from algorithm import NAMES, algorithm_of, choose, parameters_of
-from batch import Batch
+from batch import pack
 from extras.losses.gspo_token import gspo_token_ratio
 from grpo import Groups, Loss, Tokens, masked_sum, whitened
-from helpers.made_up import flags
+from helpers.made_up import flags, make_rollout
 from metrics import token_metrics
 
 Floats = list[float]
@@ -98,8 +97,10 @@ def tokens_of(*fields: Tensor | None) -> Tokens:
     return Tokens(**dict(zip(TOKENS, fields, strict=True)))
 
 
-def graded_of(rewards_PG: Tensor, lengths_B: Tensor) -> Groups:
-    return Groups(rewards_PG=rewards_PG, returns_T=rewards_PG.flatten(), lengths_B=lengths_B, mask_T=lengths_B.bool())
+def groups_of(rewards_PG: Tensor) -> Groups:
+    """A group in each row, of completions of one token."""
+    ones_B = torch.ones(rewards_PG.numel(), dtype=torch.int64)
+    return Groups(rewards_PG=rewards_PG, returns_T=rewards_PG.flatten(), lengths_B=ones_B, mask_T=ones_B.bool())
 
 
 def call(flag: str, kind: str, argument: object, **values: float) -> object:
@@ -108,8 +109,7 @@ def call(flag: str, kind: str, argument: object, **values: float) -> object:
 
 
 def advantages(rewards_PG: Tensor, kind: str, ddof: int, eps: float) -> Tensor:
-    graded = graded_of(rewards_PG, torch.ones(rewards_PG.numel(), dtype=torch.int64))
-    return call("--advantage", kind, graded, advantage_ddof=ddof, advantage_eps=eps)
+    return call("--advantage", kind, groups_of(rewards_PG), advantage_ddof=ddof, advantage_eps=eps)
 
 
 def loss_of(case: Case, logprobs_N: Tensor, kind: str, **values: float) -> Loss:
@@ -159,25 +159,16 @@ def naive_whitened(case: Case, *_: Floats, ddof: int, eps: float) -> Floats:
     return [(value - mean) / (std + eps) if is_trained else 0.0 for value, is_trained in pairs]
 
 
-def naive_token_ratios(case: Case, logprobs: Floats, _: Floats) -> Floats:
-    """PPO section 3: pi(token) / pi_old(token)."""
-    return [math.exp(new) / math.exp(old) for new, old in zip(logprobs, case.old_logprobs_N.tolist(), strict=True)]
-
-
-def naive_sequence_ratios(case: Case, logprobs: Floats, _: Floats) -> Floats:
-    """GSPO eq. 7: (pi(y) / pi_old(y))^(1 / |y|), the likelihood of a sequence: the product over its trained tokens."""
-    ratios, result = naive_token_ratios(case, logprobs, logprobs), []
+def naive_ratios(case: Case, logprobs: Floats, frozen: Floats, kind: str) -> Floats:
+    """PPO section 3: pi(token) / pi_old(token). GSPO eq. 7: (pi(y) / pi_old(y))^(1 / |y|), the product over the trained
+    tokens of a sequence. GSPO-token, eq. 14: sg[that] * pi(token) / sg[pi(token)].
+    """
+    read = frozen if kind == "gspo_token" else logprobs
+    ratios, result = [math.exp(a) / math.exp(b) for a, b in zip(read, case.old_logprobs_N.tolist(), strict=True)], []
     for t, is_trained in enumerate(case.mask_N.tolist()):
-        own = case.sequence(t)
-        result.append(math.prod(ratios[u] for u in own) ** (1.0 / len(own)) if is_trained else 1.0)
-    return result
-
-
-def naive_gspo_token_ratios(case: Case, logprobs: Floats, frozen: Floats) -> Floats:
-    """GSPO eq. 14: sg[s_i] * pi(token) / sg[pi(token)]."""
-    ratios, mask = naive_sequence_ratios(case, frozen, frozen), case.mask_N.tolist()
-    moved = [ratio * math.exp(a) / math.exp(b) for ratio, a, b in zip(ratios, logprobs, frozen, strict=True)]
-    return [new if is_trained else 1.0 for new, is_trained in zip(moved, mask, strict=True)]
+        own, moved = case.sequence(t), math.exp(logprobs[t]) / math.exp(read[t])
+        result.append(math.prod(ratios[u] for u in own) ** (1.0 / len(own)) * moved if is_trained else 1.0)
+    return result if kind.startswith("gspo") else ratios
 
 
 def clip(value: float, low: float, high: float) -> float:
@@ -194,8 +185,7 @@ def naive_losses(
     = sigmoid(tau (r - 1)) 4 / tau. REINFORCE (Williams, 1992): -A log pi. DPPO: -M sg[min(r, 20)] A log pi, with M = 0
     where A moves pi on, away from pi_old, and the divergence (total variation or KL(old || new)) is above its bound.
     """
-    ratios_of = {"gspo": naive_sequence_ratios, "gspo_token": naive_gspo_token_ratios}.get(kind, naive_token_ratios)
-    ratios, frozen_ratios = ratios_of(case, logprobs, frozen), naive_token_ratios(case, frozen, frozen)
+    ratios, frozen_ratios = naive_ratios(case, logprobs, frozen, kind), naive_ratios(case, frozen, frozen, "clip")
     losses = []
     for t, (ratio, advantage) in enumerate(zip(ratios, case.advantages_N.tolist(), strict=True)):
         if kind == "sapo":
@@ -255,10 +245,10 @@ def naive_correction(case: Case, *_: Floats, kind: str, low: float, high: float)
 
 
 def naive_aggregate(case: Case, *_: Floats, kind: str, constant: float) -> float:
-    """The loss of an update from the losses of the trained tokens of each sequence, which are the advantages here.
+    """The loss of an update; the losses of tokens are the advantages here. A sequence without trained tokens is none.
 
     DAPO eq. 12: the sum over all tokens / their number. GRPO eq. 3: the mean over sequences of the mean over tokens.
-    Dr. GRPO: the mean over sequences of the sum over tokens / a constant. A sequence without tokens is none.
+    Dr. GRPO: the mean over sequences of the sum over tokens / a constant.
     """
     values, firsts = case.advantages_N.tolist(), [sum(LENGTHS[:s]) for s in range(len(LENGTHS))]
     losses = [[values[t] for t in case.sequence(first)] for first in firsts if case.sequence(first)]
@@ -338,6 +328,9 @@ def test_weighted_token_losses_add_up_to_the_papers_aggregation(constant, kind, 
     weights_B = call("--loss_aggregation", kind, case.lengths_B, constant=constant)
     total = masked_sum(weights_B[case.sequence_ids_N] * case.advantages_N, case.mask_N)
     assert weights_B.dtype == torch.float32
+    assert call("--loss_aggregation", kind, torch.zeros(3).long()).isfinite().tolist() == [True] * 3, (
+        "nothing is trained"
+    )
     assert total.item() == pytest.approx(naive_aggregate(case, kind=kind, constant=constant), abs=1e-6)
 
 
@@ -381,7 +374,7 @@ def test_the_default_choices_are_grpos_with_the_papers_numbers():
     rewards_PG = torch.tensor([[0.0, 2e-6], [0.0, 2.0]])
     # std with ddof 1 is sqrt(2) times half the distance: 1e-6 / (1.41421e-6 + 1e-6) and 1 / (1.41421 + 1e-6)
     expected = [[-0.414214, 0.414214], [-0.707106, 0.707106]]
-    assert_near(default.advantage(graded_of(rewards_PG, zeros)), expected, tolerance=1e-6)
+    assert_near(default.advantage(groups_of(rewards_PG)), expected, tolerance=1e-6)
     x = torch.tensor([1.0, 3.0])
     assert default.kl_estimator(x).equal(kl(x, "k3", 10.0))
     ratio, advantages_N = torch.tensor([2.0, 2.0, 0.5, 0.5]), torch.tensor([1.0, -1.0, 1.0, -1.0])
@@ -464,9 +457,8 @@ def test_a_ratio_at_a_bound_or_a_zero_advantage_is_not_clipped():
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_kl_estimates_are_finite_far_from_the_reference(kind):
-    """The clamp of k3 is on x at 20 and on the value."""
     x = torch.tensor([25.0, -25.0, -13.0], dtype=torch.float64)
-    if kind.startswith("k3"):
+    if kind.startswith("k3"):  # the clamp is on x at 20, and on the value
         expected = [485165174.40979, 19.0, 12.00000226]  # exp(20) - 20 - 1, exp(-20) + 20 - 1
         assert kl(x, kind, 1e12).tolist() == pytest.approx(expected, rel=1e-8)
         assert_near(kl(x, kind, 10.0), [10.0, 10.0, 10.0], tolerance=1e-12)
@@ -484,27 +476,17 @@ def test_prompts_count_the_same_whatever_their_lengths():
 
 
 @pytest.mark.parametrize("kind", CORRECTIONS)
-def test_a_correction_ratio_at_its_bound_is_within_it(kind):
-    """And the weight has no gradient."""
-    old = torch.zeros(5, requires_grad=True)
-    packing = torch.ones(5).bool(), torch.tensor([0, 0, 1, 2, 3])
+def test_a_correction_has_no_gradient_and_reads_trained_tokens_alone(kind):
+    """A ratio at its bound is within it."""
+    old, packing = torch.zeros(5, requires_grad=True), (torch.ones(5).bool(), torch.tensor([0, 0, 1, 2, 3]))
     weights, is_outside = correction(old, torch.zeros(5), packing, kind, 1.0, 1.0)
     assert weights.tolist() == [1.0] * 5 and not is_outside.any() and not weights.requires_grad
-
-
-@pytest.mark.parametrize("kind", CORRECTIONS)
-@pytest.mark.parametrize("poison", [3.0, math.inf, math.nan])
-def test_an_untrained_token_leaves_its_sequences_weights_alone(kind, poison):
-    old_logprobs, mask = torch.tensor([1.5, poison, 1.0]).log(), torch.tensor([True, False, True])
-    weights, _ = correction(old_logprobs, torch.zeros(3), (mask, torch.tensor([0, 0, 1])), kind, 0.5, 2.0)
-    assert_near(weights[mask], [1.5, 1.0], tolerance=1e-6)
-    assert weights.isfinite().all()
-
-
-@pytest.mark.parametrize("kind", AGGREGATIONS)
-def test_an_update_without_trained_tokens_has_finite_weights(kind):
-    weights_B = call("--loss_aggregation", kind, torch.tensor([0, 0, 0]))
-    assert weights_B.shape == (3,) and weights_B.isfinite().all()
+    mask = torch.tensor([True, False, True])
+    for poison in (3.0, math.inf, math.nan):
+        old = torch.tensor([1.5, poison, 1.0]).log()
+        weights, _ = correction(old, torch.zeros(3), (mask, torch.tensor([0, 0, 1])), kind, 0.5, 2.0)
+        assert_near(weights[mask], [1.5, 1.0], tolerance=1e-6)
+        assert weights.isfinite().all()
 
 
 @pytest.mark.parametrize("poison", [0.0, math.inf, -math.inf, math.nan])
@@ -522,12 +504,8 @@ def test_a_masked_sum_has_no_gradient_at_masked_positions(poison):
 def test_kls_are_measured_without_the_clamp_of_the_loss():
     """A clamp would cut rare tokens with a large k3; the tokens that it cuts are counted."""
     old, new, sampler = torch.tensor([-1.0, -2.0]), torch.tensor([-41.0, -1.0]), torch.tensor([-2.0, -32.0])
-    index, ones = torch.zeros(2, dtype=torch.int64), torch.ones(2)
-    batch = Batch(
-        input_ids_N=index, position_ids_N=index, labels_N=index, loss_mask_N=ones.bool(), loss_weights_N=ones / 2,
-        sequence_ids_N=index, trained_K=torch.arange(2), segments_S=(), advantages_N=ones,
-        rollout_logprobs_N=sampler, ref_logprobs_N=old, lags_N=index, kl_weights_N=ones,
-    )  # fmt: skip
+    batch, ones = pack(make_rollout([2], prompt_length=1), [0]), torch.ones(2)
+    batch = replace(batch, advantages_N=ones, rollout_logprobs_N=sampler, ref_logprobs_N=old)
     algorithm = algorithm_of(flags(kl_coef=0.1))
     t = grpo.tokens_of(batch, new, old, ones)
     means = token_metrics(batch, t, grpo.total_loss(batch, t, algorithm), algorithm)

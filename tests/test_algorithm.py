@@ -30,7 +30,7 @@ from scale_of_loss import SCALE
 def good(t, *, clip_low, power=2, scale=SCALE):
     """-A x logprob^power. The rest is not said."""
     return Loss(-scale * t.advantages * t.logprobs**power - clip_low, token_ratio(t.logprobs, t.old_logprobs))
-def no_default(t, *, power): return t.logprobs**power
+
 def tensor(t): return -t.advantages * t.logprobs
 def no_reference(t): return t.logprobs - t.ref_logprobs
 def of_completions(g, *, advantage_eps): return g.rewards_PG * 2 + advantage_eps
@@ -45,14 +45,10 @@ def own(tmp_path: Path, monkeypatch) -> str:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr("grading.user_code.FOLDERS", set())
     monkeypatch.delitem(sys.modules, "scale_of_loss", raising=False)
-    files = {
-        "my_loss": OWN,
-        "scale_of_loss": "SCALE = 2.0",
-        "broken": "import no_module",
-        "leaves": "raise SystemExit(3)",
-    }
-    for name, text in files.items():
-        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "my_loss.py").write_text(OWN)
+    (tmp_path / "scale_of_loss.py").write_text("SCALE = 2.0\n")
+    (tmp_path / "broken.py").write_text("import no_such_module\n")
+    (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
     return str(tmp_path / "my_loss.py")
 
 
@@ -61,10 +57,9 @@ def own(tmp_path: Path, monkeypatch) -> str:
     ("--policy_loss sapo --clip_high 0.28", "--clip_high 0.28 .*cispo"),
     ("--advantage ppo", "--advantage ppo: use grpo, .*, FILE.py:FUNCTION"),
     ("--loss_aggregation my.py:mean", "--loss_aggregation my.py:mean: use token_mean, "),
-    ("--policy_loss broken.py:f", "broken.py:f cannot be loaded: ModuleNotFoundError.*no_module"),
+    ("--policy_loss broken.py:f", "broken.py:f cannot be loaded: ModuleNotFoundError.*no_such_module"),
     ("--policy_loss leaves.py:f", "leaves.py:f cannot be loaded: SystemExit: 3"),
-    ("--policy_loss my_loss.py:f", "my_loss.py has no function or class 'f'; it has good, no_default, .*, squared.$"),
-    ("--policy_loss my_loss.py:no_default", "no_default: its parameter power is no flag; give it a default"),
+    ("--policy_loss my_loss.py:f", "my_loss.py has no function or class 'f'; it has good, tensor, .*, squared.$"),
     ("--policy_loss kl_cov:part=0.1", "kl_cov:part=...: what can be set here is share, penalty"),
     ("--policy_loss kl_cov:share=much", "'much' is no number; needed is NAME:PARAMETER=NUMBER"),
     ("--policy_loss gspo:clip_low=0.1", "gspo:clip_low=...: .* is none; flags are set as flags"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from batch import Rollout, from_positions, pack, plan_micro_batches, to_positions, training_costs
-from helpers.made_up import RAGGED, make_grade, make_row
+from helpers.made_up import make_grade, make_row
 from helpers.made_up import make_rollout as random_rollout
 from model.packed import Segment
 
@@ -47,7 +47,7 @@ def test_values_travel_to_packed_positions_and_back():
 
 
 def test_completions_in_a_batch_share_their_prompt():
-    """But for its last token."""
+    """But for its last token. What is left out of the loss, here sequence 2, is packed but masked."""
     prompts, completions = [[1, 2, 3]] * 3 + [[4, 5]] * 3, [[11, 12], [13], [14, 15, 16], [17], [18, 19], [20]]
     rollout = replace(make_rollout(prompts, completions), is_trained_B=np.arange(6) != 2)
     batch = pack(rollout, [4, 0, 2, 1], group_size=3)  # only one of the second prompt
@@ -62,18 +62,9 @@ def test_completions_in_a_batch_share_their_prompt():
     returned = from_positions(rollout, batch, batch.rollout_logprobs_N)
     assert {b: x.tolist() for b, x in returned.items()} == {4: [-1, -2], 0: [-1, -2], 2: [-1, -2, -3], 1: [-1]}
     assert batch.cost(parity_length=10.0) == pytest.approx(3.9 + (4 + 1.6) + (5 + 2.5) + (3 + 0.9) - 2 * (2 + 0.4))
-    assert pack(rollout, [4, 0, 2, 1]).lengths_S == (3, 4, 5, 3)
-
-
-def test_a_sequence_left_out_of_the_loss_is_packed_but_masked():
-    rollout = replace(random_rollout(), is_trained_B=np.arange(8) != 2)
-    batch = pack(rollout, list(range(8)))
-    assert batch.input_ids_N.equal(pack(random_rollout(), list(range(8))).input_ids_N)
-    assert int(batch.loss_mask_N.sum()) == sum(RAGGED) - 3 == rollout.trained_lengths_B.sum()
-    assert not batch.loss_mask_N.split(batch.lengths_S)[2].any()
-
-
-# Which rank trains what -----------------------------------------------------------------------------------------------
+    alone = pack(rollout, [4, 0, 2, 1])
+    assert alone.lengths_S == (3, 4, 5, 3) and not alone.loss_mask_N.split(alone.lengths_S)[2].any()
+    assert rollout.trained_lengths_B.tolist() == [2, 1, 0, 1, 2, 1]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])

@@ -28,39 +28,28 @@ from runtime.start import OwnCodeError, RunError
 from schedule import make_plan
 from update import UpdateGuard, add_advantages, compute_advantages, gather_penalties, pack_updates
 
-REWARDS = [1.0, 0.0, 0.0, 1.0]
 PENALTIES = [np.array(p, dtype=np.float32) for p in ([0.1, 0.2], [0.3], [0.0, 0.1, 0.1], [0.2, 0.4])]
 
 
-def graded(rewards: list[float] = REWARDS) -> Rollout:
+def graded(rewards: tuple[float, ...] = (1.0, 0.0, 0.0, 1.0)) -> Rollout:
+    """Two prompts of two completions each."""
     return replace(make_rollout([2, 1, 3, 2]), grades=[make_grade(reward) for reward in rewards], advantages=[])
 
 
-def advantages_of(advantage: str, penalties: list[np.ndarray] | None = None, **rollout: object) -> list[list[float]]:
-    args = flags(advantage=advantage, group_size=2)
-    found = compute_advantages(replace(graded(), **rollout), penalties, algorithm_of(args))
-    assert [len(x) for x in found] == [2, 1, 3, 2]
-    return [x.tolist() for x in found]
-
-
-def whitened(values: list[float]) -> list[float]:
-    return ((np.array(values) - np.mean(values)) / (np.std(values, ddof=1) + 1e-6)).tolist()
-
-
-def test_reinforce_plus_plus_standardises_over_all_tokens():
-    found = advantages_of("reinforce++")
-    assert sum(found, []) == pytest.approx(whitened([1.0] * 2 + [0.0] + [0.0] * 3 + [1.0] * 2), abs=1e-5)
-    found = advantages_of("reinforce++", PENALTIES)
-    returns = [1 - 0.3, 1 - 0.2, 0 - 0.3, 0 - 0.2, 0 - 0.2, 0 - 0.1, 1 - 0.6, 1 - 0.4]
-    assert sum(found, []) == pytest.approx(whitened(returns), abs=1e-5)
-
-
-def test_what_the_loss_leaves_out_stays_out_of_the_statistics():
-    is_trained_B = np.array([True, True, False, True])
-    found = advantages_of("reinforce++", grades=graded([1.0, 0.0, 100.0, 0.0]).grades, is_trained_B=is_trained_B)
-    assert found[2] == [0, 0, 0]
-    assert sum(sum(found, [])) == pytest.approx(0, abs=1e-5)
-    assert max(sum(found, [])) < 2
+def test_reinforce_plus_plus_standardises_over_all_trained_tokens():
+    rollout, algorithm = graded(), algorithm_of(flags(advantage="reinforce++", group_size=2))
+    left_out = replace(graded((1.0, 0.0, 100.0, 0.0)), is_trained_B=np.array([True, True, False, True]))
+    for each, penalties, returns in (
+        (rollout, None, [[1, 1], [0], [0, 0, 0], [1, 1]]),
+        (rollout, PENALTIES, [[1 - 0.3, 1 - 0.2], [0 - 0.3], [0 - 0.2, 0 - 0.2, 0 - 0.1], [1 - 0.6, 1 - 0.4]]),
+        (left_out, None, [[1, 1], [0], [], [0, 0]]),
+    ):
+        found, values = compute_advantages(each, penalties, algorithm), sum(returns, [])
+        expected = (np.array(values) - np.mean(values)) / (np.std(values, ddof=1) + 1e-6)
+        trained = [x for x, own in zip(found, returns, strict=True) if own]
+        assert [len(x) for x in found] == [2, 1, 3, 2]
+        assert np.concatenate(trained).tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+    assert found[2].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(("kind", "expected"), [
@@ -120,7 +109,7 @@ def test_an_empty_completion_is_compared_like_all():
 def test_a_wrong_advantage_ends_the_run_with_its_sentence(advantage, words):
     algorithm = replace(algorithm_of(flags(group_size=2)), advantage=advantage)
     with pytest.raises(OwnCodeError, match=words):
-        compute_advantages(graded([1.0, 0.0, -1.0, 1.0]), None, algorithm)
+        compute_advantages(graded((1.0, 0.0, -1.0, 1.0)), None, algorithm)
 
 
 @pytest.mark.parametrize(("policy_loss", "words"), [

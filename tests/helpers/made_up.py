@@ -1,7 +1,5 @@
 """Flags, tiny models, rollouts, data files and run folders, all made up, and an update by hand."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import json
@@ -17,13 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedTokenizerFast,
-    Qwen3_5Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from algorithm import algorithm_of
 from batch import IMAGE, NO_IDS, Batch, Rollout, Row, StepRecord, Update, pack
@@ -46,7 +38,6 @@ from watch.rollouts import Keeper
 
 RAGGED = [12, 7, 3, 11, 5, 9, 2, 6]  # completion lengths
 ALONE = World(trainer_rank=0, num_trainers=1, tp_size=1, device=torch.device("cpu"))
-META = replace(ALONE, device=torch.device("meta"))
 
 # Flags ----------------------------------------------------------------------------------------------------------------
 
@@ -73,6 +64,11 @@ def vision_flags(folder: Path | str, **changes: object) -> argparse.Namespace:
 
 
 # Tiny models ----------------------------------------------------------------------------------------------------------
+
+FAMILY_SIZES = {
+    "hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 64, "initializer_range": 0.1,
+}  # fmt: skip
 
 
 def random_model(model_type: str, sizes: dict[str, object]) -> torch.nn.Module:
@@ -113,11 +109,7 @@ def make_model(folder: Path, tied: bool = True, num_rows: int = 64, **sizes: obj
 
 def make_model_of_family(folder: Path, model_type: str, **changes: object) -> None:
     """A random model with the CPU job's tokenizer. `changes` of its config; None takes a size away."""
-    sizes = {
-        "hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 32, "max_position_embeddings": 64, "initializer_range": 0.1,
-        "bos_token_id": build_tokenizer().pad_token_id,
-    } | changes  # fmt: skip
+    sizes = FAMILY_SIZES | {"bos_token_id": build_tokenizer().pad_token_id} | changes
     model = random_model(model_type, {name: x for name, x in sizes.items() if x is not None})
     vary_vectors(model)
     model.save_pretrained(folder)
@@ -139,18 +131,16 @@ def make_hybrid(folder: Path) -> None:
     """
     tokenizer = build_tokenizer()
     angles = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    text = {
-        "vocab_size": 64, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 4,
+    text = FAMILY_SIZES | {
+        "vocab_size": 64, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64, "linear_value_head_dim": 64, "tie_word_embeddings": True,
         "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
-        "max_position_embeddings": 64, "initializer_range": 0.1, "tie_word_embeddings": True,
         "mamba_ssm_dtype": "float32", "output_gate_type": "swish", "attn_output_gate": True,
         "rope_parameters": angles | {"mrope_section": [4, 2, 2], "mrope_interleaved": True},
         "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
     }  # fmt: skip
     tower = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
-    config = Qwen3_5Config(text_config=text, vision_config=tower, tie_word_embeddings=True)
+    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=tower, tie_word_embeddings=True)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     vary_vectors(model)
@@ -172,7 +162,7 @@ def make_vision_model(folder: Path) -> Path:
     rng, rows = np.random.default_rng(0), []
     for number, sizes in enumerate(([(56, 84)], [], [(90, 60), (56, 56), (56, 56)], [], [(120, 40)])):
         noise = [rng.integers(0, 256, (height, width, 3), dtype=np.uint8) for width, height in sizes]
-        images = [{"bytes": png_file(Image.fromarray(pixels)), "path": None} for pixels in noise]
+        images = [{"bytes": png(pixels=pixels), "path": None} for pixels in noise]
         rows.append({"problem": "<image>" * len(images) + f"{number}+1?", "answer": str(number + 1), "images": images})
     write_parquet(folder / "train.parquet", rows)
     return folder
@@ -256,9 +246,9 @@ def make_rollout(lengths: list[int] = RAGGED, prompt_length: int = 4, seed: int 
     )
 
 
-def vision_rollout(data: PromptData, seed: int = 0) -> Rollout:
+def vision_rollout(data: PromptData) -> Rollout:
     """A random completion of each prompt, with random advantages. The first holds a sampled image token."""
-    rollout = replace(make_rollout([8, 5, 7, 3, 6], seed=seed), rows=data.rows)
+    rollout = replace(make_rollout([8, 5, 7, 3, 6]), rows=data.rows)
     rollout.completions[0][3] = data.rows[0].images.vision.image_token
     return rollout
 
@@ -311,12 +301,12 @@ def run_passes(policy: Policy, args: argparse.Namespace, rollout: Rollout) -> in
     a size that depends on values (`nonzero`, an index that is a mask).
     """
     policy.to("meta")
-    algorithm, memory = algorithm_of(args), Memory.from_flags(args)
-    packed = whole_update(rollout, args, policy, META)
+    algorithm, memory, world = algorithm_of(args), Memory.from_flags(args), replace(ALONE, device=torch.device("meta"))
+    packed = whole_update(rollout, args, policy, world)
     step = UpdateStep(index=0, rate=0.0, is_first=False, max_grad_norm=1.0, seed=0)
     for field in ("old_logprobs_N", "ref_logprobs_N"):
         packed = logprobs_under(policy, field, packed, algorithm)
-    passes = add_gradients(policy, packed, algorithm, step, memory, META)
+    passes = add_gradients(policy, packed, algorithm, step, memory, world)
     assert all(parameter.grad is not None for parameter in policy.parameters() if parameter.requires_grad)
     return len(passes)
 
@@ -354,14 +344,11 @@ GOOD = '{"problem": "1+1", "answer": "2"}\n'
 TOKENIZER = byte_tokenizer()
 
 
-def png_file(image: Image.Image) -> bytes:
-    out = io.BytesIO()
-    image.save(out, "PNG")
+def png(red: int = 255, size: int = 4, pixels: np.ndarray | None = None) -> bytes:
+    """A file with these pixels, or with a square of this red."""
+    image = Image.new("RGB", (size, size), (red, 0, 0)) if pixels is None else Image.fromarray(pixels)
+    image.save(out := io.BytesIO(), "PNG")
     return out.getvalue()
-
-
-def png(red: int = 255, size: int = 4) -> bytes:
-    return png_file(Image.new("RGB", (size, size), (red, 0, 0)))
 
 
 def write(folder: Path, content: str | bytes, name: str = "rows.jsonl") -> str:

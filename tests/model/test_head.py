@@ -17,14 +17,17 @@ from model.head import chunked_logprobs
 
 
 def test_chunks_of_the_head_change_neither_value_nor_gradient(policy, monkeypatch):
-    batch = pack(make_rollout(), list(range(len(RAGGED))))
-    results = []
+    """Prompt positions have no log-prob and no gradient, here of the tied embedding, so of the hidden states, too."""
+    batch, results = pack(make_rollout(), list(range(len(RAGGED)))), []
     for chunk in (1024, 5, 1):
         monkeypatch.setattr(sizes, "HEAD_CHUNK_LOGITS", chunk * 64)
         model = load_policy(policy)
         weight = model.model.get_output_embeddings().weight
         logprobs, entropies, *_ = model(batch, 1.0)
         (gradient,) = torch.autograd.grad(logprobs.sum(), weight, retain_graph=True)
+        prompts = [values[~batch.loss_mask_N] for values in (logprobs, entropies)]
+        prompts += torch.autograd.grad(prompts[0].sum(), weight, retain_graph=True)
+        assert not any(values.any() for values in prompts)
         (again,) = torch.autograd.grad(logprobs.sum(), weight)  # for which the last chunk is not kept
         torch.testing.assert_close(again, gradient, atol=1e-5, rtol=1e-5)
         results.append((logprobs.detach(), entropies, gradient))
@@ -45,17 +48,6 @@ def test_entropy_is_that_of_the_tempered_distribution(policy):
     found, wanted = ({name: p.grad for name, p in x.named_parameters()} for x in (model.model, plain))
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
     assert max(gradient.abs().max() for gradient in wanted.values()) > 0.01
-
-
-def test_prompt_positions_get_no_logprob_and_no_head_gradient(policy):
-    model, batch = load_policy(policy), pack(make_rollout([2, 2]), [0, 1])
-    logprobs, entropies, *_ = model(batch, 1.0)
-    assert not logprobs[~batch.loss_mask_N].any() and not entropies[~batch.loss_mask_N].any()
-    logprobs[~batch.loss_mask_N].sum().backward()
-    assert all(p.grad is None or p.grad.eq(0).all() for p in model.parameters())
-
-
-# Logits in fp32 beside bf16 weights -----------------------------------------------------------------------------------
 
 
 def test_fp32_logits_are_exact_where_bf16_rounds_them(qwen3_policy):

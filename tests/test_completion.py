@@ -22,9 +22,9 @@ TEMPLATE = (
 )
 
 
-def tokenizer_of(tags: list[str] = TAGS, template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+def tokenizer_of(tags: list[str] = TAGS) -> PreTrainedTokenizerFast:
     """One token per byte, and special ones."""
-    tokenizer = byte_tokenizer(template)
+    tokenizer = byte_tokenizer(TEMPLATE)
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in [*tags, *OTHERS]])
     tokenizer.pad_token = "<pad>"
     return tokenizer
@@ -54,10 +54,6 @@ def test_tags_are_read_and_what_is_around_messages_is_not(sampled, shown):
     assert read(sampled) == shown
 
 
-def test_a_completion_that_was_cut_off_has_no_end_token():
-    assert read("<answer>4<|python_tag|>", "length") == "<answer>4<|python_tag|>"
-
-
 def test_a_characters_tokens_join_around_a_token_left_out():
     tokenizer = tokenizer_of()
     first, second = ids_of(tokenizer, "é")
@@ -76,6 +72,7 @@ def test_rewards_see_the_tags_and_the_log_names_them():
     text = read("<think>\\boxed{5}</think><answer>4</answer><|im_end|>")
     for name in ("math", "exact", "gsm8k", "format", "think_format"):
         assert load_verifier(name)(Case(text, "4"))[0] == 1.0, name
+    assert read("<answer>4<|python_tag|>", "length") == "<answer>4<|python_tag|>", "what was cut off has no end"
     assert load_verifier("math")(Case(read("<think>\\boxed{4}", "length"), "4"))[0] == 0.0, "a thought that was cut"
     assert describe_tags(tokenizer_of(["<answer>", "</answer>", "<|box_end|>", "<|python_tag|>"])) == [
         "special tokens that the reward sees: <answer>, </answer>, <|python_tag|>"

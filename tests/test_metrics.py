@@ -49,7 +49,6 @@ def test_the_standard_error_is_clustered_by_prompt():
 
 
 def test_ungraded_completions_are_counted_and_parts_averaged():
-
     def found(grades: list[Grade]) -> dict[str, float]:
         return rollout_metrics(replace(make_rollout([1] * 4), grades=grades), group_size=2)
 

@@ -1,6 +1,7 @@
 """Between rollout and loss: advantages with and without a KL penalty, weights, which log-probs are computed."""
 
 import copy
+import itertools
 import math
 import re
 from argparse import Namespace
@@ -18,7 +19,7 @@ import update
 from algorithm import algorithm_of
 from batch import Rollout, Update, pack, to_positions
 from flags import Memory
-from grpo import Loss
+from grpo import Loss, Tokens
 from helpers import made_up
 from helpers.made_up import ALONE, flags, load_policy, make_grade, make_rollout, make_row
 from helpers.runs import ROOT
@@ -247,28 +248,20 @@ def test_a_later_update_has_no_bound_on_an_unknown_gap():
     assert plan.update(1, 0).max_rollout_gap == 0, "dropout moves it, too"
 
 
-OWN = """
-from grpo import Loss
-def loss(t, *, power=1):
-    return Loss(-t.advantages * t.logprobs, metrics={"twice": 2 * t.entropies, "is_up": t.logprobs > t.ref_logprobs})
-CALLS = [0, 1] * 4
-def sometimes(t):
-    is_up = t.logprobs > t.old_logprobs
-    return Loss(-t.advantages * t.logprobs, metrics={"b": is_up} | ({"a": is_up} if CALLS.pop() else {}))
-def advantage(g):
-    return g.parts["short"] + g.is_correct_PG - 0.5 * g.is_truncated_PG
-"""
+def loss_with(t: Tokens, **metrics: torch.Tensor) -> Loss:
+    return Loss(-t.advantages * t.logprobs, metrics=metrics)
 
 
-def test_user_functions_see_entropies_and_parts_of_the_reward(policy, tmp_path):
-    (tmp_path / "own_of_update.py").write_text(OWN)
+def test_user_functions_see_entropies_and_parts_of_the_reward(policy):
+    own = {
+        "policy_loss": lambda t: loss_with(t, twice=2 * t.entropies, is_up=t.logprobs > t.ref_logprobs),
+        "advantage": lambda g: g.parts["short"] + g.is_correct_PG - 0.5 * g.is_truncated_PG,
+    }
     parts = [{"math": b % 2} | ({"short": b / 8} if b else {}) for b in range(8)]
     grades = [make_grade(b, is_correct=b % 2 > 0, **parts[b]) for b in range(8)]
     rollout = replace(graded_rollout(), grades=grades, is_truncated_B=np.arange(8) > 5)
-    own = {"policy_loss": "loss", "advantage": "advantage", "reward": "with_sub_scores"}
-    own = {flag: f"{tmp_path}/own_of_update.py:{function}" for flag, function in own.items()}
-    args, model = flags(**own, kl_coef=0.1, learning_rate=0, **TWO_UPDATES), load_policy(policy)
-    for each, metrics in train_step(model, args, rollout):
+    model = load_policy(policy)
+    for each, metrics in train_step(model, flags(kl_coef=0.1, learning_rate=0, **TWO_UPDATES), rollout, **own):
         (batch,) = each.batches
         chosen, entropies_N = batch.loss_mask_N, model(batch, 1.0)[1]
         assert metrics["loss/twice"] == pytest.approx(2 * metrics["policy/entropy"], rel=1e-5)
@@ -279,12 +272,12 @@ def test_user_functions_see_entropies_and_parts_of_the_reward(policy, tmp_path):
             assert advantages_N[-1].item() == pytest.approx(expected)
 
 
-def test_metrics_that_a_loss_returns_only_sometimes_are_told(policy, tmp_path):
+def test_metrics_that_a_loss_returns_only_sometimes_are_told(policy):
     """On another rank they would be added to other ones, or waited for."""
-    (tmp_path / "own_of_update.py").write_text(OWN)
+    names, args = itertools.cycle("ab"), flags(micro_batch_tokens=16, **TWO_UPDATES)
+    own = {"policy_loss": lambda t: loss_with(t, **{next(names): t.mask})}
     with pytest.raises(RunError, match="--policy_loss returned the metrics .*, and elsewhere .*; return all each time"):
-        args = flags(policy_loss=f"{tmp_path}/own_of_update.py:sometimes", micro_batch_tokens=16, **TWO_UPDATES)
-        list(train_step(load_policy(policy), args, graded_rollout()))
+        next(train_step(load_policy(policy), args, graded_rollout(), **own))
 
 
 def train_step(

@@ -1,4 +1,4 @@
-"""Bad updates, and a sampler that is not the policy: which they are, what they leave behind, when they end the run."""
+"""Bad updates, and a sampler that is not the policy: what they leave behind, when they end the run."""
 
 import copy
 import json
@@ -59,7 +59,7 @@ def test_a_step_without_a_finite_update_is_not_to_be_saved():
 
 
 def test_a_bad_update_changes_no_bit_and_the_next_one_is_made(policy):
-    """Of four micro-batches of two sequences; the old log-prob of a token of the third one is wrong."""
+    """Four micro-batches of two sequences; an old log-prob of a token of the third one is wrong."""
     model, rollout = load_policy(policy), make_rollout()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     algorithm, memory, guard = algorithm_of(flags()), Memory.from_flags(flags()), UpdateGuard(ALONE)
@@ -84,7 +84,7 @@ def test_a_bad_update_changes_no_bit_and_the_next_one_is_made(policy):
 
 # A sampler that is not the policy -------------------------------------------------------------------------------------
 
-# Figures of clean steps with about two hundred tokens of an uncertain policy: a temperature counts by what it explains.
+# Of clean steps with two hundred tokens of an uncertain policy: a temperature counts by what it explains.
 CLEAN = [(0.0035, 1.053, 0.14), (0.0069, 0.939, 0.51), (0.0126, 1.088, 0.3)]
 
 
@@ -96,11 +96,11 @@ def test_no_update_is_made_if_log_probs_are_beyond_the_bound(gap):
     with nullcontext() if gap in CLEAN else pytest.raises(RunError, match="step 3, update 2 .*rollout_gap 0.05"):
         check_gap(metrics, bounded)
     check_gap(metrics, free)
-    check_gap(metrics | {"policy/loss": nan}, bounded)  # then the log-probs say nothing of the sampler
+    check_gap(metrics | {"policy/loss": nan}, bounded)  # then log-probs say nothing of the sampler
 
 
 def test_a_sampler_at_another_temperature_ends_the_run(policy, tmp_path):
-    """Through the program itself: the sentence is the last thing said, and its file has the tokens of the step."""
+    """The sentence is the last thing that the program says; its file has the tokens of the step."""
     done = run_ranks(2, PROGRAMS, ["cooler", *training_flags(policy, tmp_path / "run")])
     file = tmp_path / "run" / "rollouts" / "step_1.parquet"
     said = done.stderr.strip().splitlines()[-1]

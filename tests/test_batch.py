@@ -47,7 +47,7 @@ def test_values_travel_to_packed_positions_and_back():
 
 
 def test_completions_in_a_batch_share_their_prompt():
-    """But for its last token. What is left out of the loss, here sequence 2, is packed but masked."""
+    """But for its last token. Sequence 2, which is left out of the loss, is packed but masked."""
     prompts, completions = [[1, 2, 3]] * 3 + [[4, 5]] * 3, [[11, 12], [13], [14, 15, 16], [17], [18, 19], [20]]
     rollout = replace(make_rollout(prompts, completions), is_trained_B=np.arange(6) != 2)
     batch = pack(rollout, [4, 0, 2, 1], group_size=3)  # only one of the second prompt
@@ -76,7 +76,7 @@ def test_micro_batches_hold_every_sequence_once_within_the_cap(group_size, promp
     lengths, shared = completions + prompt_length - 1, np.full(48, prompt_length - 1)
     plan = plan_micro_batches(lengths, num_ranks, max_tokens, 1000.0, group_size, shared)
     assert len(plan) == num_ranks
-    assert len({len(micros) for micros in plan}) == 1, "ranks must run the same number of micro-batches"
+    assert len({len(micros) for micros in plan}) == 1, "each rank must run as many"
     assert sorted(i for micros in plan for micro in micros for i in micro) == list(range(48))
     rollout = random_rollout(completions.tolist(), prompt_length, group_size=group_size)
     sizes = [sum(pack(rollout, micro, group_size=group_size).lengths_S) for micros in plan for micro in micros]
@@ -93,7 +93,7 @@ PARITY_LENGTH = 70_000.0  # Qwen2.5-7B: 7.07e9 numbers in matrices / (28 layers 
 
 
 def waiting(plan: list[list[list[int]]], lengths: np.ndarray, shared: int = 0, group_size: int = 1):
-    """(the cost of all micro-batches, that of the slowest ranks of each micro step times the ranks)."""
+    """(the cost of all micro-batches, that of the slowest rank of each micro step times the ranks)."""
 
     def cost(micro: list[int]) -> float:
         num_sharing = len(micro) - len({i // group_size for i in micro})
@@ -112,7 +112,7 @@ def waiting(plan: list[list[list[int]]], lengths: np.ndarray, shared: int = 0, g
 def test_the_slowest_ranks_compute_less_where_prompts_are_shared(
     num_prompts, group_size, prompt_length, mean, longest, max_tokens, most
 ):
-    """By cost, as a share of that without sharing. Waiting is included; without it: 0.86, 0.26 and 0.70."""
+    """By cost, as a share of that without sharing. Without waiting it is 0.86, 0.26 and 0.70."""
     rng, count = np.random.default_rng(0), num_prompts * group_size
     lengths = rng.lognormal(np.log(mean) - 0.3, 0.7, count).astype(int).clip(8, longest) + prompt_length - 1
     shared = np.full(count, prompt_length - 1)

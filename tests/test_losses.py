@@ -33,7 +33,7 @@ def test_a_file_has_at_most_forty_lines(path):
 
 
 def make_case(advantages: list[float] = (1.5, -0.5, 0.7, -2.0), scale: float = 0.5) -> SimpleNamespace:
-    """Random tokens of four sequences: log-probs (new, old, sampler), entropies, `a`: the advantage of the sequence."""
+    """Log-probs (new, old, sampler), entropies, and `a`, the advantage of the sequence, of 14 tokens."""
     generator = torch.Generator().manual_seed(0)
     old = torch.randn(14, generator=generator, dtype=torch.float64) * 0.5 - 3.0
     new, sampler = (old + scale * torch.randn(14, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -114,7 +114,7 @@ def test_the_80_20_rule_trains_the_tokens_of_highest_entropy():
     case = make_case()
     case.entropies[4] = 9.0  # not trained: does not count
     loss, _ = loss_of(case, "high_entropy", **CLIP)
-    chosen = sorted(TOKENS, key=lambda t: case.entropies[t])[-3:]  # 13 tokens: rank 0.8 x 12 = 9.6 and above
+    chosen = sorted(TOKENS, key=lambda t: case.entropies[t])[-3:]  # rank 0.8 x 12 = 9.6 and above
     assert_trained(loss.per_token, {t: naive_clip(case, t) if t in chosen else 0.0 for t in TOKENS})
 
 
@@ -161,7 +161,7 @@ def assert_near(found: list[list[float]], expected: list[list[float]]) -> None:
 
 
 def test_gdpo_compares_each_part_of_the_reward_by_itself():
-    right, form = [[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0]], [[10.0, 20.0, 10.0, 30.0], [0.0, 5.0, 5.0, 5.0]]
+    right, form = [[1.0, 0.0, 0.0, 1.0], [0.0] * 4], [[10.0, 20.0, 10.0, 30.0], [0.0, 5.0, 5.0, 5.0]]
     sums = []
     for groups in zip(right, form, strict=True):
         scaled = [[standardised(x, part) for x in part] for part in groups]
@@ -190,11 +190,11 @@ def test_opo_takes_off_the_mean_that_is_weighted_by_length():
 
 
 def test_gigpo_compares_turns_that_began_in_the_same_state():
-    """Two groups of two episodes; the first has rewards 1 and 0 at its ends and meets the state "x" three times."""
+    """Two groups of two episodes; the first has rewards 1 and 0 and meets the state "x" three times."""
     states, lengths = [[b"", b"x", b"x"], [b"", b"x"], [b""], [b"", b"x"]], torch.tensor([3, 2, 1, 2])
     turns_T, rewards = torch.cat([torch.arange(n) for n in lengths]), [[1.0, 0.0], [2.0, 2.0]]
     fields = {"lengths_B": lengths, "turns_T": turns_T, "mask_T": turns_T >= 0, "states_B": states}
-    # The returns of turns before which nothing was said; of those in the state "x"; of the second group's first ones.
+    # The returns of turns before which nothing was said; in the state "x"; first ones of the second group.
     first, same, other = [0.95**2, 0.0], [0.95, 1.0, 0.0], [2.0, 0.95 * 2.0]
     turns = [(1.0, first[0], first), (1.0, 0.95, same), (1.0, 1.0, same), (0.0, 0.0, first), (0.0, 0.0, same)]
     expected = [standardised(reward, rewards[0]) + standardised(x, among) for reward, x, among in turns]
@@ -203,7 +203,7 @@ def test_gigpo_compares_turns_that_began_in_the_same_state():
 
 
 def test_gigpo_takes_an_episode_without_replies_as_one_turn():
-    """Also where no episode of the step has a reply: each is its first turn alone, and compared twice."""
+    """Also where no episode of the step has a reply: each is its first turn, and compared twice."""
     grades = [Grade(reward, "ok", {"tools": reward}) for reward in (1.0, 0.0)]
     rollout = replace(make_rollout([2, 3], group_size=2), grades=grades)
     algorithm = algorithm_of(flags(advantage="gigpo", group_size=2, tools=TOOLS))
@@ -219,7 +219,7 @@ def test_gpg_scales_the_gradient_up_for_groups_without_one():
 
 
 def test_a_star_po_takes_off_a_value_from_rewards_of_the_start():
-    """beta log(mean of exp(r / beta)) of the completions of the starting policy, which are in a column."""
+    """beta log(mean of exp(r / beta)) of completions of the starting policy, which are in a column."""
     columns = [{"start_rewards": [1.0, 0.0, 0.0, 1.0]}, {"start_rewards": 0.25}]
     value = 0.5 * math.log((2 * math.exp(2.0) + 2) / 4)
     found = advantages("a_star_po", [[1.0, 0.0], [0.0, 1.0]], columns=columns)
@@ -232,7 +232,7 @@ def test_a_star_po_is_a_regression_of_the_log_ratio_to_the_reference():
     for own in SEQUENCES:
         error = 0.1 * sum((case.new[t] - case.sampler[t]).item() for t in own) - case.a[own[0]].item()
         expected |= dict.fromkeys(own, error**2)
-        slopes |= dict.fromkeys(own, 2 * error * 0.1 * len(own))  # each token's loss depends on all of them
+        slopes |= dict.fromkeys(own, 2 * error * 0.1 * len(own))  # each loss depends on all of them
     assert_trained(loss.per_token, expected)
     assert_trained(gradient, slopes)
 

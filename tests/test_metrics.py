@@ -15,7 +15,7 @@ from metrics import Work, merge_updates, peak_flops, rollout_metrics, stderr_of_
 from plan.setup import shape_of
 from plan.time import forward_flops
 
-ROLLOUT = make_rollout([6, 2, 8, 4], group_size=2)  # with prompts of 4 tokens: 9 + 5 + 11 + 7 positions
+ROLLOUT = make_rollout([6, 2, 8, 4], group_size=2)  # prompts of 4 tokens: 9 + 5 + 11 + 7 positions
 
 
 def test_rollout_metrics_count_groups_lengths_and_truncation():
@@ -36,7 +36,7 @@ def test_rollout_metrics_count_groups_lengths_and_truncation():
 
 
 def test_the_standard_error_is_clustered_by_prompt():
-    """Against the spread of 2,000 means of 20 prompts x 4 completions, of which a third is chosen; within 10 %."""
+    """Against the spread of 2,000 means of a third of 20 prompts x 4 completions; within 10 %."""
     random, means, errors = np.random.default_rng(0), [], []
     for _ in range(2000):
         values = np.repeat(random.normal(0, 1, 20), 4) + random.normal(0, 0.5, 80)

@@ -1,4 +1,4 @@
-"""Between rollout and loss: advantages with and without a KL penalty, weights, which log-probs are computed."""
+"""Between rollout and loss: advantages, KL penalties, weights, which log-probs are computed."""
 
 import copy
 import itertools
@@ -21,7 +21,7 @@ from batch import Rollout, Update, pack, to_positions
 from flags import Memory
 from grpo import Loss, Tokens
 from helpers import made_up
-from helpers.made_up import ALONE, flags, load_policy, make_grade, make_rollout, make_row
+from helpers.made_up import ALONE, RAGGED, flags, load_policy, make_grade, make_rollout, make_row
 from helpers.runs import ROOT
 from metrics import token_metrics
 from policy import Policy
@@ -32,14 +32,14 @@ from update import UpdateGuard, add_advantages, compute_advantages, gather_penal
 PENALTIES = [np.array(p, dtype=np.float32) for p in ([0.1, 0.2], [0.3], [0.0, 0.1, 0.1], [0.2, 0.4])]
 
 
-def graded(rewards: tuple[float, ...] = (1.0, 0.0, 0.0, 1.0)) -> Rollout:
-    """Two prompts of two completions each."""
-    return replace(make_rollout([2, 1, 3, 2]), grades=[make_grade(reward) for reward in rewards], advantages=[])
+def graded(*rewards: float, lengths: tuple[int, ...] = (2, 1, 3, 2), group_size: int = 1) -> Rollout:
+    grades = [make_grade(reward) for reward in rewards or (1, 0, 0, 1)]
+    return replace(make_rollout(lengths, group_size=group_size), grades=grades, advantages=[])
 
 
 def test_reinforce_plus_plus_standardises_over_all_trained_tokens():
     rollout, algorithm = graded(), algorithm_of(flags(advantage="reinforce++", group_size=2))
-    left_out = replace(graded((1.0, 0.0, 100.0, 0.0)), is_trained_B=np.array([True, True, False, True]))
+    left_out = replace(graded(1, 0, 100, 0), is_trained_B=np.array([True, True, False, True]))
     for each, penalties, returns in (
         (rollout, None, [[1, 1], [0], [0, 0, 0], [1, 1]]),
         (rollout, PENALTIES, [[1 - 0.3, 1 - 0.2], [0 - 0.3], [0 - 0.2, 0 - 0.2, 0 - 0.1], [1 - 0.6, 1 - 0.4]]),
@@ -76,7 +76,7 @@ def test_every_update_has_the_weights_of_its_own_sequences(kind, expected):
 
 
 def test_an_advantage_knows_the_step_and_the_columns_of_the_rows():
-    """By the file that weighs prompts by a pass rate: that of the group, or that of a column, as the run goes on."""
+    """Prompts count by a pass rate: that of the group, or that of a column, as the run goes on."""
     rows = [make_row([1], columns={"pass_rate": rate}) for rate in ("1", "1", "0.5", "0.5")]
     grades = [make_grade(r, is_correct=c) for r, c in ((1, 1), (0, 1), (0, 0), (1, 1))]
     rollout, file = replace(graded(), rows=rows, grades=grades), f"{ROOT}/docs/advantages/pass_rate.py"
@@ -94,8 +94,8 @@ def test_an_advantage_knows_the_step_and_the_columns_of_the_rows():
 
 def test_an_empty_completion_is_compared_like_all():
     """It has a reward, which counts in its group, and no token that could get an advantage."""
-    rollout = replace(make_rollout([2, 0], group_size=2), grades=[make_grade(reward) for reward in (1, 0)])
-    first, second = compute_advantages(rollout, None, algorithm_of(flags(group_size=2)))
+    rollout, algorithm = graded(1, 0, lengths=(2, 0)), algorithm_of(flags(group_size=2))
+    first, second = compute_advantages(rollout, None, algorithm)
     assert first == pytest.approx([0.5**0.5] * 2, abs=1e-5) and len(second) == 0
 
 
@@ -110,7 +110,7 @@ def test_an_empty_completion_is_compared_like_all():
 def test_a_wrong_advantage_ends_the_run_with_its_sentence(advantage, words):
     algorithm = replace(algorithm_of(flags(group_size=2)), advantage=advantage)
     with pytest.raises(OwnCodeError, match=words):
-        compute_advantages(graded((1.0, 0.0, -1.0, 1.0)), None, algorithm)
+        compute_advantages(graded(1, 0, -1, 1), None, algorithm)
 
 
 @pytest.mark.parametrize(("policy_loss", "words"), [
@@ -138,7 +138,7 @@ def test_a_wrong_kl_estimator_ends_its_step_with_a_sentence(kl_in, estimator, wo
 
 
 def test_a_loss_that_changes_its_input_changes_no_batch(policy):
-    """Else a loss that clears the mask would train nothing, and one that scales advantages would do so in each pass."""
+    """Else one that clears the mask would train nothing, and one that scales would do so in each pass."""
 
     def careless(t):
         loss = -t.advantages.mul_(2) * t.logprobs
@@ -155,13 +155,13 @@ def test_a_loss_that_changes_its_input_changes_no_batch(policy):
 
 
 def test_the_whole_penalty_is_taken_off_before_the_baseline():
-    """Rewards 1, 0 and 0, 1; penalties of 0.3, 0.3 and 0.2, 0.6 in all; completions of 2, 1, 3 and 2 tokens."""
+    """Rewards 1, 0 and 0, 1; penalties of 0.3, 0.3 and 0.2, 0.6; completions of 2, 1, 3 and 2 tokens."""
     rollout, order = graded(), [1, 0, 2, 3]
     batch = pack(rollout, order)
     kl_N = to_positions(rollout, batch.segments_S, [penalty / 0.5 for penalty in PENALTIES])
     batch = replace(batch, old_logprobs_N=kl_N - 3, ref_logprobs_N=torch.full_like(kl_N, -3.0))
-    # r - mean of group: 0.5, -0.5, -0.3, 0.3 with the penalty and 0.5, -0.5, -0.5, 0.5 without it. Over the 8 tokens
-    # the mean is 0.025 and the std sqrt(1.195 / 7) = 0.413176; without it 0 and sqrt(2 / 7) = 0.534522.
+    # r - mean of group: 0.5, -0.5, -0.3, 0.3, and without the penalty 0.5, -0.5, -0.5, 0.5. Over 8
+    # tokens mean 0.025 and std sqrt(1.195 / 7) = 0.413176; without it 0 and sqrt(2 / 7) = 0.534522.
     with_penalty = [1.149629] * 2 + [-1.270643] + [-0.786589] * 3 + [0.665575] * 2
     without = [0.935414] * 2 + [-0.935414] * 4 + [0.935414] * 2
     for kl_in, expected in (("reward", with_penalty), ("loss", without)):
@@ -178,7 +178,7 @@ def test_the_whole_penalty_is_taken_off_before_the_baseline():
 
 
 def test_the_rollout_correction_weighs_the_policy_loss_alone():
-    """Two tokens: A = 1 and -2, ratio 1, trainer / sampler 1.5 and 8 (at most 2), KL 0.2 and -0.4, entropy 2 and 1."""
+    """A = 1 and -2, ratio 1, trainer / sampler 1.5 and 8 (at most 2), KL 0.2, -0.4, entropy 2 and 1."""
     batch = pack(make_rollout([2]), [0])
 
     def at_tokens(*values: float) -> torch.Tensor:
@@ -212,7 +212,7 @@ def test_the_rollout_correction_weighs_the_policy_loss_alone():
 
 
 def test_sampler_log_probs_as_old_ones_need_no_pass(policy):
-    """The ratio is to them, while the gap between the engines is still measured with the trainer's."""
+    """The ratio is to them; the gap to the engine is still measured with the trainer's."""
     rollout, model = graded_rollout(), load_policy(policy)
     args = flags(old_logprobs="rollout", policy_loss="dppo", advantage="dr_grpo", learning_rate=0, **TWO_UPDATES)
     for each, metrics in train_step(model, args, rollout):
@@ -283,7 +283,7 @@ def test_metrics_that_a_loss_returns_only_sometimes_are_told(policy):
 def train_step(
     policy: Policy, args: Namespace, rollout: Rollout, reference: Policy | None = None, **own: Callable
 ) -> Iterator[tuple[Update, dict[str, float]]]:
-    """Phases 2 to 4 of the second step: each update and its metrics. Without a reference it is the policy itself.
+    """Each update of the second step and its metrics. Without a reference it is the policy itself.
 
     `own`: functions in place of those that the flags name.
     """
@@ -299,7 +299,7 @@ def train_step(
 
 
 def test_the_logged_learning_rate_is_the_one_that_is_used(policy):
-    """One AdamW step moves a parameter by about the learning rate. That of the optimizer when it is made is 1e-3."""
+    """One AdamW step moves a parameter by about the rate. The optimizer is made with 1e-3."""
     before = load_policy(policy).state_dict()
     for rate, least, most in ((0.0, 0.0, 0.0), (1e-2, 0.005, 0.02)):
         model, args = load_policy(policy), flags(learning_rate=rate, **TWO_UPDATES | {"prompts_per_update": 2})
@@ -315,12 +315,12 @@ TWO_UPDATES = {"prompts_per_step": 2, "prompts_per_update": 1, "group_size": 4}
 
 def graded_rollout() -> Rollout:
     """Two prompts of four completions each, of which every second one is correct."""
-    return replace(make_rollout(group_size=4), grades=[make_grade(b % 2) for b in range(8)], advantages=[])
+    return graded(*[0, 1] * 4, lengths=RAGGED, group_size=4)
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_iterations": 2}, {"kl_in": "reward"}])
 def test_each_pass_of_the_trainer_is_at_the_samplers_temperature(changes, policy):
-    """The update's, that of old log-probs, that of the reference. fp32; the rate is 0, so no weight changes."""
+    """The update's, that of old log-probs, that of the reference. The rate is 0: no weight changes."""
     plain, rollout = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32), graded_rollout()
     with torch.no_grad():
         sampled, untempered = (made_up.unpacked_logprobs(plain, rollout, temperature) for temperature in (0.7, 1.0))
@@ -364,13 +364,12 @@ def test_the_passes_never_wait_for_the_device(changes, policy):
 
 
 def test_the_documented_step_by_hand_is_what_is_computed():
-    """docs/algorithm.md: two prompts of two completions, with their advantages, mask, weights and loss."""
+    """docs/algorithm.md: two prompts of two completions, their advantages, mask, weights and loss."""
     page = (ROOT / "docs" / "algorithm.md").read_text().partition("## One step by hand")[2].partition("\n## ")[0]
     table = re.findall(r"^\| b = \d \| ([\d ]+) \| ([\d ]+) \| (\d) \| (\S+) \| (\d) \|$", page, re.M)
     prompts, completions = ([np.array(row[i].split(), dtype=np.int32) for row in table] for i in (0, 1))
-    grades = [make_grade(float(row[2])) for row in table]
-    rollout = replace(make_rollout([len(ids) for ids in completions]), completions=completions, grades=grades)
-    rollout = replace(rollout, rows=[make_row(ids) for ids in prompts])
+    rollout = graded(*(float(row[2]) for row in table), lengths=[len(ids) for ids in completions])
+    rollout = replace(rollout, rows=[make_row(ids) for ids in prompts], completions=completions)
     algorithm = algorithm_of(flags(group_size=2))
     advantages = compute_advantages(rollout, None, algorithm)
     assert [values[0] for values in advantages] == pytest.approx([float(row[3]) for row in table], abs=5e-5)

@@ -43,7 +43,7 @@ ALONE = World(trainer_rank=0, num_trainers=1, tp_size=1, device=torch.device("cp
 
 
 def flags(**changes: object) -> argparse.Namespace:
-    """The program's flags, with these changed; what it requires is filled in. Made-up rollouts are trained on, too."""
+    """The flags, with these changed and the required ones filled in. Made-up rollouts are trained on."""
     values = {"model": "m", "train_data": "d", "out_dir": "o", "total_steps": 10, "max_rollout_gap": 0} | changes
     return parse_flags(command_line(values))
 
@@ -108,7 +108,7 @@ def make_model(folder: Path, tied: bool = True, num_rows: int = 64, **sizes: obj
 
 
 def make_model_of_family(folder: Path, model_type: str, **changes: object) -> None:
-    """A random model with the CPU job's tokenizer. `changes` of its config; None takes a size away."""
+    """A random model with the CPU job's tokenizer; `changes` of its config: None takes a size away."""
     sizes = FAMILY_SIZES | {"bos_token_id": build_tokenizer().pad_token_id} | changes
     model = random_model(model_type, {name: x for name, x in sizes.items() if x is not None})
     vary_vectors(model)
@@ -117,7 +117,7 @@ def make_model_of_family(folder: Path, model_type: str, **changes: object) -> No
 
 
 def vary_vectors(model: torch.nn.Module) -> None:
-    """Norms begin at 0 or 1, biases at 0: a wrong one would not show. Recurrences forget all at once: no leak would."""
+    """Norms begin at 0 or 1, biases at 0, and recurrences forget all at once: what is wrong would not show."""
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             mean = -3.0 if name.endswith("A_log") else parameter.mean().item()
@@ -125,7 +125,7 @@ def vary_vectors(model: torch.nn.Module) -> None:
 
 
 def make_hybrid(folder: Path) -> None:
-    """A random Qwen3.5 as it is published: the text model in one with a tower and a layer that predicts further tokens.
+    """A random Qwen3.5 as it is published, with a tower and a layer that predicts further tokens.
 
     The sizes of the heads are those that vLLM knows on CPUs.
     """
@@ -151,7 +151,7 @@ def make_hybrid(folder: Path) -> None:
 
 
 def make_vision_model(folder: Path) -> Path:
-    """A random Qwen2.5-VL, whose weights make a wrong image show, its processor and `train.parquet` of five prompts."""
+    """A random Qwen2.5-VL that shows a wrong image, its processor and `train.parquet`: five prompts."""
     torch.manual_seed(0)
     make_smoke_model(SETUPS["qwen25vl72b_lora_8xa100"], folder)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
@@ -176,7 +176,7 @@ def load_policy(path: Path | str, dtype: torch.dtype = torch.float32, gradient_c
 
 
 def policy_of(args: argparse.Namespace, dtype: torch.dtype = torch.float32) -> Policy:
-    """The policy of these flags: all weights are trained, or LoRA, whose adapter is not the zero that it starts as."""
+    """The policy of these flags, whole or with LoRA: its adapter is not the zero that it starts as."""
     policy = load_policy(args.model, dtype, args.gradient_checkpointing)
     if args.lora_rank:
         policy.adapter = add_adapter(policy.model, Lora.from_flags(args), args.seed, str(args.model))
@@ -230,7 +230,7 @@ class Ear:
 
 
 def make_rollout(lengths: list[int] = RAGGED, prompt_length: int = 4, seed: int = 0, group_size: int = 1) -> Rollout:
-    """Random tokens, advantages and sampled log-probs, of these completion lengths; `group_size` per prompt."""
+    """Random tokens, advantages and log-probs of these completion lengths; `group_size` per prompt."""
     rng = np.random.default_rng(seed)
     rows = [make_row(rng.integers(0, 64, prompt_length)) for _ in lengths]
     return Rollout(
@@ -247,7 +247,7 @@ def make_rollout(lengths: list[int] = RAGGED, prompt_length: int = 4, seed: int 
 
 
 def vision_rollout(data: PromptData) -> Rollout:
-    """A random completion of each prompt, with random advantages. The first holds a sampled image token."""
+    """A random completion of each prompt, and advantages. The first holds a sampled image token."""
     rollout = replace(make_rollout([8, 5, 7, 3, 6]), rows=data.rows)
     rollout.completions[0][3] = data.rows[0].images.vision.image_token
     return rollout
@@ -295,7 +295,7 @@ def train_once(
 
 
 def run_passes(policy: Policy, args: argparse.Namespace, rollout: Rollout) -> int:
-    """The passes for log-probs and the update's loop over micro-batches; returns how many of these there were.
+    """The passes for log-probs and for the update; returns over how many micro-batches this went.
 
     On the meta device, which raises wherever the host would wait for a GPU to read a value (`item`, `tolist`, `if`), or
     a size that depends on values (`nonzero`, an index that is a mask).
@@ -457,7 +457,7 @@ def write_completions(run: Path, step: int, name: str, scores: list[float]) -> N
 
 
 def make_run(folder: Path, seed: int = 1, steps: int = 500, patch: str = "", **flags: object) -> Path:
-    """A run with an evaluation before training and at every 25th step, and a patch if there are uncommitted changes."""
+    """A run with an evaluation at every 25th step; a patch, if there are uncommitted changes."""
     config = {"model": f"policies/warm_seed{seed}", "out_dir": str(folder), "seed": seed, "clip_high": 0.2}
     random, records = np.random.default_rng(seed), []
     for step in range(steps + 1):
@@ -482,7 +482,7 @@ def make_vocabulary(size: int) -> list[bytes]:
 
 
 def make_rollouts(run: Path, steps: list[int], prompts: int, tokens: int, vocabulary: list[bytes]) -> None:
-    """The rollouts of these steps, of random words. The first completion is hostile, the second smiles."""
+    """Rollouts of random words. The first completion is hostile, the second smiles."""
     random, count = np.random.default_rng(0), prompts * GROUP_SIZE
     words, end = np.arange(256, len(vocabulary)), len(vocabulary)
     frequencies = 1 / np.arange(2, len(words) + 2)  # Zipf's law

@@ -36,7 +36,7 @@ FAMILY_SIZES = {  # what differs from the sizes of `make_model_of_family`; None 
         "linear_key_head_dim": 16, "linear_value_head_dim": 24,
     },
 }  # fmt: skip
-SEVERAL_RECTANGLES = [70, 5, 100, 30, 66]  # on CPU: of lengths so different that they do not all share one
+SEVERAL_RECTANGLES = [70, 5, 100, 30, 66]  # on CPU: too different in length to share one
 
 
 def random_model(folder: Path, architecture: str) -> Path:
@@ -48,7 +48,7 @@ def random_model(folder: Path, architecture: str) -> Path:
 
 
 def delta_rule(query, key, value, g, beta, **unused):
-    """The gated delta rule by its definition (arXiv 2412.06464, equation 10), in the dtype of the inputs."""
+    """The gated delta rule by its definition (arXiv 2412.06464, equation 10), in the inputs' dtype."""
     query, key = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (query, key))
     state, outputs = 0.0, []  # [S, heads, width of keys, width of values]
     for t in range(key.shape[1]):
@@ -69,8 +69,7 @@ FORMS = [
     (True, RAGGED, 50, 3), (False, SEVERAL_RECTANGLES, 40, 2), (False, RAGGED, 1, 8),
 ]  # fmt: skip
 WINDOWED = [("gemma3_text, tied", 0.7), ("olmo3", 1.0), ("ministral", 1.0), ("mistral", 1.0)]
-# Inputs of one token less than the window, as many, one more (nobody reads what a last token predicts), and of several
-# windows; prompts that are longer than it.
+# Inputs of one token less than the window, as many, one more, and of several windows; longer prompts.
 WINDOWED_FORMS = [
     (False, [12, 13, 14], 4, 1), (False, [12, 13, 14, 60], 4, 1),
     (True, [2, 3, 4, 50, 90, 33], 14, 3), (False, [5, 20, 40, 2], 30, 2),
@@ -85,7 +84,7 @@ WINDOWED_FORMS = [
 def test_packed_logprobs_and_gradients_equal_those_unpacked(
     model, temperature, gradient_checkpointing, lengths, prompt_length, group_size, request, tmp_path, monkeypatch
 ):
-    """In fp64, but for norms and log-probs. Completions of a prompt share its positions, if it has several."""
+    """In fp64, but for norms and log-probs. Completions share the positions of their prompt."""
     path = str(request.getfixturevalue(model) if "policy" in model else random_model(tmp_path, model))
     packed = load_policy(path, torch.float64, gradient_checkpointing)
     # Its eager attention rounds probabilities to fp32, which only windows need to be compared with.
@@ -112,7 +111,7 @@ def test_packed_logprobs_and_gradients_equal_those_unpacked(
 
 
 def test_rectangles_hold_sequences_of_similar_length():
-    """8 and 33 positions; then 69, 73 and 103, where the first two would bring 95 + 70 padding slots to 103."""
+    """8 and 33 positions; then 69, 73 and 103: the first two would bring 95 + 70 padding slots to 103."""
     batch = pack(make_rollout(SEVERAL_RECTANGLES), [0, 1, 2, 3, 4])
     assert attention.padded_packing(batch.segments_S).rectangles == [(4, 73), (1, 103)]
     equal = pack(make_rollout([9] * 50), list(range(50)))

@@ -17,7 +17,7 @@ from model.head import chunked_logprobs
 
 
 def test_chunks_of_the_head_change_neither_value_nor_gradient(policy, monkeypatch):
-    """Prompt positions have no log-prob and no gradient, here of the tied embedding, so of the hidden states, too."""
+    """Prompt positions have no log-prob and no gradient, here of the tied embedding."""
     batch, results = pack(make_rollout(), list(range(len(RAGGED)))), []
     for chunk in (1024, 5, 1):
         monkeypatch.setattr(sizes, "HEAD_CHUNK_LOGITS", chunk * 64)
@@ -28,7 +28,7 @@ def test_chunks_of_the_head_change_neither_value_nor_gradient(policy, monkeypatc
         prompts = [values[~batch.loss_mask_N] for values in (logprobs, entropies)]
         prompts += torch.autograd.grad(prompts[0].sum(), weight, retain_graph=True)
         assert not any(values.any() for values in prompts)
-        (again,) = torch.autograd.grad(logprobs.sum(), weight)  # for which the last chunk is not kept
+        (again,) = torch.autograd.grad(logprobs.sum(), weight)  # the last chunk is not kept for it
         torch.testing.assert_close(again, gradient, atol=1e-5, rtol=1e-5)
         results.append((logprobs.detach(), entropies, gradient))
     torch.testing.assert_close(results[1:], results[:1] * 2, atol=1e-5, rtol=1e-5)
@@ -51,7 +51,7 @@ def test_entropy_is_that_of_the_tempered_distribution(policy):
 
 
 def test_fp32_logits_are_exact_where_bf16_rounds_them(qwen3_policy):
-    """Against an fp64 head on the same bf16 hidden states. In bf16, logits near 13 are rounded to steps of 0.06."""
+    """Against an fp64 head on the same hidden states. In bf16, logits near 13 have steps of 0.06."""
     policy, batch, hidden = load_policy(qwen3_policy, torch.bfloat16), pack(make_rollout(), list(range(8))), []
     policy.model.get_decoder().register_forward_hook(lambda module, args, out: hidden.append(out.last_hidden_state[0]))
     mask, errors = batch.loss_mask_N, []
@@ -69,7 +69,7 @@ def test_fp32_logits_are_exact_where_bf16_rounds_them(qwen3_policy):
 
 
 def test_the_gradient_of_fp32_logits_is_wrong_by_rounding_alone(monkeypatch):
-    """Logits near 32, rounded to bf16, make gradients wrong by 2 %; rounding the gradient of fp32 ones by 0.4 %."""
+    """Logits near 32 in bf16 make gradients wrong by 2 %, rounding the gradient of fp32 ones by 0.4 %."""
     monkeypatch.setattr(sizes, "HEAD_CHUNK_LOGITS", 10 * 300)  # four chunks, of which one is kept
     torch.manual_seed(0)
     hidden, head = torch.randn(40, 64).bfloat16(), nn.Linear(64, 300, bias=False).bfloat16()
@@ -106,8 +106,8 @@ def test_on_a_gpu_fp32_logits_need_no_copy_of_the_weight():
     (4.0, 0.0, 16384, torch.bfloat16, True, 4),
 ])  # fmt: skip
 def test_a_chunk_on_cuda_is_as_large_as_free_memory_allows(free, unused, count, dtype, has_teacher, times, monkeypatch):
-    """In GiB, beside the gradient of the head of a 1.5B model; a fifth is left. Reserved memory that no tensor has had
-    is not there. On a CPU there is one size.
+    """In GiB, beside the gradient of a 1.5B model's head; a fifth is left. Reserved memory that no
+    tensor has had is not there. On a CPU there is one size.
     """
     weight = MagicMock(device=torch.device("cuda"), dtype=torch.bfloat16, itemsize=2, nbytes=2 * 152_064 * 1536)
     weight.__len__.return_value = 152_064

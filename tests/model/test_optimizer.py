@@ -115,7 +115,7 @@ class FakedStreams:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_chunks_of_optimizer_state_come_and_go_in_turn(dtype, monkeypatch):
-    """One comes while another goes back: two streams in turn, after the gradients and before the host goes on."""
+    """One comes while another goes back, on two streams, after the gradients, before the host goes on."""
     start, grads = torch.randn(1000, generator=torch.Generator().manual_seed(2)).to(dtype), gradients(2)
     monkeypatch.setattr(sizes, "OPTIMIZER_CHUNK", 300)
     wanted = chunked(start)

@@ -82,8 +82,6 @@ def test_a_bad_update_changes_no_bit_and_the_next_one_is_made(policy):
     assert not any(new.equal(old) for new, old in zip(model.state_dict().values(), before[0].values(), strict=True))
 
 
-# A sampler that is not the policy -------------------------------------------------------------------------------------
-
 # Of clean steps with two hundred tokens of an uncertain policy: a temperature counts by what it explains.
 CLEAN = [(0.0035, 1.053, 0.14), (0.0069, 0.939, 0.51), (0.0126, 1.088, 0.3)]
 

@@ -208,9 +208,6 @@ def test_the_rollout_correction_weighs_the_policy_loss_alone():
         assert found[1][batch.loss_mask_N].tolist() == [-0.25, -0.25]
 
 
-# On a real policy -----------------------------------------------------------------------------------------------------
-
-
 def test_sampler_log_probs_as_old_ones_need_no_pass(policy):
     """The ratio is to them; the gap to the engine is still measured with the trainer's."""
     rollout, model = graded_rollout(), load_policy(policy)

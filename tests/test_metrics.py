@@ -66,10 +66,9 @@ def test_ungraded_completions_are_counted_and_parts_averaged():
 def test_updates_of_a_step_are_merged_by_what_a_number_means():
     """Mean, maximum, minimum, last or sum."""
     names = ("policy/loss", "policy/ratio_max", "policy/ratio_min", "optim/lr", "optim/skipped_updates")
-    first = dict(zip(names, (1.0, 2.0, 0.5, 0.1, 1.0), strict=True))
-    second = dict(zip(names, (3.0, 1.5, 0.7, 0.2, 1.0), strict=True))
-    assert merge_updates([first, second]) == dict(zip(names, (2.0, 2.0, 0.5, 0.2, 2.0), strict=True))
-    assert merge_updates([]) == {}, "step 0 has none"
+    values = (1.0, 2.0, 0.5, 0.1, 1.0), (3.0, 1.5, 0.7, 0.2, 1.0), (2.0, 2.0, 0.5, 0.2, 2.0)
+    *updates, merged = (dict(zip(names, each, strict=True)) for each in values)
+    assert merge_updates(updates) == merged and merge_updates([]) == {}, "step 0 has none"
 
 
 def test_the_work_of_a_step_counts_prompts_and_discarded_samples():
@@ -111,12 +110,12 @@ def test_the_flops_of_an_update_are_those_of_the_planner(untied_policy):
 
 
 def test_the_peak_is_that_of_the_gpu_or_unknown():
-    known = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA GeForce RTX 4090": 165e12}
-    known |= {"NVIDIA L4": 121e12, "NVIDIA L40S": 362e12, "NVIDIA A10": 125e12, "NVIDIA GeForce RTX 3090": 71e12}
-    known |= {"NVIDIA GH200 480GB": 989e12, "NVIDIA B200": 2250e12}
-    derived = ["GeForce RTX 4090 D", "GeForce RTX 3090 Ti", "H100 PCIe", "A10G", "L40"]
-    wanted = known | dict.fromkeys([*(f"NVIDIA {name}" for name in derived), ""])
-    assert {name: peak_flops(name) for name in wanted} == wanted
+    known = {"H100 80GB HBM3": 989, "A100-SXM4-80GB": 312, "GeForce RTX 4090": 165, "L4": 121, "L40S": 362}
+    known |= {"A10": 125, "GeForce RTX 3090": 71, "GH200 480GB": 989, "B200": 2250}
+    assert {name: peak_flops(f"NVIDIA {name}") for name in known} == {name: x * 1e12 for name, x in known.items()}
+    assert peak_flops("") is None
+    for derived in ("GeForce RTX 4090 D", "GeForce RTX 3090 Ti", "H100 PCIe", "A10G", "L40"):
+        assert peak_flops(f"NVIDIA {derived}") is None
 
 
 def test_the_temperature_is_read_from_log_probs():

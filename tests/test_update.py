@@ -179,18 +179,13 @@ def test_the_whole_penalty_is_taken_off_before_the_baseline():
 
 def test_the_rollout_correction_weighs_the_policy_loss_alone():
     """A = 1 and -2, ratio 1, trainer / sampler 1.5 and 8 (at most 2), KL 0.2, -0.4, entropy 2 and 1."""
-    batch = pack(make_rollout([2]), [0])
-
-    def at_tokens(*values: float) -> torch.Tensor:
-        return torch.zeros(len(batch.labels_N)).masked_scatter(batch.loss_mask_N, torch.tensor(values))
-
-    base = at_tokens(-1.0, -2.0)
-    logprobs_N, entropies_N = base.clone().requires_grad_(), at_tokens(2.0, 1.0).requires_grad_()
+    old_N = torch.tensor([-1.0, -2.0])
+    logprobs_N, entropies_N = old_N.clone().requires_grad_(), torch.tensor([2.0, 1.0], requires_grad=True)
     batch = replace(
-        batch,
-        advantages_N=at_tokens(1.0, -2.0),
-        rollout_logprobs_N=base - at_tokens(math.log(1.5), math.log(8)),
-        ref_logprobs_N=base - at_tokens(0.2, -0.4),
+        pack(make_rollout([2], prompt_length=1), [0]),
+        advantages_N=torch.tensor([1.0, -2.0]),
+        rollout_logprobs_N=old_N - torch.tensor([1.5, 8.0]).log(),
+        ref_logprobs_N=old_N - torch.tensor([0.2, -0.4]),
     )
     terms = {"kl_coef": 0.5, "kl_estimator": "k1", "entropy_coef": 0.25}
     for correction, expected, slopes in (  # by log-prob: -A x ratio x weight, and minus the slope of KL k1 = -x
@@ -198,14 +193,13 @@ def test_the_rollout_correction_weighs_the_policy_loss_alone():
         ("token_truncate", [-1 * 1.5 + 0.5 * 0.2 - 0.25 * 2, 2 * 2 - 0.5 * 0.4 - 0.25 * 1], [-1.5 + 0.5, 4 + 0.5]),
     ):
         algorithm = algorithm_of(flags(rollout_correction=correction, **terms))
-        t = grpo.tokens_of(batch, logprobs_N, base, entropies_N)
+        t = grpo.tokens_of(batch, logprobs_N, old_N, entropies_N)
         loss = grpo.total_loss(batch, t, algorithm)
-        loss_N, means = loss.per_token, token_metrics(batch, t, loss, algorithm)
-        assert loss_N[batch.loss_mask_N].tolist() == pytest.approx(expected, abs=1e-6)
-        assert means["policy/kl_ref"][batch.loss_mask_N].tolist() == pytest.approx([0.2, -0.4], abs=1e-6)
-        found = torch.autograd.grad(loss_N[batch.loss_mask_N].sum(), (logprobs_N, entropies_N))
-        assert found[0][batch.loss_mask_N].tolist() == pytest.approx(slopes, abs=1e-6)
-        assert found[1][batch.loss_mask_N].tolist() == [-0.25, -0.25]
+        assert loss.per_token.tolist() == pytest.approx(expected, abs=1e-6)
+        kl_N = token_metrics(batch, t, loss, algorithm)["policy/kl_ref"]
+        assert kl_N.tolist() == pytest.approx([0.2, -0.4], abs=1e-6)
+        found = torch.autograd.grad(loss.per_token.sum(), (logprobs_N, entropies_N))
+        assert found[0].tolist() == pytest.approx(slopes, abs=1e-6) and found[1].tolist() == [-0.25, -0.25]
 
 
 def test_sampler_log_probs_as_old_ones_need_no_pass(policy):

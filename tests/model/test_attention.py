@@ -119,9 +119,7 @@ def test_rectangles_hold_sequences_of_similar_length():
 
 
 def test_without_rows_a_recurrence_goes_on_into_the_next_sequence(tmp_path, monkeypatch):
-    """What transformers has for packed sequences changes nothing: its code drops it, unless another library is there.
-    The first sequence is right in any case.
-    """
+    """What transformers has for packed sequences changes nothing: its code drops it without another library."""
     path, batch = random_model(tmp_path, "qwen3_5_text"), pack(make_rollout([30, 20]), [0, 1])
     right = load_policy(path)
     monkeypatch.setattr(linear_attention, "run_in_rows", lambda layers: None)
@@ -185,17 +183,12 @@ def test_attention_that_is_asked_for_something_else_ends_the_run(option):
     attention.packed_attention(torch.nn.Module(), *inputs, None, packing=packing, **dict.fromkeys(option))
 
 
-@pytest.mark.parametrize(("capability", "error", "is_asked_for"), [
-    ((9, 0), None, True),
-    ((9, 0), ImportError("flash_attn_interface"), True),  # it is not installed
-    ((10, 0), None, False),
-])  # fmt: skip
-def test_flash_attention_3_is_requested_on_hopper_before_checks(capability, error, is_asked_for, monkeypatch):
+@pytest.mark.parametrize(("capability", "error"), [(9, None), (9, ImportError("not installed")), (10, None)])
+def test_flash_attention_3_is_requested_on_hopper_before_checks(capability, error, monkeypatch):
     activate, checked = mock.Mock(side_effect=error), []
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     monkeypatch.setattr(attention, "activate_flash_attention_impl", activate)
     monkeypatch.setattr(attention, "check_alignment", lambda device: checked.append(activate.called))
-    check_device(torch.device("cuda"), share_prompts=False)
-    assert checked == []
-    check_device(torch.device("cuda"), share_prompts=True)
-    assert checked == [is_asked_for]
+    for share_prompts in (False, True):
+        check_device(CUDA, share_prompts)
+        assert checked == [capability == 9] * share_prompts

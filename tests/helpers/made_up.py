@@ -80,7 +80,7 @@ def random_model(model_type: str, sizes: dict[str, object]) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def make_model(folder: Path, tied: bool = True, num_rows: int = 64, **sizes: object) -> Path:
+def make_model(folder: Path, tied: bool = True, **sizes: object) -> Path:
     """A random Qwen2 of 0.3 M parameters with the CPU job's tokenizer, and data (jsonl) of one-digit sums.
 
     `sizes` of a Qwen3: its norms of queries and keys are random, and all logits are near 13, where bf16 has steps of
@@ -101,7 +101,7 @@ def make_model(folder: Path, tied: bool = True, num_rows: int = 64, **sizes: obj
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     rng = np.random.default_rng(0)
-    for name, count in (("train", num_rows), ("heldout", 16)):
+    for name, count in (("train", 64), ("heldout", 16)):
         sums = rng.integers(0, 5, size=(count, 2)).tolist()
         write_lines(folder / f"{name}.jsonl", [{"problem": f"{a}+{b}", "answer": str(a + b)} for a, b in sums])
     return folder
@@ -203,10 +203,10 @@ def make_row(ids: list[int] | np.ndarray, **fields: object) -> SimpleNamespace:
     return SimpleNamespace(ids=np.array(ids, dtype=np.int32), **known | fields)
 
 
-def make_grade(reward: float, is_correct: bool = False, status: str = "ok", **parts: float) -> SimpleNamespace:
+def make_grade(reward: float, is_correct: bool = False, **parts: float) -> SimpleNamespace:
     """A stand-in for `grading.Grade`."""
-    fields = {"status": status, "is_failed": status not in ("ok", "truncated"), "parts": parts, "answer": None}
-    return SimpleNamespace(reward=float(reward), is_correct=is_correct, turn_rewards=(), **fields)
+    fields = {"status": "ok", "is_failed": False, "parts": parts, "answer": None, "turn_rewards": ()}
+    return SimpleNamespace(reward=float(reward), is_correct=is_correct, **fields)
 
 
 class Ear:

@@ -1,7 +1,5 @@
 """The files of losses/: each is short, and gives the values of its paper's formula, computed here in floats."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import combinations
@@ -47,9 +45,8 @@ def loss_of(case: SimpleNamespace, given: str, **changes: object) -> tuple[Loss,
     function = algorithm_of(flags(policy_loss=given, **changes)).policy_loss
     logprobs, mask = case.new.clone().requires_grad_(), torch.arange(14) != 4
     t = Tokens(
-        logprobs=logprobs, old_logprobs=case.old, rollout_logprobs=case.sampler, advantages=case.a, mask=mask,
-        sequence_ids=torch.repeat_interleave(torch.tensor(LENGTHS)), entropies=case.entropies,
-        ref_logprobs=case.sampler,
+        logprobs=logprobs, old_logprobs=case.old, rollout_logprobs=case.sampler, ref_logprobs=case.sampler, mask=mask,
+        advantages=case.a, sequence_ids=torch.repeat_interleave(torch.tensor(LENGTHS)), entropies=case.entropies,
     )  # fmt: skip
     loss = as_loss(function(t), t)
     (gradient,) = torch.autograd.grad(torch.where(mask, loss.per_token, 0.0).sum(), logprobs)
@@ -142,22 +139,18 @@ def test_clip_cov_draws_among_tokens_that_are_not_clipped():
 # Advantages -----------------------------------------------------------------------------------------------------------
 
 
-def advantages(given: str, rewards: list[list[float]], **fields: object) -> list[list[float]]:
+def advantages(given: str, rewards: list[list[float]], **fields: object) -> list[float]:
     """Of groups of completions, with 1, 2, 3, ... tokens."""
     rewards_PG = torch.tensor(rewards)
     lengths_B = torch.arange(rewards_PG.numel()) + 1
     returns_T = torch.repeat_interleave(rewards_PG.flatten(), lengths_B)
     known = {"returns_T": returns_T, "lengths_B": lengths_B, "mask_T": returns_T >= 0, "is_correct_PG": rewards_PG == 1}
     function = algorithm_of(flags(advantage=given, group_size=len(rewards[0]), tools=TOOLS)).advantage
-    return function(Groups(rewards_PG=rewards_PG, **known | fields)).tolist()
+    return function(Groups(rewards_PG=rewards_PG, **known | fields)).flatten().tolist()
 
 
 def standardised(value: float, values: list[float]) -> float:
     return (value - fmean(values)) / (stdev(values) + 1e-6)
-
-
-def assert_near(found: list[list[float]], expected: list[list[float]]) -> None:
-    assert sum(found, []) == pytest.approx(sum(expected, []), abs=1e-6)
 
 
 def test_gdpo_compares_each_part_of_the_reward_by_itself():
@@ -166,10 +159,8 @@ def test_gdpo_compares_each_part_of_the_reward_by_itself():
     for groups in zip(right, form, strict=True):
         scaled = [[standardised(x, part) for x in part] for part in groups]
         sums += [sum(each) for each in zip(*scaled, strict=True)]
-    expected = [standardised(x, sums) for x in sums]
-    assert_near(
-        advantages("gdpo", right, parts={"math": torch.tensor(right), "format": torch.tensor(form)}), [expected]
-    )
+    found = advantages("gdpo", right, parts={"math": torch.tensor(right), "format": torch.tensor(form)})
+    assert found == pytest.approx([standardised(x, sums) for x in sums], abs=1e-6)
 
 
 def test_pass_at_k_is_the_mean_advantage_over_subsets():
@@ -179,14 +170,14 @@ def test_pass_at_k_is_the_mean_advantage_over_subsets():
         values = {subset: max(group[i] for i in subset) for subset in combinations(range(6), 4)}
         mean, std = fmean(values.values()), pstdev(values.values())
         means = [fmean(value for subset, value in values.items() if i in subset) for i in range(6)]
-        expected.append([(value - mean) / std if std else 0.0 for value in means])
-    assert_near(advantages("pass_at_k", rewards), expected)
+        expected += [(value - mean) / std if std else 0.0 for value in means]
+    assert advantages("pass_at_k", rewards) == pytest.approx(expected, abs=1e-6)
 
 
 def test_opo_takes_off_the_mean_that_is_weighted_by_length():
-    rewards = [[1.0, 0.0, 0.5], [0.0, 0.0, 3.0]]
-    means = [(1 * 1.0 + 2 * 0.0 + 3 * 0.5) / 6, (6 * 3.0) / 15]
-    assert_near(advantages("opo", rewards), [[r - m for r in row] for row, m in zip(rewards, means, strict=True)])
+    a, b = (1 * 1.0 + 2 * 0.0 + 3 * 0.5) / 6, (6 * 3.0) / 15
+    found = advantages("opo", [[1.0, 0.0, 0.5], [0.0, 0.0, 3.0]])
+    assert found == pytest.approx([1.0 - a, -a, 0.5 - a, -b, -b, 3.0 - b], abs=1e-6)
 
 
 def test_gigpo_compares_turns_that_began_in_the_same_state():
@@ -214,8 +205,8 @@ def test_gigpo_takes_an_episode_without_replies_as_one_turn():
 
 def test_gpg_scales_the_gradient_up_for_groups_without_one():
     found = advantages("gpg", [[1.0, 0.0], [1.0, 1.0], [0.0, 2.0], [0.0, 0.0]])
-    assert_near(found, [[1.0, -1.0], [0.0, 0.0], [-2.0, 2.0], [0.0, 0.0]])
-    assert_near(advantages("gpg", [[1.0, 1.0]]), [[0.0, 0.0]])
+    assert found == pytest.approx([1.0, -1.0, 0.0, 0.0, -2.0, 2.0, 0.0, 0.0], abs=1e-6)
+    assert advantages("gpg", [[1.0, 1.0]]) == [0.0, 0.0]
 
 
 def test_a_star_po_takes_off_a_value_from_rewards_of_the_start():
@@ -223,7 +214,7 @@ def test_a_star_po_takes_off_a_value_from_rewards_of_the_start():
     columns = [{"start_rewards": [1.0, 0.0, 0.0, 1.0]}, {"start_rewards": 0.25}]
     value = 0.5 * math.log((2 * math.exp(2.0) + 2) / 4)
     found = advantages("a_star_po", [[1.0, 0.0], [0.0, 1.0]], columns=columns)
-    assert_near(found, [[1 - value, -value], [-0.25, 0.75]])
+    assert found == pytest.approx([1 - value, -value, -0.25, 0.75], abs=1e-6)
 
 
 def test_a_star_po_is_a_regression_of_the_log_ratio_to_the_reference():

@@ -92,9 +92,9 @@ def make_model(folder: Path, tied: bool = True, **sizes: object) -> Path:
         "max_position_embeddings": 128, "tie_word_embeddings": tied, "bos_token_id": None,
     } | sizes)  # fmt: skip
     if sizes:
-        for name, parameter in model.named_parameters():
-            if name.endswith(("q_norm.weight", "k_norm.weight")):
-                torch.nn.init.normal_(parameter, 1.0, 0.3)
+        for layer in model.model.layers:
+            torch.nn.init.normal_(layer.self_attn.q_norm.weight, 1.0, 0.3)
+            torch.nn.init.normal_(layer.self_attn.k_norm.weight, 1.0, 0.3)
         with torch.no_grad():
             model.model.embed_tokens.weight[:, 0] = 4.0
             model.model.norm.weight[1:] = 2.0
@@ -333,11 +333,8 @@ def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedToken
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", clean_up_tokenization_spaces=False
-    )
-    tokenizer.chat_template = chat_template
-    return tokenizer
+    options = {"bos_token": "<bos>", "eos_token": "<eos>", "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **options, chat_template=chat_template)
 
 
 GOOD = '{"problem": "1+1", "answer": "2"}\n'

@@ -1,4 +1,4 @@
-"""The files of losses/: each is short, and gives the values of its paper's formula, computed here in floats."""
+"""The files of losses/: each is short and gives what its paper's formula gives in floats."""
 
 import math
 from dataclasses import replace

@@ -88,7 +88,7 @@ def make_model(folder: Path, tied: bool = True, **sizes: object) -> Path:
     """
     model = random_model("qwen3" if sizes else "qwen2", {
         "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 2, "num_key_value_heads": 2,
-        "initializer_range": 0.12,  # larger than usual: the distribution is far from uniform, a wrong weight shows
+        "initializer_range": 0.12,  # larger than usual, far from uniform: a wrong weight shows
         "max_position_embeddings": 128, "tie_word_embeddings": tied, "bos_token_id": None,
     } | sizes)  # fmt: skip
     if sizes:
@@ -288,7 +288,7 @@ def train_once(
     policy: Policy, optimizer: torch.optim.Optimizer, update: Update, args: argparse.Namespace, world: World = ALONE,
     **changes: object,
 ) -> dict[str, float]:  # fmt: skip
-    """The metrics of one optimizer step, the first of its rollout and at the rate 0, unless `changes` say otherwise."""
+    """The metrics of one optimizer step, by default the first of its rollout and at the rate 0."""
     step = UpdateStep(index=0, rate=0.0, is_first=True, max_grad_norm=args.max_grad_norm, seed=args.seed)
     settings = algorithm_of(args), step._replace(**changes), Memory.from_flags(args)
     return update_policy(policy, optimizer, update, *settings, UpdateGuard(world))

@@ -30,7 +30,7 @@ FAMILY_SIZES = {  # what differs from the sizes of `make_model_of_family`; None 
     "qwen3_moe": EXPERTS,
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 32},
     "olmoe": EXPERTS | {"head_dim": None},
-    # Rotary angles for a part of a head; more heads of values than of keys; both of other widths than attention's.
+    # Rotary angles for a part of a head; more heads of values than of keys, of other widths.
     "qwen3_5_text": {
         "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "linear_key_head_dim": 16, "linear_value_head_dim": 24,
@@ -40,7 +40,7 @@ SEVERAL_RECTANGLES = [70, 5, 100, 30, 66]  # on CPU: too different in length to 
 
 
 def random_model(folder: Path, architecture: str) -> Path:
-    """A folder with a random model: grouped queries, and what is particular to its architecture (norms, windows)."""
+    """A folder with a random model: grouped queries, and what its architecture has (norms, windows)."""
     name, _, tied = architecture.partition(", ")
     sizes = {"hidden_size": 64, "initializer_range": 0.12, "tie_word_embeddings": bool(tied)}
     make_model_of_family(folder, name, **sizes | FAMILY_SIZES.get(name, {}))
@@ -87,7 +87,7 @@ def test_packed_logprobs_and_gradients_equal_those_unpacked(
     """In fp64, but for norms and log-probs. Completions share the positions of their prompt."""
     path = str(request.getfixturevalue(model) if "policy" in model else random_model(tmp_path, model))
     packed = load_policy(path, torch.float64, gradient_checkpointing)
-    # Its eager attention rounds probabilities to fp32, which only windows need to be compared with.
+    # Its eager attention rounds probabilities to fp32; only windows are compared with it.
     kind = "eager" if (model, temperature) in WINDOWED else "sdpa"
     monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: False)  # its kernel has no fp64
     monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", delta_rule)  # nor has its own
@@ -107,7 +107,7 @@ def test_packed_logprobs_and_gradients_equal_those_unpacked(
     (expected * weights).sum().backward()
     found, wanted = ({name: p.grad for name, p in x.named_parameters()} for x in (packed.model, alone))
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-    assert len(passes) == 1 + gradient_checkpointing, "with checkpoints a layer is computed again in the backward pass"
+    assert len(passes) == 1 + gradient_checkpointing, "with checkpoints a layer is computed again"
 
 
 def test_rectangles_hold_sequences_of_similar_length():
@@ -119,7 +119,7 @@ def test_rectangles_hold_sequences_of_similar_length():
 
 
 def test_without_rows_a_recurrence_goes_on_into_the_next_sequence(tmp_path, monkeypatch):
-    """What transformers has for packed sequences changes nothing: its code drops it without another library."""
+    """What transformers has for packed sequences changes nothing without another library."""
     path, batch = random_model(tmp_path, "qwen3_5_text"), pack(make_rollout([30, 20]), [0, 1])
     right = load_policy(path)
     monkeypatch.setattr(linear_attention, "run_in_rows", lambda layers: None)

@@ -30,7 +30,7 @@ from scale_of_loss import SCALE
 def good(t, *, clip_low, power=2, scale=SCALE):
     """-A x logprob^power. The rest is not said."""
     return Loss(-scale * t.advantages * t.logprobs**power - clip_low, token_ratio(t.logprobs, t.old_logprobs))
-def no_default(t, *, power): return t.logprobs**power
+
 def tensor(t): return -t.advantages * t.logprobs
 def no_reference(t): return t.logprobs - t.ref_logprobs
 def of_completions(g, *, advantage_eps): return g.rewards_PG * 2 + advantage_eps
@@ -59,16 +59,12 @@ def own(tmp_path: Path, monkeypatch) -> str:
     ("--loss_aggregation my.py:mean", "--loss_aggregation my.py:mean: use token_mean, "),
     ("--policy_loss broken.py:f", "broken.py:f cannot be loaded: ModuleNotFoundError.*no_such_module"),
     ("--policy_loss leaves.py:f", "leaves.py:f cannot be loaded: SystemExit: 3"),
-    ("--policy_loss my_loss.py:f", "my_loss.py has no function or class 'f'; it has good, no_default, .*, squared.$"),
-    ("--policy_loss my_loss.py:no_default", "no_default: its parameter power is no flag; give it a default"),
+    ("--policy_loss my_loss.py:f", "my_loss.py has no function or class 'f'; it has good, tensor, .*, squared.$"),
     ("--policy_loss kl_cov:part=0.1", "kl_cov:part=...: what can be set here is share, penalty"),
     ("--policy_loss kl_cov:share=much", "'much' is no number; needed is NAME:PARAMETER=NUMBER"),
     ("--policy_loss gspo:clip_low=0.1", "gspo:clip_low=...: .* is none; flags are set as flags"),
 ])  # fmt: skip
 def test_a_missing_useless_or_failing_choice_is_refused(given, said, own, monkeypatch):
-    """A choice that does not exist, a flag without effect, and a function that fails are each refused with the
-    reason.
-    """
     monkeypatch.chdir(Path(own).parent)
     with pytest.raises(ValueError, match=said) as error:
         algorithm_with(given)
@@ -92,7 +88,7 @@ def test_what_goes_together_is_accepted(own):
 
 
 def test_the_log_states_every_choice_in_words():
-    """The log states every choice in words, and nothing that has no effect."""
+    """And nothing that has no effect."""
     said = algorithm_with(
         "--advantage reinforce++ --policy_loss cispo --clip_low 1 --clip_high 4 --kl_coef 0.01 --kl_in reward "
         "--loss_aggregation seq_mean_token_sum_norm --max_completion_tokens 77 --rollout_correction token_mask"
@@ -115,17 +111,8 @@ def test_each_choice_has_a_whole_first_sentence():
         assert len(sentence) > 15 and sentence.count("(") == sentence.count(")"), sentence
 
 
-def tokens(number: int = 3) -> Tokens:
-    logprobs, old, rollout = -torch.arange(1.0, 3 * number + 1).view(3, number)
-    mask, ids = torch.ones(number, dtype=torch.bool), torch.zeros(number, dtype=torch.int64)
-    return Tokens(
-        logprobs=logprobs.requires_grad_(), old_logprobs=old, rollout_logprobs=rollout, mask=mask, sequence_ids=ids,
-        advantages=torch.tensor([1.0, -1.0, 0.5]),
-    )  # fmt: skip
-
-
 def test_the_name_of_a_function_sets_what_is_no_flag(own):
-    """A parameter that is no flag is set behind the name, for a sweep; the log says so."""
+    """For a sweep; the log says so."""
     algorithm = algorithm_with("--policy_loss kl_cov:share=0.5,penalty=2 --advantage pass_at_k:k=4")
     assert algorithm.policy_loss.keywords == {"share": 0.5, "penalty": 2} and algorithm.advantage.keywords == {"k": 4}
     assert "--policy_loss kl_cov:share=0.5,penalty=2: " in algorithm.description
@@ -133,26 +120,26 @@ def test_the_name_of_a_function_sets_what_is_no_flag(own):
 
 
 def test_a_users_loss_takes_flags_and_may_return_values_alone(own):
-    """A user's own loss takes flags and its own defaults, and may return its values alone."""
+    logprobs, old, rollout = -torch.arange(1.0, 10.0).view(3, 3)
+    t = Tokens(
+        logprobs=logprobs.requires_grad_(), old_logprobs=old, rollout_logprobs=rollout, mask=torch.ones(3).bool(),
+        sequence_ids=torch.zeros(3).long(), advantages=torch.tensor([1.0, -1.0, 0.5]),
+    )  # fmt: skip
     algorithm = algorithm_with(f"--policy_loss {own}:good --clip_low 0.25")
     assert f"--policy_loss {own}:good --clip_low 0.25: -A x logprob^power;" in algorithm.description
     expected = [-2 * a * x**2 - 0.25 for a, x in zip([1, -1, 0.5], [-1, -2, -3], strict=True)]
     for chosen, values in ((algorithm, expected), (algorithm_with(f"--policy_loss {own}:tensor"), [1, -2, 1.5])):
-        loss = as_loss(chosen.policy_loss(t := tokens()), t)
+        loss = as_loss(chosen.policy_loss(t), t)
         assert loss.per_token.tolist() == values and not loss.is_low.any() and not loss.is_high.any()
         assert loss.ratio.tolist() == pytest.approx([20.085537] * 3), "the token ratio, for the metrics"
 
 
 def test_a_users_advantage_is_of_completions_or_of_tokens(own):
-    """A user's own advantage has a value for each completion or for each token; a KL estimate may be the user's
-    own, too.
-    """
-    returns, is_trained = torch.tensor([1.0, 1.0, 0.0]), torch.ones(3).bool()
-    graded = Groups(
-        rewards_PG=torch.tensor([[1.0, 0.0]]), returns_T=returns, lengths_B=torch.tensor([2, 1]), mask_T=is_trained
-    )
-    algorithm = algorithm_of(flags(advantage=f"{own}:of_completions", advantage_eps=0.5))
-    assert algorithm.advantage(graded).tolist() == [[2.5, 0.5]]
-    assert algorithm_of(flags(advantage=f"{own}:of_tokens")).advantage(graded).tolist() == [3, 3, 0]
+    """A KL estimate may be the user's own, too."""
+    lengths_B, returns_T, mask_T = torch.tensor([2, 1]), torch.tensor([1.0, 1.0, 0.0]), torch.ones(3).bool()
+    graded = Groups(rewards_PG=torch.tensor([[1.0, 0.0]]), returns_T=returns_T, lengths_B=lengths_B, mask_T=mask_T)
+    for function, expected in (("of_completions", [[2.5, 0.5]]), ("of_tokens", [3, 3, 0])):
+        args = flags(advantage=f"{own}:{function}", advantage_eps=0.5)
+        assert algorithm_of(args).advantage(graded).tolist() == expected
     squared = algorithm_of(flags(kl_coef=0.1, kl_estimator=f"{own}:squared", kl_clamp=5)).kl_estimator
     assert squared(torch.tensor([2.0])).tolist() == [20]

@@ -1,4 +1,4 @@
-"""Bad updates, and a sampler that is not the policy: which they are, what they leave behind, when they end the run."""
+"""Bad updates, and a sampler that is not the policy: what they leave behind, when they end the run."""
 
 import copy
 import json
@@ -16,7 +16,6 @@ from batch import Update, pack
 from flags import Memory
 from helpers.made_up import ALONE, flags, load_policy, make_rollout
 from helpers.runs import PROGRAMS, run_ranks, training_flags
-from policy import Policy
 from runtime.start import RunError
 from schedule import UpdateStep
 from update import MOST_SKIPPED, UpdateGuard, check_gap, update_policy, with_advantages
@@ -33,7 +32,7 @@ def at(step: int, number: int = 1) -> UpdateStep:
 
 
 def test_too_many_bad_updates_in_a_row_end_the_run():
-    """What is not finite is left out and counted; too many in a row end the run, also across a resume."""
+    """Also across a resume."""
     guard, steep = UpdateGuard(ALONE), GOOD | {"optim/grad_norm": math.inf}
     found = [guard.judge(metrics, at(3))["optim/skipped_updates"] for metrics in (NAN, FAR, NAN, steep, NAN)]
     assert found == [1, 0, 1, 1, 1]
@@ -45,11 +44,9 @@ def test_too_many_bad_updates_in_a_row_end_the_run():
 
 
 def test_a_first_update_that_is_not_finite_blames_the_model():
-    """What is not finite from the first update on is not blamed on the learning rate."""
     for first, blamed in ((1, "--model, --reference or a loss of your own is not finite"), (3, "--learning_rate")):
-        guard = UpdateGuard(ALONE, num_skipped=MOST_SKIPPED)
         with pytest.raises(RunError, match=blamed):
-            guard.judge(NAN, at(first, 2))
+            UpdateGuard(ALONE, num_skipped=MOST_SKIPPED).judge(NAN, at(first, 2))
 
 
 def test_a_step_without_a_finite_update_is_not_to_be_saved():
@@ -61,26 +58,18 @@ def test_a_step_without_a_finite_update_is_not_to_be_saved():
         assert guard.state()["is_broken"] == is_broken
 
 
-def make_update(policy: Policy, change: float) -> Update:
-    """Four micro-batches of two sequences; the old log-prob of a token of the third one is lower by so much."""
-    rollout = make_rollout()
-    batches = [with_advantages(rollout, pack(rollout, [2 * i, 2 * i + 1])) for i in range(4)]
-    with torch.no_grad():
-        batches = [replace(batch, old_logprobs_N=policy(batch, 1.0)[0]) for batch in batches]
-    old_N = batches[2].old_logprobs_N.clone()
-    old_N[batches[2].trained_K[1]] -= change
-    batches[2] = replace(batches[2], old_logprobs_N=old_N)
-    return Update(batches, sum(rollout.completion_lengths_B))
-
-
 def test_a_bad_update_changes_no_bit_and_the_next_one_is_made(policy):
-    model = load_policy(str(policy), torch.float32)
+    """Four micro-batches of two sequences; an old log-prob of a token of the third one is wrong."""
+    model, rollout = load_policy(policy), make_rollout()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    guard = UpdateGuard(ALONE)
-    algorithm, memory = algorithm_of(flags()), Memory.from_flags(flags())
+    algorithm, memory, guard = algorithm_of(flags()), Memory.from_flags(flags()), UpdateGuard(ALONE)
 
     def train(change: float, step: int) -> float:
-        update = make_update(model, change)
+        batches = [with_advantages(rollout, pack(rollout, [2 * i, 2 * i + 1])) for i in range(4)]
+        with torch.no_grad():
+            batches = [replace(batch, old_logprobs_N=model(batch, 1.0)[0].clone()) for batch in batches]
+        batches[2].old_logprobs_N[batches[2].trained_K[1]] -= change
+        update = Update(batches, sum(rollout.completion_lengths_B))
         metrics = update_policy(model, optimizer, update, algorithm, at(step, 2), memory, guard)
         return metrics["optim/skipped_updates"]
 
@@ -93,28 +82,23 @@ def test_a_bad_update_changes_no_bit_and_the_next_one_is_made(policy):
     assert not any(new.equal(old) for new, old in zip(model.state_dict().values(), before[0].values(), strict=True))
 
 
-# A sampler that is not the policy -------------------------------------------------------------------------------------
-
-# Figures of clean steps with about two hundred tokens of an uncertain policy: a temperature counts by what it explains.
+# Of clean steps with two hundred tokens of an uncertain policy: a temperature counts by what it explains.
 CLEAN = [(0.0035, 1.053, 0.14), (0.0069, 0.939, 0.51), (0.0126, 1.088, 0.3)]
 
 
 @pytest.mark.parametrize("gap", [*CLEAN, (0.02, 0.93, 0.8), (0.06, 1.0, 0.0), (nan, 1.0, 0.0), (0.01, nan, nan)])
 def test_no_update_is_made_if_log_probs_are_beyond_the_bound(gap):
-    """An update is not made if the gap of its log-probs is beyond --max_rollout_gap."""
     names = ("gap_mean", "temperature", "temperature_r2")
     metrics = {f"policy/rollout_{name}": x for name, x in zip(names, gap, strict=True)} | {"policy/loss": 1.0}
     free, bounded = (UpdateStep(0, 1e-3, True, 1.0, 1, 3, 2, max_rollout_gap=bound) for bound in (0.0, 0.05))
     with nullcontext() if gap in CLEAN else pytest.raises(RunError, match="step 3, update 2 .*rollout_gap 0.05"):
         check_gap(metrics, bounded)
     check_gap(metrics, free)
-    check_gap(metrics | {"policy/loss": nan}, bounded)  # then the log-probs say nothing of the sampler
+    check_gap(metrics | {"policy/loss": nan}, bounded)  # then log-probs say nothing of the sampler
 
 
 def test_a_sampler_at_another_temperature_ends_the_run(policy, tmp_path):
-    """A run whose sampler has another temperature ends before it learns from the samples. Through the program
-    itself: the sentence is the last thing said, and its file has the tokens of the step.
-    """
+    """The sentence is the last thing that the program says; its file has the tokens of the step."""
     done = run_ranks(2, PROGRAMS, ["cooler", *training_flags(policy, tmp_path / "run")])
     file = tmp_path / "run" / "rollouts" / "step_1.parquet"
     said = done.stderr.strip().splitlines()[-1]

@@ -22,18 +22,22 @@ TEMPLATE = (
 )
 
 
-def tokenizer_of(tags: list[str] = TAGS, template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+def tokenizer_of(tags: list[str] = TAGS) -> PreTrainedTokenizerFast:
     """One token per byte, and special ones."""
-    tokenizer = byte_tokenizer(template)
+    tokenizer = byte_tokenizer(TEMPLATE)
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in [*tags, *OTHERS]])
     tokenizer.pad_token = "<pad>"
     return tokenizer
 
 
-def read(text: str, reason: str = "stop", **given: object) -> str:
+def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def read(text: str, reason: str = "stop") -> str:
     """The text of a completion with the tokens of this text."""
-    tokenizer = tokenizer_of(**given)
-    return Completion(tokenizer(text, add_special_tokens=False)["input_ids"], finish_reason=reason).read(tokenizer)
+    tokenizer = tokenizer_of()
+    return Completion(ids_of(tokenizer, text), finish_reason=reason).read(tokenizer)
 
 
 @pytest.mark.parametrize(("sampled", "shown"), [
@@ -44,41 +48,31 @@ def read(text: str, reason: str = "stop", **given: object) -> str:
     ("<answer>4</answer>", "<answer>4</answer>"),  # --stop_tokens </answer>
     ("<bos>4<pad><|im_end|><|im_start|>5<|Assistant|>6<eos>", "456"),
     ("4<eos>", "4"),
+    ("a<|eom|>b<eos>", "a<|eom|>b"),  # in the middle it is no end
 ])  # fmt: skip
 def test_tags_are_read_and_what_is_around_messages_is_not(sampled, shown):
     assert read(sampled) == shown
 
 
-def test_an_end_token_in_the_middle_is_no_end():
-    """A token in the middle is no end, and a completion that was cut off has none."""
-    assert read("a<|eom|>b<eos>") == "a<|eom|>b"
-    assert read("<answer>4<|python_tag|>", "length") == "<answer>4<|python_tag|>"
-
-
 def test_a_characters_tokens_join_around_a_token_left_out():
-    """Characters of several tokens come together around a token that is left out."""
     tokenizer = tokenizer_of()
-    first, second = tokenizer("é", add_special_tokens=False)["input_ids"]
+    first, second = ids_of(tokenizer, "é")
     ids = [first, tokenizer.pad_token_id, second, tokenizer.eos_token_id]
-    assert (
-        Completion(ids, finish_reason="stop").read(tokenizer) == "é" == tokenizer.decode(ids, skip_special_tokens=True)
-    )
+    assert Completion(ids, finish_reason="stop").read(tokenizer) == "é"
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, None])
 def test_without_tags_the_text_has_no_special_tokens(template):
-    """A tokenizer without tags among its special tokens gives the text without special tokens."""
     tokenizer = byte_tokenizer(template and template.replace("<|im_start|>", "<pic>"))
-    ids = tokenizer("<bos>a <eos>é<eos>", add_special_tokens=False)["input_ids"]
-    assert Completion(ids, finish_reason="stop").read(tokenizer) == tokenizer.decode(ids, skip_special_tokens=True)
+    assert Completion(ids_of(tokenizer, "<bos>a <eos>é<eos>"), finish_reason="stop").read(tokenizer) == "a é"
     assert describe_tags(tokenizer) == []
 
 
 def test_rewards_see_the_tags_and_the_log_names_them():
     text = read("<think>\\boxed{5}</think><answer>4</answer><|im_end|>")
-    names = ("math", "exact", "gsm8k", "format", "think_format")
-    scores = {name: load_verifier(name)(Case(text, "4"))[0] for name in names}
-    assert set(scores.values()) == {1.0}
+    for name in ("math", "exact", "gsm8k", "format", "think_format"):
+        assert load_verifier(name)(Case(text, "4"))[0] == 1.0, name
+    assert read("<answer>4<|python_tag|>", "length") == "<answer>4<|python_tag|>", "what was cut off has no end"
     assert load_verifier("math")(Case(read("<think>\\boxed{4}", "length"), "4"))[0] == 0.0, "a thought that was cut"
     assert describe_tags(tokenizer_of(["<answer>", "</answer>", "<|box_end|>", "<|python_tag|>"])) == [
         "special tokens that the reward sees: <answer>, </answer>, <|python_tag|>"
@@ -91,6 +85,6 @@ def test_a_turn_is_read_as_a_completion_is():
     turns = Turns(TurnLimits("none.py:None", None, 2, None), Grading(), PromptFormat(), tokenizer, num_workers=0)
     episode = Episode()
     for text in ("<think>a</think>b<|im_end|>", "<|python_tag|>c<|eom|>"):
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = ids_of(tokenizer, text)
         turns.end_turn(episode, Completion(ids, [0.0] * len(ids), [0] * len(ids), "stop"))
     assert episode.turns == ["<think>a</think>b", "<|python_tag|>c"]

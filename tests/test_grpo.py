@@ -5,10 +5,10 @@ are central differences of the same loops; a paper's stop-gradient sg[...] is an
 the differences leave alone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -17,10 +17,10 @@ from torch import Tensor
 
 import grpo
 from algorithm import NAMES, algorithm_of, choose, parameters_of
-from batch import Batch
+from batch import pack
 from extras.losses.gspo_token import gspo_token_ratio
 from grpo import Groups, Loss, Tokens, masked_sum, whitened
-from helpers.made_up import flags
+from helpers.made_up import flags, make_rollout
 from metrics import token_metrics
 
 Floats = list[float]
@@ -58,20 +58,16 @@ def make_case(seed: int, dtype: torch.dtype = torch.float64) -> Case:
     mask_N[torch.tensor(LENGTHS).cumsum(0) - 1] = True  # a token of each sequence, ...
     mask_N[sequence_ids_N == UNTRAINED] = False  # ... but for one
     old_logprobs_N = noise(0.5) - 3.0
-    logprobs_N = (old_logprobs_N + noise(0.8)).clamp(max=-0.01)  # a third of the ratios is within 0.7 and 1.4
+    logprobs_N = (old_logprobs_N + noise(0.8)).clamp(max=-0.01)  # a third of ratios is in 0.7 to 1.4
     logprobs_N[0] = old_logprobs_N[0] = -5.0
     logprobs_N[0] += 3.2  # a ratio of 24: DPPO's weights are at most 20
+    trained_lengths_B = torch.zeros(len(LENGTHS), dtype=torch.int64).index_add(0, sequence_ids_N, mask_N.long())
     return Case(
-        logprobs_N=logprobs_N,
-        old_logprobs_N=old_logprobs_N,
-        ref_logprobs_N=old_logprobs_N + noise(0.8),
-        rollout_logprobs_N=old_logprobs_N + noise(0.8),
-        advantages_N=noise(1.0),
-        mask_N=mask_N,
-        sequence_ids_N=sequence_ids_N,
-        lengths_B=torch.zeros(len(LENGTHS), dtype=torch.int64).index_add(0, sequence_ids_N, mask_N.long()),  # trained
+        logprobs_N=logprobs_N, old_logprobs_N=old_logprobs_N, ref_logprobs_N=old_logprobs_N + noise(0.8),
+        rollout_logprobs_N=old_logprobs_N + noise(0.8), advantages_N=noise(1.0), mask_N=mask_N,
+        sequence_ids_N=sequence_ids_N, lengths_B=trained_lengths_B,
         rewards_PG=torch.rand(4, 5, generator=generator, dtype=dtype),
-    )
+    )  # fmt: skip
 
 
 def assert_near(found: Tensor, expected: object, tolerance: float) -> None:
@@ -81,7 +77,7 @@ def assert_near(found: Tensor, expected: object, tolerance: float) -> None:
 
 
 def central_differences(function: Callable[[list[float]], float], at: list[float], step: float = 1e-5) -> list[float]:
-    """The gradient of a function of floats. Its error is about 1e-9 for functions of size 1: compared to 1e-7."""
+    """The gradient. Its error is about 1e-9 for functions of size 1: compared to 1e-7."""
 
     def moved(i: int, by: float) -> float:
         return function([value + by if j == i else value for j, value in enumerate(at)])
@@ -91,36 +87,34 @@ def central_differences(function: Callable[[list[float]], float], at: list[float
 
 # The choices of `grpo.py`, called by name, with the values that are among their parameters ----------------------------
 
-
 TOKENS = "logprobs", "old_logprobs", "rollout_logprobs", "advantages", "mask", "sequence_ids"
+VALUES = {
+    "clip_low": 0.2, "clip_high": 0.3, "dual_clip": 0.0, "tau_pos": 1.0, "tau_neg": 1.25, "constant": 12.0,
+    "max_completion_tokens": 100,
+}  # fmt: skip
 
 
 def tokens_of(*fields: Tensor | None) -> Tokens:
     return Tokens(**dict(zip(TOKENS, fields, strict=True)))
 
 
-def graded_of(rewards_PG: Tensor, lengths_B: Tensor) -> Groups:
-    return Groups(rewards_PG=rewards_PG, returns_T=rewards_PG.flatten(), lengths_B=lengths_B, mask_T=lengths_B.bool())
+def groups_of(rewards_PG: Tensor) -> Groups:
+    """A group in each row, of completions of one token."""
+    ones_B = torch.ones(rewards_PG.numel(), dtype=torch.int64)
+    return Groups(rewards_PG=rewards_PG, returns_T=rewards_PG.flatten(), lengths_B=ones_B, mask_T=ones_B.bool())
 
 
 def call(flag: str, kind: str, argument: object, **values: float) -> object:
-    function = choose(flag, kind)
+    function, values = choose(flag, kind), VALUES | values
     return function(argument, **{name: values[name] for name in parameters_of(function)})
 
 
-def advantages(rewards_PG: Tensor, kind: str, ddof: int, eps: float = 1e-6) -> Tensor:
-    lengths_B = torch.ones(rewards_PG.numel(), dtype=torch.int64)
-    graded = graded_of(rewards_PG, lengths_B)
-    return call("--advantage", kind, graded, advantage_ddof=ddof, advantage_eps=eps)
+def advantages(rewards_PG: Tensor, kind: str, ddof: int, eps: float) -> Tensor:
+    return call("--advantage", kind, groups_of(rewards_PG), advantage_ddof=ddof, advantage_eps=eps)
 
 
-def loss_of(
-    case: Case, logprobs_N: Tensor, kind: str, dual: float = 0.0, tau: tuple[float, float] = (1.0, 1.25),
-    bounds: tuple[float, float] = (0.2, 0.3),
-) -> Loss:  # fmt: skip
+def loss_of(case: Case, logprobs_N: Tensor, kind: str, **values: float) -> Loss:
     t = tokens_of(logprobs_N, case.old_logprobs_N, case.rollout_logprobs_N, case.advantages_N, *case.packing)
-    values = {"clip_low": bounds[0], "clip_high": bounds[1], "dual_clip": dual}
-    values |= {"tau_pos": tau[0], "tau_neg": tau[1]}
     return grpo.as_loss(call("--policy_loss", kind, t, **values), t)
 
 
@@ -128,16 +122,10 @@ def kl(x: Tensor, kind: str, clamp: float) -> Tensor:
     return call("--kl_estimator", kind, x, kl_clamp=clamp)
 
 
-def correction(
-    old: Tensor, rollout: Tensor, mask: Tensor, sequence_ids: Tensor, kind: str, low: float, high: float
-) -> tuple[Tensor, Tensor]:
+def correction(old: Tensor, rollout: Tensor, packing: tuple, kind: str, low: float, high: float) -> tuple:
     """(weights, which of them are truncated or 0)."""
-    tokens = tokens_of(None, old, rollout, None, mask, sequence_ids)
+    tokens = tokens_of(None, old, rollout, None, *packing)
     return call("--rollout_correction", kind, tokens, smallest=low, largest=high)
-
-
-def aggregation(lengths_B: Tensor, kind: str, constant: float = 12.0) -> Tensor:
-    return call("--loss_aggregation", kind, lengths_B, max_completion_tokens=100, constant=constant)
 
 
 # The papers' equations, of a case, its log-probs, and the same where they are sg[...] ---------------------------------
@@ -154,16 +142,13 @@ def naive_advantages(case: Case, _: Floats, __: Floats, kind: str, ddof: int, ep
     MaxRL: divided by the mean.
     """
     groups, result = case.rewards_PG.tolist(), []
-    every_reward = [reward for group in groups for reward in group]
     for group in groups:
-        scales = {"grpo": naive_std(group, ddof) + eps, "grpo_batch_std": naive_std(every_reward, ddof) + eps}
-        scales["maxrl"] = sum(group) / len(group)
-        advantages = []
-        for i, reward in enumerate(group):
-            baseline_group = [other for j, other in enumerate(group) if j != i]
-            baseline = sum(baseline_group) / len(baseline_group) if kind == "rloo" else sum(group) / len(group)
-            advantages.append((reward - baseline) / scales.get(kind, 1.0))
-        result.append(advantages)
+        mean = sum(group) / len(group)
+        others = [(sum(group) - reward) / (len(group) - 1) for reward in group]
+        baselines = others if kind == "rloo" else [mean] * len(group)
+        scales = {"grpo": naive_std(group, ddof) + eps, "grpo_batch_std": naive_std(sum(groups, []), ddof) + eps}
+        scale = (scales | {"maxrl": mean}).get(kind, 1.0)
+        result.append([(reward - baseline) / scale for reward, baseline in zip(group, baselines, strict=True)])
     return result
 
 
@@ -175,67 +160,51 @@ def naive_whitened(case: Case, *_: Floats, ddof: int, eps: float) -> Floats:
     return [(value - mean) / (std + eps) if is_trained else 0.0 for value, is_trained in pairs]
 
 
-def naive_token_ratios(case: Case, logprobs: Floats, _: Floats) -> Floats:
-    """PPO section 3: pi(token) / pi_old(token)."""
-    return [math.exp(new) / math.exp(old) for new, old in zip(logprobs, case.old_logprobs_N.tolist(), strict=True)]
-
-
-def naive_sequence_ratios(case: Case, logprobs: Floats, _: Floats) -> Floats:
-    """GSPO eq. 7: (pi(y) / pi_old(y))^(1 / |y|), the likelihood of a sequence: the product over its trained tokens."""
-    ratios, result = naive_token_ratios(case, logprobs, logprobs), []
+def naive_ratios(case: Case, logprobs: Floats, frozen: Floats, kind: str) -> Floats:
+    """PPO section 3: pi(token) / pi_old(token). GSPO eq. 7: (pi(y) / pi_old(y))^(1 / |y|), the product over the trained
+    tokens of a sequence. GSPO-token, eq. 14: sg[that] * pi(token) / sg[pi(token)].
+    """
+    read = frozen if kind == "gspo_token" else logprobs
+    ratios, result = [math.exp(a) / math.exp(b) for a, b in zip(read, case.old_logprobs_N.tolist(), strict=True)], []
     for t, is_trained in enumerate(case.mask_N.tolist()):
-        own = case.sequence(t)
-        result.append(math.prod(ratios[u] for u in own) ** (1.0 / len(own)) if is_trained else 1.0)
-    return result
-
-
-def naive_gspo_token_ratios(case: Case, logprobs: Floats, frozen: Floats) -> Floats:
-    """GSPO eq. 14: sg[s_i] * pi(token) / sg[pi(token)]."""
-    ratios, mask = naive_sequence_ratios(case, frozen, frozen), case.mask_N.tolist()
-    moved = [ratio * math.exp(a) / math.exp(b) for ratio, a, b in zip(ratios, logprobs, frozen, strict=True)]
-    return [new if is_trained else 1.0 for new, is_trained in zip(moved, mask, strict=True)]
+        own, moved = case.sequence(t), math.exp(logprobs[t]) / math.exp(read[t])
+        result.append(math.prod(ratios[u] for u in own) ** (1.0 / len(own)) * moved if is_trained else 1.0)
+    return result if kind.startswith("gspo") else ratios
 
 
 def clip(value: float, low: float, high: float) -> float:
     return low if value < low else high if value > high else value
 
 
-def naive_divergence(p: float, old_p: float, kind: str) -> float:
-    """DPPO's binary total variation and KL(old || new) of a token's probability."""
-    if kind == "dppo":
-        return abs(p - old_p)
-    return old_p * math.log(old_p / p) + (1.0 - old_p) * math.log((1.0 - old_p) / (1.0 - p))
-
-
 def naive_losses(
-    case: Case, logprobs: Floats, frozen: Floats, kind: str, dual: float = 0.0, tau: tuple[float, float] = (1.0, 1.25),
-    bounds: tuple[float, float] = (0.2, 0.3),
+    case: Case, logprobs: Floats, frozen: Floats, kind: str, clip_low: float = 0.2, clip_high: float = 0.3,
+    dual_clip: float = 0.0, tau_pos: float = 1.0, tau_neg: float = 1.25,
 ) -> Floats:  # fmt: skip
     """Minus PPO eq. 7, min(r A, clip(r) A), with DAPO's two bounds; where A < 0 at least c A, dual-clip PPO eq. 5.
 
     Minus CISPO eq. 4, sg[clipped r] A log pi, with the clipped r of eq. 5. Minus SAPO eq. 5, f(r) A, with the gate f(r)
     = sigmoid(tau (r - 1)) 4 / tau. REINFORCE (Williams, 1992): -A log pi. DPPO: -M sg[min(r, 20)] A log pi, with M = 0
-    where A moves pi on, away from pi_old, and the divergence is above its bound.
+    where A moves pi on, away from pi_old, and the divergence (total variation or KL(old || new)) is above its bound.
     """
-    ratios_of = {"gspo": naive_sequence_ratios, "gspo_token": naive_gspo_token_ratios}.get(kind, naive_token_ratios)
-    ratios, frozen_ratios = ratios_of(case, logprobs, frozen), naive_token_ratios(case, frozen, frozen)
+    ratios, frozen_ratios = naive_ratios(case, logprobs, frozen, kind), naive_ratios(case, frozen, frozen, "clip")
     losses = []
     for t, (ratio, advantage) in enumerate(zip(ratios, case.advantages_N.tolist(), strict=True)):
         if kind == "sapo":
-            gate = tau[0] if advantage > 0 else tau[1]
+            gate = tau_pos if advantage > 0 else tau_neg
             losses.append(-4.0 / gate / (1.0 + math.exp(-gate * (ratio - 1.0))) * advantage)
         elif kind.startswith("dppo"):
-            old_p = math.exp(case.old_logprobs_N[t].item())
-            divergence, is_up = naive_divergence(math.exp(frozen[t]), old_p, kind), frozen_ratios[t] > 1.0
-            is_masked = divergence > bounds[is_up] and is_up == (advantage > 0)
+            p, old_p, is_up = math.exp(frozen[t]), math.exp(case.old_logprobs_N[t].item()), frozen_ratios[t] > 1.0
+            binary_kl = old_p * math.log(old_p / p) + (1.0 - old_p) * math.log((1.0 - old_p) / (1.0 - p))
+            divergence = abs(p - old_p) if kind == "dppo" else binary_kl
+            is_masked = divergence > (clip_high if is_up else clip_low) and is_up == (advantage > 0)
             losses.append(0.0 if is_masked else -min(frozen_ratios[t], 20.0) * advantage * logprobs[t])
         elif kind == "cispo":
-            losses.append(-clip(frozen_ratios[t], 0.8, 1.3) * advantage * logprobs[t])
+            losses.append(-clip(frozen_ratios[t], 1 - clip_low, 1 + clip_high) * advantage * logprobs[t])
         elif kind == "reinforce":
             losses.append(-advantage * logprobs[t])
         else:
-            objective = min(ratio * advantage, clip(ratio, 0.8, 1.3) * advantage)
-            losses.append(-max(objective, dual * advantage) if dual and advantage < 0 else -objective)
+            objective = min(ratio * advantage, clip(ratio, 1 - clip_low, 1 + clip_high) * advantage)
+            losses.append(-max(objective, dual_clip * advantage) if dual_clip and advantage < 0 else -objective)
     return losses
 
 
@@ -245,19 +214,16 @@ def naive_kl(case: Case, logprobs: Floats, frozen: Floats, kind: str, clamp: flo
     k3+: k3, but the gradient is that of k2.
     """
 
-    def estimate(x: float, kind: str) -> float:
-        if kind == "k1":
-            return -x
-        if kind == "k2":
-            return x**2 / 2.0
+    def k3(x: float) -> float:
         x = clip(x, -20.0, 20.0) if clamp else x
-        k3 = (math.exp(x) - 1.0) - x
-        return clip(k3, -clamp, clamp) if clamp else k3
+        value = (math.exp(x) - 1.0) - x
+        return clip(value, -clamp, clamp) if clamp else value
 
     result = []
     for ref, new, sg in zip(case.ref_logprobs_N.tolist(), logprobs, frozen, strict=True):
-        k3_plus = estimate(ref - sg, "k3") + estimate(ref - new, "k2") - estimate(ref - sg, "k2")
-        result.append(k3_plus if kind == "k3+" else estimate(ref - new, kind))
+        x, frozen_x = ref - new, ref - sg
+        k3_plus = k3(frozen_x) + x**2 / 2.0 - frozen_x**2 / 2.0
+        result.append({"k1": -x, "k2": x**2 / 2.0, "k3": k3(x), "k3+": k3_plus}[kind])
     return result
 
 
@@ -280,10 +246,10 @@ def naive_correction(case: Case, *_: Floats, kind: str, low: float, high: float)
 
 
 def naive_aggregate(case: Case, *_: Floats, kind: str, constant: float) -> float:
-    """The loss of an update from the losses of the trained tokens of each sequence, which are the advantages here.
+    """The loss of an update, the tokens' losses being the advantages. An untrained sequence is none.
 
     DAPO eq. 12: the sum over all tokens / their number. GRPO eq. 3: the mean over sequences of the mean over tokens.
-    Dr. GRPO: the mean over sequences of the sum over tokens / a constant. A sequence without tokens is none.
+    Dr. GRPO: the mean over sequences of the sum over tokens / a constant.
     """
     values, firsts = case.advantages_N.tolist(), [sum(LENGTHS[:s]) for s in range(len(LENGTHS))]
     losses = [[values[t] for t in case.sequence(first)] for first in firsts if case.sequence(first)]
@@ -297,39 +263,31 @@ def naive_aggregate(case: Case, *_: Floats, kind: str, constant: float) -> float
 # What is tested: (function of a case and its log-probs, its equation, its settings) -----------------------------------
 
 STD = [{"ddof": ddof, "eps": eps} for eps in (1e-6, 0.1) for ddof in (1, 0)]
-DIFFERENTIABLE = [  # by the log-probs
-    *[
-        (lambda c, x, **values: loss_of(c, x, **values).per_token, naive_losses, each)
-        for each in (
-            *[{"kind": kind} for kind in LOSSES], {"kind": "clip", "dual": 1.7},
-            {"kind": "sapo", "tau": (0.5, 2.0)},  # binary fractions: a tau is rounded to float32
-            {"kind": "dppo", "bounds": (0.01, 0.03)}, {"kind": "dppo_kl", "bounds": (0.002, 0.01)},
-        )
-    ],
-    *[
-        (lambda c, x, kind, clamp: kl(c.ref_logprobs_N - x, kind, clamp), naive_kl, {"kind": kind, "clamp": clamp})
-        for kind in ESTIMATORS for clamp in (0.0, 0.5, 10.0)
-    ],
+LOSS_SETTINGS = [
+    *[{"kind": kind} for kind in LOSSES], {"kind": "clip", "dual_clip": 1.7},
+    {"kind": "sapo", "tau_pos": 0.5, "tau_neg": 2.0},  # binary fractions: a tau is rounded to float32
+    {"kind": "dppo", "clip_low": 0.01, "clip_high": 0.03}, {"kind": "dppo_kl", "clip_low": 0.002, "clip_high": 0.01},
 ]  # fmt: skip
+KL_SETTINGS = [{"kind": kind, "clamp": clamp} for kind in ESTIMATORS for clamp in (0.0, 0.5, 10.0)]
+DIFFERENTIABLE = [  # by the log-probs
+    *[(lambda c, x, **values: loss_of(c, x, **values).per_token, naive_losses, each) for each in LOSS_SETTINGS],
+    *[(lambda c, x, **values: kl(c.ref_logprobs_N - x, **values), naive_kl, each) for each in KL_SETTINGS],
+]
 EQUATIONS = [
     *DIFFERENTIABLE,
     *[
-        (lambda c, _, **values: advantages(c.rewards_PG, **values), naive_advantages, {"kind": kind, **values})
-        for kind in ADVANTAGES for values in STD
+        (lambda c, _, **values: advantages(c.rewards_PG, **values), naive_advantages, {"kind": kind} | each)
+        for kind in ADVANTAGES for each in STD
     ],
-    *[(lambda c, _, ddof, eps: whitened(c.advantages_N, c.mask_N, ddof, eps), naive_whitened, each) for each in STD],
+    *[(lambda c, _, **values: whitened(c.advantages_N, c.mask_N, **values), naive_whitened, each) for each in STD],
     *[
         (
-            lambda c, _, **values: stacked(correction(c.old_logprobs_N, c.rollout_logprobs_N, *c.packing, **values)),
+            lambda c, _, **values: torch.stack(correction(c.old_logprobs_N, c.rollout_logprobs_N, c.packing, **values)),
             naive_correction, {"kind": kind, "low": 0.7, "high": 1.5},
         )
         for kind in CORRECTIONS
     ],
 ]  # fmt: skip
-
-
-def stacked(weights: tuple[Tensor, Tensor]) -> Tensor:
-    return torch.stack([weights[0], weights[1].to(weights[0].dtype)])
 
 
 def name_of(part: object) -> str:
@@ -367,11 +325,12 @@ def test_gradients_are_those_of_the_papers_equations(function, equation, setting
 @pytest.mark.parametrize("kind", AGGREGATIONS)
 @pytest.mark.parametrize("constant", [12.0, 4.0])
 def test_weighted_token_losses_add_up_to_the_papers_aggregation(constant, kind, seed):
-    """The weighted sum of token losses equals the paper's aggregation."""
     case = make_case(seed)
-    weights_B = aggregation(case.lengths_B, kind, constant)
+    weights_B = call("--loss_aggregation", kind, case.lengths_B, constant=constant)
     total = masked_sum(weights_B[case.sequence_ids_N] * case.advantages_N, case.mask_N)
     assert weights_B.dtype == torch.float32
+    of_nothing_B = call("--loss_aggregation", kind, torch.zeros(3).long())  # no token is trained
+    assert of_nothing_B.shape == (3,) and of_nothing_B.isfinite().all()
     assert total.item() == pytest.approx(naive_aggregate(case, kind=kind, constant=constant), abs=1e-6)
 
 
@@ -379,11 +338,10 @@ def test_weighted_token_losses_add_up_to_the_papers_aggregation(constant, kind, 
 
 
 @pytest.mark.parametrize("kind", ADVANTAGES)
-@pytest.mark.parametrize("eps", [1e-6, 0.0])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1])  # 0.1 * 7 / 7 is not 0.1 in float32
-def test_a_group_of_equal_rewards_has_exactly_zero_advantage(kind, eps, reward):
-    """A group of equal rewards has exactly zero advantage, alone and beside a group with signal."""
-    for ddof in (0, 1):
+def test_a_group_of_equal_rewards_has_exactly_zero_advantage(kind, reward):
+    """Alone, and beside a group with signal."""
+    for ddof, eps in product((0, 1), (1e-6, 0.0)):
         assert advantages(torch.full((3, 7), reward), kind, ddof, eps).eq(0).all()
         first, second = advantages(torch.tensor([[reward] * 7, [reward] * 6 + [5.0]]), kind, ddof, eps)
         assert first.eq(0).all() and second.ne(0).all() and second.isfinite().all()
@@ -391,19 +349,16 @@ def test_a_group_of_equal_rewards_has_exactly_zero_advantage(kind, eps, reward):
 
 @pytest.mark.parametrize("outside", [5.0, 1e6, -math.inf, math.nan])
 def test_whitening_does_not_look_outside_the_mask(outside):
-    """Whitening does not look outside the mask, and equal values become exactly zero."""
-    values, mask = torch.tensor([1.0, 2.0, 3.0, outside]), torch.tensor([True, True, True, False])
-    found = whitened(values, mask, 1, 1e-6)
+    """Equal values within it become exactly zero."""
+    found = whitened(torch.tensor([1.0, 2.0, 3.0, outside]), torch.arange(4) < 3, 1, 1e-6)
     assert_near(found, [-1.0, 0.0, 1.0, 0.0], tolerance=1e-5)
     assert found[3].item() == 0.0
-    for num_values in (0, 1, 7):
-        for ddof in (0, 1):
-            mask = torch.arange(9) < num_values
-            assert whitened(torch.where(mask, 0.1, outside), mask, ddof, 1e-6).eq(0).all()
+    for num_values, ddof in product((0, 1, 7), (0, 1)):
+        mask = torch.arange(9) < num_values
+        assert whitened(torch.where(mask, 0.1, outside), mask, ddof, 1e-6).eq(0).all()
 
 
 def test_whitening_keeps_digits_that_float32_sums_would_lose():
-    """Whitening keeps its digits where float32 sums would lose them."""
     values = 1000.0 + 0.01 * torch.randn(2000, generator=torch.Generator().manual_seed(0))
     mean, std = math.fsum(values.tolist()) / 2000, naive_std(values.tolist(), ddof=1)
     found = whitened(values, torch.ones(2000, dtype=torch.bool), 1, 1e-6)
@@ -411,40 +366,27 @@ def test_whitening_keeps_digits_that_float32_sums_would_lose():
 
 
 def test_the_default_choices_are_grpos_with_the_papers_numbers():
-    """Unless flags say otherwise, the choices are GRPO's, with the papers' numbers. Advantages with ddof 1 and eps
-    1e-6, k3 clamped at 10, clips of 0.2, SAPO's taus 1 and 1.05.
-    """
-    default, zeros = algorithm_of(flags()), torch.zeros(4)
-    rewards_PG = torch.tensor([[0.0, 2e-6], [0.0, 2.0]])
-    # std with ddof 1 is sqrt(2) times half the distance: 1e-6 / (1.41421e-6 + 1e-6) and 1 / (1.41421 + 1e-6)
-    expected = [[-0.414214, 0.414214], [-0.707106, 0.707106]]
-    assert_near(default.advantage(graded_of(rewards_PG, zeros)), expected, tolerance=1e-6)
-    x = torch.tensor([1.0, 3.0])
-    assert default.kl_estimator(x).equal(kl(x, "k3", 10.0))
-    ratio, advantages_N = torch.tensor([2.0, 2.0, 0.5, 0.5]), torch.tensor([1.0, -1.0, 1.0, -1.0])
-    tokens = tokens_of(ratio.log(), zeros, zeros, advantages_N, zeros.bool(), zeros.long())
-    assert_near(default.policy_loss(tokens).per_token, [-1.2, 2.0, -0.5, 0.8], tolerance=1e-6)
-    # -A x sigmoid(tau x (ratio - 1)) x 4 / tau: sigmoid(1) = 0.731059, sigmoid(1.05) = 0.740775
-    sapo = algorithm_of(flags(policy_loss="sapo")).policy_loss(tokens).per_token
-    assert_near(sapo, [-2.924234, 2.822000, -1.510163, 1.415938], tolerance=1e-6)
-
-
-# Ratios ---------------------------------------------------------------------------------------------------------------
+    default, sapo = (algorithm_of(flags(policy_loss=kind)) for kind in (None, "sapo"))
+    chosen = default.advantage, default.policy_loss, default.kl_estimator, sapo.policy_loss
+    assert [(each.func.__name__, parameters_of(each.func) | each.keywords) for each in chosen] == [
+        ("grpo", {"advantage_ddof": 1, "advantage_eps": 1e-6}),
+        ("clip", {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0}),
+        ("k3", {"kl_clamp": 10.0}),
+        ("sapo", {"tau_pos": 1.0, "tau_neg": 1.05}),
+    ]
 
 
 def test_the_log_of_a_ratio_is_clamped_at_20():
-    """The log of a ratio is clamped at 20; that of a sequence is clamped after the mean over its tokens."""
-    mask, sequence_ids = torch.tensor([True, True]), torch.tensor([0, 1])
+    """That of a sequence after the mean over its tokens."""
+    packing = torch.tensor([True, True]), torch.tensor([0, 1])
     log_ratio, zeros = torch.tensor([30.0, -30.0], dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
     for ratio in (
-        grpo.token_ratio(log_ratio, zeros),
-        grpo.sequence_ratio(log_ratio, zeros, mask, sequence_ids),
-        gspo_token_ratio(log_ratio, zeros, mask, sequence_ids),
-        correction(log_ratio, zeros, mask, sequence_ids, "none", 0.5, 5.0)[0],
-    ):
+        grpo.token_ratio(log_ratio, zeros), grpo.sequence_ratio(log_ratio, zeros, *packing),
+        gspo_token_ratio(log_ratio, zeros, *packing), correction(log_ratio, zeros, packing, "none", 0.5, 5.0)[0],
+    ):  # fmt: skip
         expected = [485165195.409790, 2.061153622438558e-09]  # exp(20), exp(-20)
         assert ratio.tolist() == pytest.approx(expected, rel=1e-12)
-    whole = grpo.sequence_ratio(torch.tensor([30.0, -6.0]), torch.zeros(2), mask, torch.tensor([0, 0]))
+    whole = grpo.sequence_ratio(torch.tensor([30.0, -6.0]), torch.zeros(2), packing[0], torch.tensor([0, 0]))
     assert_near(whole, [162754.79, 162754.79], tolerance=1e-5)  # exp(12)
 
 
@@ -452,9 +394,7 @@ def test_the_log_of_a_ratio_is_clamped_at_20():
 @pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize("function", [grpo.sequence_ratio, gspo_token_ratio])
 def test_a_sequence_ratio_has_no_gradient_at_masked_positions(function, is_old, poison):
-    """A sequence ratio is 1, and has exactly no gradient, at masked positions. Elsewhere it is the geometric mean
-    over the trained tokens of the sequence.
-    """
+    """There it is 1; elsewhere the geometric mean over the trained tokens of the sequence."""
     logprobs, old_logprobs = torch.tensor([2.0, 7.0, 8.0, 5.0]).log(), torch.zeros(4)
     (old_logprobs if is_old else logprobs)[1] = poison
     logprobs.requires_grad_()
@@ -466,13 +406,10 @@ def test_a_sequence_ratio_has_no_gradient_at_masked_positions(function, is_old, 
     assert ratio[1].item() == 1.0 and logprobs.grad[1].item() == 0.0
 
 
-# Policy losses --------------------------------------------------------------------------------------------------------
-
-
 @each_seed
 @pytest.mark.parametrize("kind", LOSSES)
 def test_on_policy_the_ratio_is_exactly_1(kind, seed):
-    """On policy the ratio is exactly 1, and the gradient is minus the advantage."""
+    """And the gradient is minus the advantage."""
     single, case = make_case(seed, torch.float32), make_case(seed)
     assert loss_of(single, single.old_logprobs_N, kind).ratio.eq(1).all()
     case.advantages_N = case.advantages_N[case.sequence_ids_N]  # one for each sequence
@@ -484,11 +421,11 @@ def test_on_policy_the_ratio_is_exactly_1(kind, seed):
 @each_seed
 @pytest.mark.parametrize("dual_clip", [0.0, 1.7])
 def test_clipped_tokens_have_no_gradient(dual_clip, seed):
-    """The tokens marked as clipped have no gradient, and, for CISPO, a clipped weight."""
+    """Of CISPO the marked tokens are those whose weight is clipped."""
     case = make_case(seed)
-    for kind, bounds in (("clip", (0.2, 0.3)), ("dppo", (0.01, 0.03)), ("dppo_kl", (0.002, 0.01))):
-        logprobs_N = case.logprobs_N.clone().requires_grad_()
-        loss_N, ratio_N, is_low_N, is_high_N, _ = loss_of(case, logprobs_N, kind, dual_clip, bounds=bounds)
+    for kind, low, high in (("clip", 0.2, 0.3), ("dppo", 0.01, 0.03), ("dppo_kl", 0.002, 0.01)):
+        logprobs_N, bounds = case.logprobs_N.clone().requires_grad_(), {"clip_low": low, "clip_high": high}
+        loss_N, ratio_N, is_low_N, is_high_N, _ = loss_of(case, logprobs_N, kind, dual_clip=dual_clip, **bounds)
         loss_N.sum().backward()
         has_no_gradient_N = logprobs_N.grad == 0
         assert (is_low_N | is_high_N).equal(has_no_gradient_N)
@@ -500,7 +437,6 @@ def test_clipped_tokens_have_no_gradient(dual_clip, seed):
 
 
 def test_a_ratio_at_a_bound_or_a_zero_advantage_is_not_clipped():
-    """A ratio at a bound, and an advantage of 0, are not clipped."""
     ratio = torch.tensor([0.75, 1.25, 2.0, 0.1, 1.0, 10.0], requires_grad=True)
     advantages = torch.tensor([-1.0, 1.0, -1.0, 0.0, 0.0, 0.0])
     loss, _, is_low, is_high, _ = grpo.clipped(ratio, advantages, 0.25, 0.25, 2.0)
@@ -510,14 +446,10 @@ def test_a_ratio_at_a_bound_or_a_zero_advantage_is_not_clipped():
     assert loss[3:].eq(0).all()
 
 
-# KL -------------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_kl_estimates_are_finite_far_from_the_reference(kind):
-    """The clamp of k3 is on x at 20 and on the value, and far from the reference everything is finite."""
     x = torch.tensor([25.0, -25.0, -13.0], dtype=torch.float64)
-    if kind.startswith("k3"):
+    if kind.startswith("k3"):  # the clamp is on x at 20, and on the value
         expected = [485165174.40979, 19.0, 12.00000226]  # exp(20) - 20 - 1, exp(-20) + 20 - 1
         assert kl(x, kind, 1e12).tolist() == pytest.approx(expected, rel=1e-8)
         assert_near(kl(x, kind, 10.0), [10.0, 10.0, 10.0], tolerance=1e-12)
@@ -528,50 +460,28 @@ def test_kl_estimates_are_finite_far_from_the_reference(kind):
         assert x.grad.equal(x.detach()), "the gradient of k2, which no clamp cuts"
 
 
-# Aggregation ----------------------------------------------------------------------------------------------------------
-
-
 def test_prompts_count_the_same_whatever_their_lengths():
-    """Of three prompts one is left out of the loss; a token of the others counts 1 / 2 / tokens of its prompt."""
+    """One of three prompts is left out; a token of the others counts 1 / 2 / tokens of its prompt."""
     weights_B = grpo.prompt_mean(torch.tensor([3, 1, 0, 0, 0, 5]), group_size=2)
     assert_near(weights_B[[0, 1, 4, 5]], [1 / 8, 1 / 8, 1 / 10, 1 / 10], tolerance=1e-7)
 
 
-# Sampler-trainer mismatch ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", CORRECTIONS)
-def test_a_correction_ratio_at_its_bound_is_within_it(kind):
-    """A ratio at a bound is within it, and a correction weight has no gradient."""
-    old = torch.zeros(5, requires_grad=True)
-    packing = torch.ones(5).bool(), torch.tensor([0, 0, 1, 2, 3])
-    weights, is_outside = correction(old, torch.zeros(5), *packing, kind, 1.0, 1.0)
+def test_a_correction_has_no_gradient_and_reads_trained_tokens_alone(kind):
+    """A ratio at its bound is within it."""
+    old, packing = torch.zeros(5, requires_grad=True), (torch.ones(5).bool(), torch.tensor([0, 0, 1, 2, 3]))
+    weights, is_outside = correction(old, torch.zeros(5), packing, kind, 1.0, 1.0)
     assert weights.tolist() == [1.0] * 5 and not is_outside.any() and not weights.requires_grad
-
-
-@pytest.mark.parametrize("kind", CORRECTIONS)
-@pytest.mark.parametrize("poison", [3.0, math.inf, math.nan])
-def test_an_untrained_token_leaves_its_sequences_weights_alone(kind, poison):
-    """A token that is not trained does not change the weights of its sequence."""
-    old_logprobs, mask = torch.tensor([1.5, poison, 1.0]).log(), torch.tensor([True, False, True])
-    weights, _ = correction(old_logprobs, torch.zeros(3), mask, torch.tensor([0, 0, 1]), kind, 0.5, 2.0)
-    assert_near(weights[mask], [1.5, 1.0], tolerance=1e-6)
-    assert weights.isfinite().all()
-
-
-# Aggregation and sums -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", AGGREGATIONS)
-def test_an_update_without_trained_tokens_has_finite_weights(kind):
-    """An update without trained tokens has a finite weight for each sequence."""
-    weights_B = aggregation(torch.tensor([0, 0, 0]), kind)
-    assert weights_B.shape == (3,) and weights_B.isfinite().all()
+    mask = torch.tensor([True, False, True])
+    for poison in (3.0, math.inf, math.nan):
+        old = torch.tensor([1.5, poison, 1.0]).log()
+        weights, _ = correction(old, torch.zeros(3), (mask, torch.tensor([0, 0, 1])), kind, 0.5, 2.0)
+        assert_near(weights[mask], [1.5, 1.0], tolerance=1e-6)
+        assert weights.isfinite().all()
 
 
 @pytest.mark.parametrize("poison", [0.0, math.inf, -math.inf, math.nan])
 def test_a_masked_sum_has_no_gradient_at_masked_positions(poison):
-    """A masked sum has exactly no gradient at masked positions."""
     values, mask = torch.tensor([1.0, poison, 2.0], requires_grad=True), torch.tensor([True, False, True])
     total = masked_sum(values, mask)
     total.backward()
@@ -582,20 +492,11 @@ def test_a_masked_sum_has_no_gradient_at_masked_positions(poison):
     assert values.grad[[0, 2]].tolist() == [1.0, 1.0]
 
 
-# What is measured -----------------------------------------------------------------------------------------------------
-
-
 def test_kls_are_measured_without_the_clamp_of_the_loss():
-    """KLs are measured without the clamp of the loss, and the tokens that it cuts are counted. Of one sequence of
-    two tokens, with the default k3 in the loss: a clamp would cut rare tokens with a large k3.
-    """
+    """A clamp would cut rare tokens with a large k3; the tokens that it cuts are counted."""
     old, new, sampler = torch.tensor([-1.0, -2.0]), torch.tensor([-41.0, -1.0]), torch.tensor([-2.0, -32.0])
-    index, ones = torch.zeros(2, dtype=torch.int64), torch.ones(2)
-    batch = Batch(
-        input_ids_N=index, position_ids_N=index, labels_N=index, loss_mask_N=ones.bool(), loss_weights_N=ones / 2,
-        sequence_ids_N=index, trained_K=torch.arange(2), segments_S=(), advantages_N=ones,
-        rollout_logprobs_N=sampler, ref_logprobs_N=old, lags_N=index, kl_weights_N=ones,
-    )  # fmt: skip
+    batch, ones = pack(make_rollout([2], prompt_length=1), [0]), torch.ones(2)
+    batch = replace(batch, advantages_N=ones, rollout_logprobs_N=sampler, ref_logprobs_N=old)
     algorithm = algorithm_of(flags(kl_coef=0.1))
     t = grpo.tokens_of(batch, new, old, ones)
     means = token_metrics(batch, t, grpo.total_loss(batch, t, algorithm), algorithm)

@@ -7,58 +7,36 @@ import numpy as np
 import pytest
 import torch
 
+import metrics
 from batch import Batch, Update, pack
-from fsdp_utils import World
 from grading import Grade
-from helpers.made_up import flags, load_policy, make_grade, make_rollout, policy_of
-from metrics import (
-    Work,
-    merge_updates,
-    peak_flops,
-    rollout_metrics,
-    stderr_of_mean,
-    temperature_of,
-    temperature_terms,
-    throughput,
-    work_of_step,
-)
+from helpers.made_up import ALONE, flags, load_policy, make_grade, make_rollout, policy_of
+from metrics import Work, merge_updates, peak_flops, rollout_metrics, stderr_of_mean, throughput, work_of_step
 from plan.setup import shape_of
 from plan.time import forward_flops
 
-WORLD = World(trainer_rank=0, num_trainers=2, tp_size=1, device=torch.device("cpu"))
-ROLLOUT = make_rollout([6, 2, 8, 4], group_size=2)  # with prompts of 4 tokens: 9 + 5 + 11 + 7 positions
-
-
-def flops_of(batches: list[Batch]) -> float:
-    return 300 * sum(batch.cost(parity_length=10.0) for batch in batches)
+ROLLOUT = make_rollout([6, 2, 8, 4], group_size=2)  # prompts of 4 tokens: 9 + 5 + 11 + 7 positions
 
 
 def test_rollout_metrics_count_groups_lengths_and_truncation():
     rewards, is_correct = [1, 1, 0.1, 0, 1, 0], [True, True, False, False, True, False]
     grades = [make_grade(*pair) for pair in zip(rewards, is_correct, strict=True)]
     rollout = make_rollout([2, 4, 6, 8, 10, 12])
-    metrics = rollout_metrics(replace(rollout, grades=grades, is_truncated_B=np.arange(6) == 5), group_size=2)
+    found = rollout_metrics(replace(rollout, grades=grades, is_truncated_B=np.arange(6) == 5), group_size=2)
     expected = {
-        "reward/mean": 3.1 / 6,
-        "reward/frac_groups_all_right": 1 / 3,
-        "reward/frac_groups_all_wrong": 1 / 3,
+        "reward/mean": 3.1 / 6, "reward/frac_groups_all_right": 1 / 3, "reward/frac_groups_all_wrong": 1 / 3,
         "reward/frac_groups_with_signal": 2 / 3,  # rewards decide, not correctness
-        "completion/tokens_mean": 7,
-        "completion/tokens_max": 12,
-        "completion/tokens_right_mean": 16 / 3,
-        "completion/tokens_wrong_mean": 26 / 3,
-        "completion/frac_truncated": 1 / 6,
-    }
-    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
-    assert all(type(value) is float for value in metrics.values()), "JSON knows no numpy"
+        "completion/tokens_mean": 7, "completion/tokens_max": 12, "completion/tokens_right_mean": 16 / 3,
+        "completion/tokens_wrong_mean": 26 / 3, "completion/frac_truncated": 1 / 6,
+    }  # fmt: skip
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert all(type(value) is float for value in found.values()), "JSON knows no numpy"
     alone = rollout_metrics(replace(rollout, grades=grades), group_size=1)
     assert alone["reward/frac_groups_all_right"] == 0.5 and "reward/frac_groups_with_signal" not in alone
 
 
 def test_the_standard_error_is_clustered_by_prompt():
-    """The standard error takes into account that completions of a prompt are alike. Against the spread of 2,000
-    means of 20 prompts x 4 completions, of which a third is chosen; within 10 %.
-    """
+    """Against the spread of 2,000 means of a third of 20 prompts x 4 completions; within 10 %."""
     random, means, errors = np.random.default_rng(0), [], []
     for _ in range(2000):
         values = np.repeat(random.normal(0, 1, 20), 4) + random.normal(0, 0.5, 80)
@@ -71,8 +49,6 @@ def test_the_standard_error_is_clustered_by_prompt():
 
 
 def test_ungraded_completions_are_counted_and_parts_averaged():
-    """What could not be graded is counted, and each part of a sum has its mean."""
-
     def found(grades: list[Grade]) -> dict[str, float]:
         return rollout_metrics(replace(make_rollout([1] * 4), grades=grades), group_size=2)
 
@@ -88,16 +64,19 @@ def test_ungraded_completions_are_counted_and_parts_averaged():
 
 
 def test_updates_of_a_step_are_merged_by_what_a_number_means():
-    """The updates of a step are merged by what each number means: mean, maximum, minimum, last or sum."""
+    """Mean, maximum, minimum, last or sum."""
     names = ("policy/loss", "policy/ratio_max", "policy/ratio_min", "optim/lr", "optim/skipped_updates")
-    first = dict(zip(names, (1.0, 2.0, 0.5, 0.1, 1.0), strict=True))
-    second = dict(zip(names, (3.0, 1.5, 0.7, 0.2, 1.0), strict=True))
-    assert merge_updates([first, second]) == dict(zip(names, (2.0, 2.0, 0.5, 0.2, 2.0), strict=True))
-    assert merge_updates([]) == {}, "step 0 has none"
+    values = (1.0, 2.0, 0.5, 0.1, 1.0), (3.0, 1.5, 0.7, 0.2, 1.0), (2.0, 2.0, 0.5, 0.2, 2.0)
+    *updates, merged = (dict(zip(names, each, strict=True)) for each in values)
+    assert merge_updates(updates) == merged and merge_updates([]) == {}, "step 0 has none"
 
 
 def test_the_work_of_a_step_counts_prompts_and_discarded_samples():
-    """The work of a step counts prompts for the trainer, and what was thrown away for the sampler."""
+    """Prompts for the trainer, and what was thrown away for the sampler."""
+
+    def flops_of(batches: list[Batch]) -> float:
+        return 300 * sum(batch.cost(parity_length=10.0) for batch in batches)
+
     updates = [Update([pack(ROLLOUT, [0, 1])], 8), Update([pack(ROLLOUT, [2]), pack(ROLLOUT, [3])], 12)]
     sampled, costs = make_rollout([6, 2, 8, 4, 10], group_size=1), 32 + (81 + 25 + 121 + 49) / 10
     work = work_of_step(sampled, ROLLOUT, updates, 2, flops_of)
@@ -113,14 +92,12 @@ def test_the_work_of_a_step_counts_prompts_and_discarded_samples():
 def test_rates_and_waiting_are_those_of_the_step():
     seconds = [np.array([3.0, 2.0]), np.array([0.5, 1.0])]  # two rounds of two engines
     times = {"time/sample_s": 4.0, "time/update_s": 5.0, "time/step_s": 20.0}
-    always = {
-        "time/rollout_tail_s": 1.5,
-        "perf/tokens_per_s": 20 / 20,
-        "perf/sample_tokens_per_s_per_gpu": 24 / 4 / 2,
-        "perf/update_tokens_per_s_per_gpu": 64 / 5 / 2,
-        "perf/update_tflops_per_gpu": 60 / 5 / 2,
-    }
-    assert throughput(Work(24, 20, 64, 6e13), seconds, times, WORLD) == pytest.approx(always)
+    expected = {
+        "time/rollout_tail_s": 1.5, "perf/tokens_per_s": 20 / 20, "perf/sample_tokens_per_s_per_gpu": 24 / 4 / 2,
+        "perf/update_tokens_per_s_per_gpu": 64 / 5 / 2, "perf/update_tflops_per_gpu": 60 / 5 / 2,
+    }  # fmt: skip
+    world = replace(ALONE, num_trainers=2)
+    assert throughput(Work(24, 20, 64, 6e13), seconds, times, world) == pytest.approx(expected)
 
 
 def test_the_flops_of_an_update_are_those_of_the_planner(untied_policy):
@@ -133,18 +110,12 @@ def test_the_flops_of_an_update_are_those_of_the_planner(untied_policy):
 
 
 def test_the_peak_is_that_of_the_gpu_or_unknown():
-    known = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA GeForce RTX 4090": 165e12}
-    known |= {"NVIDIA L4": 121e12, "NVIDIA L40S": 362e12, "NVIDIA A10": 125e12, "NVIDIA GeForce RTX 3090": 71e12}
-    known |= {"NVIDIA GH200 480GB": 989e12, "NVIDIA B200": 2250e12}
-    derived = [
-        "NVIDIA GeForce RTX 4090 D",
-        "NVIDIA GeForce RTX 3090 Ti",
-        "NVIDIA H100 PCIe",
-        "NVIDIA A10G",
-        "NVIDIA L40",
-    ]
-    wanted = known | dict.fromkeys([*derived, ""])
-    assert {name: peak_flops(name) for name in wanted} == wanted
+    known = {"H100 80GB HBM3": 989, "A100-SXM4-80GB": 312, "GeForce RTX 4090": 165, "L4": 121, "L40S": 362}
+    known |= {"A10": 125, "GeForce RTX 3090": 71, "GH200 480GB": 989, "B200": 2250}
+    assert {name: peak_flops(f"NVIDIA {name}") for name in known} == {name: x * 1e12 for name, x in known.items()}
+    assert peak_flops("") is None
+    for derived in ("GeForce RTX 4090 D", "GeForce RTX 3090 Ti", "H100 PCIe", "A10G", "L40"):
+        assert peak_flops(f"NVIDIA {derived}") is None
 
 
 def test_the_temperature_is_read_from_log_probs():
@@ -152,6 +123,6 @@ def test_the_temperature_is_read_from_log_probs():
     logits = torch.randn(4000, 32) * 2
     trainer, sampler = (torch.distributions.Categorical(logits=each) for each in (logits, logits / 0.9))
     tokens = sampler.sample()
-    terms = temperature_terms(trainer.log_prob(tokens), sampler.log_prob(tokens), trainer.entropy())
-    ratio, explained = temperature_of(**{name: values.mean().item() for name, values in terms.items()})
+    terms = metrics.temperature_terms(trainer.log_prob(tokens), sampler.log_prob(tokens), trainer.entropy())
+    ratio, explained = metrics.temperature_of(**{name: values.mean().item() for name, values in terms.items()})
     assert abs(ratio - 0.9) < 0.015 and explained > 0.9

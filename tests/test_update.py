@@ -1,10 +1,11 @@
-"""Between rollout and loss: advantages with and without a KL penalty, weights, which log-probs are computed."""
+"""Between rollout and loss: advantages, KL penalties, weights, which log-probs are computed."""
 
 import copy
+import itertools
 import math
 import re
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from unittest import mock
 
@@ -18,99 +19,67 @@ import update
 from algorithm import algorithm_of
 from batch import Rollout, Update, pack, to_positions
 from flags import Memory
-from grpo import Loss
-from helpers.made_up import (
-    ALONE,
-    RAGGED,
-    flags,
-    load_policy,
-    make_grade,
-    make_rollout,
-    make_row,
-    policy_of,
-    run_passes,
-    train_once,
-    unpacked_logprobs,
-)
+from grpo import Loss, Tokens
+from helpers import made_up
+from helpers.made_up import ALONE, RAGGED, flags, load_policy, make_grade, make_rollout, make_row
 from helpers.runs import ROOT
 from metrics import token_metrics
 from policy import Policy
 from runtime.start import OwnCodeError, RunError
 from schedule import make_plan
-from update import UpdateGuard, add_advantages, compute_advantages, gather_penalties, pack_updates, with_advantages
+from update import UpdateGuard, add_advantages, compute_advantages, gather_penalties, pack_updates
 
-REWARDS = [1.0, 0.0, 0.0, 1.0]
 PENALTIES = [np.array(p, dtype=np.float32) for p in ([0.1, 0.2], [0.3], [0.0, 0.1, 0.1], [0.2, 0.4])]
 
 
-def graded(rewards: list[float] = REWARDS) -> Rollout:
-    return replace(make_rollout([2, 1, 3, 2]), grades=[make_grade(reward) for reward in rewards], advantages=[])
+def graded(*rewards: float, lengths: tuple[int, ...] = (2, 1, 3, 2), group_size: int = 1) -> Rollout:
+    grades = [make_grade(reward) for reward in rewards or (1, 0, 0, 1)]
+    return replace(make_rollout(lengths, group_size=group_size), grades=grades, advantages=[])
 
 
-def advantages_of(advantage: str, penalties: list[np.ndarray] | None = None, **rollout: object) -> list[list[float]]:
-    args = flags(advantage=advantage, group_size=2)
-    found = compute_advantages(replace(graded(), **rollout), penalties, algorithm_of(args))
-    assert [len(x) for x in found] == [2, 1, 3, 2]
-    return [x.tolist() for x in found]
+def test_reinforce_plus_plus_standardises_over_all_trained_tokens():
+    rollout, algorithm = graded(), algorithm_of(flags(advantage="reinforce++", group_size=2))
+    left_out = replace(graded(1, 0, 100, 0), is_trained_B=np.array([True, True, False, True]))
+    for each, penalties, returns in (
+        (rollout, None, [[1, 1], [0], [0, 0, 0], [1, 1]]),
+        (rollout, PENALTIES, [[1 - 0.3, 1 - 0.2], [0 - 0.3], [0 - 0.2, 0 - 0.2, 0 - 0.1], [1 - 0.6, 1 - 0.4]]),
+        (left_out, None, [[1, 1], [0], [], [0, 0]]),
+    ):
+        found, values = compute_advantages(each, penalties, algorithm), sum(returns, [])
+        expected = (np.array(values) - np.mean(values)) / (np.std(values, ddof=1) + 1e-6)
+        trained = [x for x, own in zip(found, returns, strict=True) if own]
+        assert [len(x) for x in found] == [2, 1, 3, 2]
+        assert np.concatenate(trained).tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+    assert found[2].tolist() == [0, 0, 0]
 
 
-def whitened(values: list[float]) -> list[float]:
-    return ((np.array(values) - np.mean(values)) / (np.std(values, ddof=1) + 1e-6)).tolist()
-
-
-def test_reinforce_plus_plus_standardises_over_all_tokens():
-    """REINFORCE++ standardises returns over all tokens."""
-    found = advantages_of("reinforce++")
-    assert sum(found, []) == pytest.approx(whitened([1.0] * 2 + [0.0] + [0.0] * 3 + [1.0] * 2), abs=1e-5)
-    found = advantages_of("reinforce++", PENALTIES)
-    returns = [1 - 0.3, 1 - 0.2, 0 - 0.3, 0 - 0.2, 0 - 0.2, 0 - 0.1, 1 - 0.6, 1 - 0.4]
-    assert sum(found, []) == pytest.approx(whitened(returns), abs=1e-5)
-
-
-def test_what_the_loss_leaves_out_stays_out_of_the_statistics():
-    """What is left out of the loss does not enter the statistics of tokens."""
-    is_trained_B = np.array([True, True, False, True])
-    found = advantages_of("reinforce++", grades=graded([1.0, 0.0, 100.0, 0.0]).grades, is_trained_B=is_trained_B)
-    assert found[2] == [0, 0, 0]
-    assert sum(sum(found, [])) == pytest.approx(0, abs=1e-5)
-    assert max(sum(found, [])) < 2
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [  # 2 trained tokens of one sequence in the first update; 3 and 2 of two sequences in the second
-        ("token_mean", [1 / 2, 1 / 5, 1 / 5]),
-        ("seq_mean_token_mean", [1 / 2, 1 / 6, 1 / 4]),
-        ("seq_mean_token_sum_norm", [1 / 10, 1 / 20, 1 / 20]),
-        ("prompt_mean", [1 / 2, 1 / 5, 1 / 5]),
-    ],
-)
+@pytest.mark.parametrize(("kind", "expected"), [
+    # 2 trained tokens of one sequence in the first update; 3 and 2 of two sequences in the second
+    ("token_mean", [1 / 2, 1 / 5, 1 / 5]),
+    ("seq_mean_token_mean", [1 / 2, 1 / 6, 1 / 4]),
+    ("seq_mean_token_sum_norm:constant=10", [1 / 10, 1 / 20, 1 / 20]),
+    ("prompt_mean", [1 / 2, 1 / 5, 1 / 5]),
+])  # fmt: skip
 def test_every_update_has_the_weights_of_its_own_sequences(kind, expected):
     rollout = replace(graded(), is_trained_B=np.array([True, False, True, True]))
-    policy = Namespace(parity_length=math.inf)
-    changes = {"loss_aggregation": kind + ":constant=10" * kind.endswith("norm")}
-    args = flags(prompts_per_step=2, prompts_per_update=1, group_size=2, micro_batch_tokens=100, **changes)
-    updates = pack_updates(rollout, make_plan(args, 2), algorithm_of(args), Memory.from_flags(args), policy, ALONE)
+    args = flags(**TWO_UPDATES | {"group_size": 2}, micro_batch_tokens=100, loss_aggregation=kind)
+    plan, policy = make_plan(args, num_rows=2), Namespace(parity_length=math.inf)
+    updates = pack_updates(rollout, plan, algorithm_of(args), Memory.from_flags(args), policy, ALONE)
     assert [update.num_tokens for update in updates] == [2, 5]
-    batches = [update.batches[0] for update in updates]
-    assert [{x.index for x in batch.segments_S} for batch in batches] == [{0, 1}, {2, 3}]
-    found = {
-        x.index: weights[0].item()
-        for batch in batches
-        for x, weights in zip(batch.segments_S, batch.loss_weights_N.split(batch.lengths_S), strict=True)
-    }
-    assert [found[b] for b in (0, 2, 3)] == pytest.approx(expected)
+    found = [{}, {}]  # of each update: sequence -> the weight of its tokens
+    for weights_S, each in zip(found, updates, strict=True):
+        (batch,) = each.batches
+        for x, weights in zip(batch.segments_S, batch.loss_weights_N.split(batch.lengths_S), strict=True):
+            weights_S[x.index] = weights[0].item()
+    assert [weights_S.keys() for weights_S in found] == [{0, 1}, {2, 3}]
+    assert [found[0][0], found[1][2], found[1][3]] == pytest.approx(expected)
 
 
 def test_an_advantage_knows_the_step_and_the_columns_of_the_rows():
-    """By the file that weighs prompts by a pass rate: that of the group, or that of a column, as the run goes on."""
-    rollout, file = graded(), f"{ROOT}/docs/advantages/pass_rate.py"
-    rows = [
-        replace_columns(row, {"pass_rate": str(rate)}) for row, rate in zip(rollout.rows, (1, 1, 0.5, 0.5), strict=True)
-    ]
-    rollout = replace(
-        rollout, rows=rows, grades=[make_grade(r, is_correct=c) for r, c in ((1, 1), (0, 1), (0, 0), (1, 1))]
-    )
+    """Prompts count by a pass rate: that of the group, or that of a column, as the run goes on."""
+    rows = [make_row([1], columns={"pass_rate": rate}) for rate in ("1", "1", "0.5", "0.5")]
+    grades = [make_grade(r, is_correct=c) for r, c in ((1, 1), (0, 1), (0, 0), (1, 1))]
+    rollout, file = replace(graded(), rows=rows, grades=grades), f"{ROOT}/docs/advantages/pass_rate.py"
     plain = 0.5 / (0.5**0.5 + 1e-6)
     hard = algorithm_of(flags(advantage=f"{file}:hard", group_size=2))
     found = [x[0] for x in compute_advantages(rollout, None, hard)]
@@ -125,15 +94,9 @@ def test_an_advantage_knows_the_step_and_the_columns_of_the_rows():
 
 def test_an_empty_completion_is_compared_like_all():
     """It has a reward, which counts in its group, and no token that could get an advantage."""
-    rollout = replace(
-        make_rollout([2, 0], group_size=2), grades=[make_grade(1, is_correct=1), make_grade(0, is_correct=0)]
-    )
-    first, second = compute_advantages(rollout, None, algorithm_of(flags(group_size=2)))
+    rollout, algorithm = graded(1, 0, lengths=(2, 0)), algorithm_of(flags(group_size=2))
+    first, second = compute_advantages(rollout, None, algorithm)
     assert first == pytest.approx([0.5**0.5] * 2, abs=1e-5) and len(second) == 0
-
-
-def replace_columns(row: Namespace, columns: dict[str, object]) -> Namespace:
-    return make_row(row.ids, columns=columns, where="row 7")
 
 
 @pytest.mark.parametrize(("advantage", "words"), [
@@ -145,10 +108,9 @@ def replace_columns(row: Namespace, columns: dict[str, object]) -> Namespace:
     (algorithm_of(flags(advantage="maxrl")).advantage, "--advantage maxrl: a reward is -1; it needs rewards"),
 ])  # fmt: skip
 def test_a_wrong_advantage_ends_the_run_with_its_sentence(advantage, words):
-    """What an advantage refuses or returns wrongly ends the run with its sentence."""
     algorithm = replace(algorithm_of(flags(group_size=2)), advantage=advantage)
     with pytest.raises(OwnCodeError, match=words):
-        compute_advantages(graded([1.0, 0.0, -1.0, 1.0]), None, algorithm)
+        compute_advantages(graded(1, 0, -1, 1), None, algorithm)
 
 
 @pytest.mark.parametrize(("policy_loss", "words"), [
@@ -160,65 +122,46 @@ def test_a_wrong_advantage_ends_the_run_with_its_sentence(advantage, words):
     (lambda t: t.advantages, "a loss or KL has values without a gradient; compute them from the log-probs"),
 ])  # fmt: skip
 def test_a_wrong_loss_ends_its_step_with_a_sentence(policy_loss, words, policy):
-    model, args = load_policy(policy), flags(**TWO_UPDATES)
-    algorithm = replace(algorithm_of(args), policy_loss=policy_loss)
-    plan, rollout = make_plan(args, num_rows=args.prompts_per_step), graded_rollout()
-    updates = pack_updates(rollout, plan, algorithm, Memory.from_flags(args), model, ALONE)
-    _, updates = add_advantages(rollout, updates, algorithm)
     with pytest.raises(OwnCodeError, match=f"the loss .* fails {words}" if words.startswith("in") else words):
-        update.add_gradients(model, updates[0], algorithm, plan.update(2, 0), Memory.from_flags(args), ALONE)
+        next(train_step(load_policy(policy), flags(**TWO_UPDATES), graded_rollout(), policy_loss=policy_loss))
+
+
+@pytest.mark.parametrize(("kl_in", "estimator", "words"), [
+    ("reward", lambda x: x.typo, "^--kl_estimator fails in step 2: AttributeError.*'typo'"),
+    # One number, added to each token, would have another gradient.
+    ("loss", torch.mean, r"a loss or KL has the shape \[\]; needed is a tensor of the shape \[\d+\]"),
+])  # fmt: skip
+def test_a_wrong_kl_estimator_ends_its_step_with_a_sentence(kl_in, estimator, words, policy):
+    args = flags(kl_coef=0.5, kl_in=kl_in, **TWO_UPDATES)
+    with pytest.raises(OwnCodeError, match=words):
+        next(train_step(load_policy(policy), args, graded_rollout(), kl_estimator=estimator))
 
 
 def test_a_loss_that_changes_its_input_changes_no_batch(policy):
-    """Else a loss that clears the mask would train nothing, and one that scales advantages would do so in each pass."""
+    """Else one that clears the mask would train nothing, and one that scales would do so in each pass."""
 
     def careless(t):
         loss = -t.advantages.mul_(2) * t.logprobs
         t.mask.zero_(), t.old_logprobs.zero_(), t.rollout_logprobs.zero_()
         return loss
 
-    model, args = load_policy(policy), flags(**TWO_UPDATES, num_iterations=2)
-    plan, rollout, algorithm = make_plan(args, num_rows=args.prompts_per_step), graded_rollout(), algorithm_of(args)
-    updates = pack_updates(rollout, plan, algorithm, Memory.from_flags(args), model, ALONE)
-    updates = update.add_logprobs(updates, model, None, algorithm)
-    _, (trained, _) = add_advantages(rollout, updates, algorithm)
-    before = copy.deepcopy(trained.batches)
-    algorithm = replace(algorithm, policy_loss=careless)
-    update.add_gradients(model, trained, algorithm, plan.update(2, 0), Memory.from_flags(args), ALONE)
-    for batch, other in zip(trained.batches, before, strict=True):
+    args, batches = flags(**TWO_UPDATES, num_iterations=2), []
+    for own in ({}, {"policy_loss": careless}):
+        trained, _ = next(train_step(load_policy(policy), args, graded_rollout(), **own))
+        batches.append(trained.batches)
+    for batch, other in zip(*batches, strict=True):
         for name in ("loss_mask_N", "advantages_N", "old_logprobs_N", "rollout_logprobs_N"):
             assert torch.equal(getattr(batch, name), getattr(other, name)), name
 
 
-def test_a_kl_estimator_that_fails_on_penalties_is_named():
-    batch = pack(graded(), [0, 1, 2, 3])
-    batch = replace(batch, old_logprobs_N=batch.rollout_logprobs_N, ref_logprobs_N=batch.rollout_logprobs_N)
-    algorithm = algorithm_of(flags(group_size=2, kl_coef=0.5, kl_in="reward"))
-    algorithm = replace(algorithm, kl_estimator=lambda x: x.typo)
-    with pytest.raises(OwnCodeError, match="--kl_estimator fails in step 3: AttributeError.*'typo'"):
-        add_advantages(graded(), [Update([batch], 8)], algorithm, step=3)
-
-
-def test_a_kl_estimator_that_returns_one_number_is_refused():
-    """Added to each token it would have another gradient."""
-    batch, algorithm = pack(graded(), [0, 1, 2, 3]), algorithm_of(flags(kl_coef=0.5))
-    logprobs_N = batch.rollout_logprobs_N
-    batch = replace(batch, ref_logprobs_N=logprobs_N, advantages_N=logprobs_N)
-    t = grpo.tokens_of(batch, logprobs_N, logprobs_N, logprobs_N)
-    with pytest.raises(ValueError, match=r"a loss or KL has the shape \[\]; needed is a tensor of the shape \[\d+\]"):
-        grpo.total_loss(batch, t, replace(algorithm, kl_estimator=torch.mean))
-
-
 def test_the_whole_penalty_is_taken_off_before_the_baseline():
-    """Advantages reach their positions, and the whole penalty is taken off the reward before the baseline. Rewards
-    1, 0 and 0, 1; penalties of 0.3, 0.3 and 0.2, 0.6 in all; completions of 2, 1, 3 and 2 tokens.
-    """
+    """Rewards 1, 0 and 0, 1; penalties of 0.3, 0.3 and 0.2, 0.6; completions of 2, 1, 3 and 2 tokens."""
     rollout, order = graded(), [1, 0, 2, 3]
     batch = pack(rollout, order)
     kl_N = to_positions(rollout, batch.segments_S, [penalty / 0.5 for penalty in PENALTIES])
     batch = replace(batch, old_logprobs_N=kl_N - 3, ref_logprobs_N=torch.full_like(kl_N, -3.0))
-    # r - mean of group: 0.5, -0.5, -0.3, 0.3 with the penalty and 0.5, -0.5, -0.5, 0.5 without it. Over the 8 tokens
-    # the mean is 0.025 and the std sqrt(1.195 / 7) = 0.413176; without it 0 and sqrt(2 / 7) = 0.534522.
+    # r - mean of group: 0.5, -0.5, -0.3, 0.3, and without the penalty 0.5, -0.5, -0.5, 0.5. Over 8
+    # tokens mean 0.025 and std sqrt(1.195 / 7) = 0.413176; without it 0 and sqrt(2 / 7) = 0.534522.
     with_penalty = [1.149629] * 2 + [-1.270643] + [-0.786589] * 3 + [0.665575] * 2
     without = [0.935414] * 2 + [-0.935414] * 4 + [0.935414] * 2
     for kl_in, expected in (("reward", with_penalty), ("loss", without)):
@@ -235,19 +178,14 @@ def test_the_whole_penalty_is_taken_off_before_the_baseline():
 
 
 def test_the_rollout_correction_weighs_the_policy_loss_alone():
-    """Two tokens: A = 1 and -2, ratio 1, trainer / sampler 1.5 and 8 (at most 2), KL 0.2 and -0.4, entropy 2 and 1."""
-    batch = pack(make_rollout([2]), [0])
-
-    def at_tokens(*values: float) -> torch.Tensor:
-        return torch.zeros(len(batch.labels_N)).masked_scatter(batch.loss_mask_N, torch.tensor(values))
-
-    base = at_tokens(-1.0, -2.0)
-    logprobs_N, entropies_N = base.clone().requires_grad_(), at_tokens(2.0, 1.0).requires_grad_()
+    """A = 1 and -2, ratio 1, trainer / sampler 1.5 and 8 (at most 2), KL 0.2, -0.4, entropy 2 and 1."""
+    old_N = torch.tensor([-1.0, -2.0])
+    logprobs_N, entropies_N = old_N.clone().requires_grad_(), torch.tensor([2.0, 1.0], requires_grad=True)
     batch = replace(
-        batch,
-        advantages_N=at_tokens(1.0, -2.0),
-        rollout_logprobs_N=base - at_tokens(math.log(1.5), math.log(8)),
-        ref_logprobs_N=base - at_tokens(0.2, -0.4),
+        pack(make_rollout([2], prompt_length=1), [0]),
+        advantages_N=torch.tensor([1.0, -2.0]),
+        rollout_logprobs_N=old_N - torch.tensor([1.5, 8.0]).log(),
+        ref_logprobs_N=old_N - torch.tensor([0.2, -0.4]),
     )
     terms = {"kl_coef": 0.5, "kl_estimator": "k1", "entropy_coef": 0.25}
     for correction, expected, slopes in (  # by log-prob: -A x ratio x weight, and minus the slope of KL k1 = -x
@@ -255,23 +193,17 @@ def test_the_rollout_correction_weighs_the_policy_loss_alone():
         ("token_truncate", [-1 * 1.5 + 0.5 * 0.2 - 0.25 * 2, 2 * 2 - 0.5 * 0.4 - 0.25 * 1], [-1.5 + 0.5, 4 + 0.5]),
     ):
         algorithm = algorithm_of(flags(rollout_correction=correction, **terms))
-        t = grpo.tokens_of(batch, logprobs_N, base, entropies_N)
+        t = grpo.tokens_of(batch, logprobs_N, old_N, entropies_N)
         loss = grpo.total_loss(batch, t, algorithm)
-        loss_N, means = loss.per_token, token_metrics(batch, t, loss, algorithm)
-        assert loss_N[batch.loss_mask_N].tolist() == pytest.approx(expected, abs=1e-6)
-        assert means["policy/kl_ref"][batch.loss_mask_N].tolist() == pytest.approx([0.2, -0.4], abs=1e-6)
-        found = torch.autograd.grad(loss_N[batch.loss_mask_N].sum(), (logprobs_N, entropies_N))
-        assert found[0][batch.loss_mask_N].tolist() == pytest.approx(slopes, abs=1e-6)
-        assert found[1][batch.loss_mask_N].tolist() == [-0.25, -0.25]
-
-
-# On a real policy -----------------------------------------------------------------------------------------------------
+        assert loss.per_token.tolist() == pytest.approx(expected, abs=1e-6)
+        kl_N = token_metrics(batch, t, loss, algorithm)["policy/kl_ref"]
+        assert kl_N.tolist() == pytest.approx([0.2, -0.4], abs=1e-6)
+        found = torch.autograd.grad(loss.per_token.sum(), (logprobs_N, entropies_N))
+        assert found[0].tolist() == pytest.approx(slopes, abs=1e-6) and found[1].tolist() == [-0.25, -0.25]
 
 
 def test_sampler_log_probs_as_old_ones_need_no_pass(policy):
-    """With the sampler's log-probs as old ones no pass is made, and the ratio is to them. While the gap between
-    the engines is still measured with the trainer's.
-    """
+    """The ratio is to them; the gap to the engine is still measured with the trainer's."""
     rollout, model = graded_rollout(), load_policy(policy)
     args = flags(old_logprobs="rollout", policy_loss="dppo", advantage="dr_grpo", learning_rate=0, **TWO_UPDATES)
     for each, metrics in train_step(model, args, rollout):
@@ -300,7 +232,6 @@ def test_only_needed_passes_are_made_before_two_updates(changes, expected, polic
 
 
 def test_a_later_update_has_no_bound_on_an_unknown_gap():
-    """An update after the first has no bound on a gap that it cannot know."""
     for whose, expected in (("trainer", [0.05, 0.05]), ("rollout", [0.05, 0.0])):
         plan = make_plan(flags(old_logprobs=whose, max_rollout_gap=0.05, **TWO_UPDATES), num_rows=2)
         assert [plan.update(1, i).max_rollout_gap for i in range(2)] == expected
@@ -308,30 +239,20 @@ def test_a_later_update_has_no_bound_on_an_unknown_gap():
     assert plan.update(1, 0).max_rollout_gap == 0, "dropout moves it, too"
 
 
-OWN = """
-from grpo import Loss
-def loss(t, *, power=1):
-    return Loss(-t.advantages * t.logprobs, metrics={"twice": 2 * t.entropies, "is_up": t.logprobs > t.ref_logprobs})
-CALLS = [0, 1] * 4
-def sometimes(t):
-    is_up = t.logprobs > t.old_logprobs
-    return Loss(-t.advantages * t.logprobs, metrics={"b": is_up} | ({"a": is_up} if CALLS.pop() else {}))
-def advantage(g):
-    return g.parts["short"] + g.is_correct_PG - 0.5 * g.is_truncated_PG
-"""
+def loss_with(t: Tokens, **metrics: torch.Tensor) -> Loss:
+    return Loss(-t.advantages * t.logprobs, metrics=metrics)
 
 
-def test_user_functions_see_entropies_and_parts_of_the_reward(policy, tmp_path):
-    """A user's own functions see entropies, the reference and parts of the reward, and return metrics."""
-    (tmp_path / "own_of_update.py").write_text(OWN)
+def test_user_functions_see_entropies_and_parts_of_the_reward(policy):
+    own = {
+        "policy_loss": lambda t: loss_with(t, twice=2 * t.entropies, is_up=t.logprobs > t.ref_logprobs),
+        "advantage": lambda g: g.parts["short"] + g.is_correct_PG - 0.5 * g.is_truncated_PG,
+    }
     parts = [{"math": b % 2} | ({"short": b / 8} if b else {}) for b in range(8)]
     grades = [make_grade(b, is_correct=b % 2 > 0, **parts[b]) for b in range(8)]
     rollout = replace(graded_rollout(), grades=grades, is_truncated_B=np.arange(8) > 5)
-    own = f"{tmp_path}/own_of_update.py"
-    choices = {"policy_loss": f"{own}:loss", "advantage": f"{own}:advantage", "kl_coef": 0.1, "learning_rate": 0}
-    choices["reward"] = f"{own}:with_sub_scores"
     model = load_policy(policy)
-    for each, metrics in train_step(model, flags(**choices, **TWO_UPDATES), rollout):
+    for each, metrics in train_step(model, flags(kl_coef=0.1, learning_rate=0, **TWO_UPDATES), rollout, **own):
         (batch,) = each.batches
         chosen, entropies_N = batch.loss_mask_N, model(batch, 1.0)[1]
         assert metrics["loss/twice"] == pytest.approx(2 * metrics["policy/entropy"], rel=1e-5)
@@ -342,23 +263,26 @@ def test_user_functions_see_entropies_and_parts_of_the_reward(policy, tmp_path):
             assert advantages_N[-1].item() == pytest.approx(expected)
 
 
-def test_metrics_that_a_loss_returns_only_sometimes_are_told(policy, tmp_path):
+def test_metrics_that_a_loss_returns_only_sometimes_are_told(policy):
     """On another rank they would be added to other ones, or waited for."""
-    (tmp_path / "own_of_update.py").write_text(OWN)
+    names, args = itertools.cycle("ab"), flags(micro_batch_tokens=16, **TWO_UPDATES)
+    own = {"policy_loss": lambda t: loss_with(t, **{next(names): t.mask})}
     with pytest.raises(RunError, match="--policy_loss returned the metrics .*, and elsewhere .*; return all each time"):
-        args = flags(policy_loss=f"{tmp_path}/own_of_update.py:sometimes", micro_batch_tokens=16, **TWO_UPDATES)
-        list(train_step(load_policy(policy), args, graded_rollout()))
+        next(train_step(load_policy(policy), args, graded_rollout(), **own))
 
 
 def train_step(
-    policy: Policy, args: Namespace, rollout: Rollout, reference: Policy | None = None
+    policy: Policy, args: Namespace, rollout: Rollout, reference: Policy | None = None, **own: Callable
 ) -> Iterator[tuple[Update, dict[str, float]]]:
-    """Steps 2 to 4 of the loop: each update and its metrics. Without a reference it is the policy itself."""
-    plan = make_plan(args, num_rows=args.prompts_per_step)
-    algorithm, memory = algorithm_of(args), Memory.from_flags(args)
+    """Each update of the second step and its metrics. Without a reference it is the policy itself.
+
+    `own`: functions in place of those that the flags name.
+    """
+    plan, memory = make_plan(args, num_rows=args.prompts_per_step), Memory.from_flags(args)
+    algorithm = replace(algorithm_of(args), **own)
     updates = pack_updates(rollout, plan, algorithm, memory, policy, ALONE)
     updates = update.add_logprobs(updates, policy, (reference or policy) if args.kl_coef else None, algorithm)
-    rollout, updates = add_advantages(rollout, updates, algorithm)
+    rollout, updates = add_advantages(rollout, updates, algorithm, 2, args.total_steps)
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     for i, each in enumerate(updates * plan.num_iterations):
         step = plan.update(2, i)
@@ -366,17 +290,15 @@ def train_step(
 
 
 def test_the_logged_learning_rate_is_the_one_that_is_used(policy):
-    args, model, rollout = flags(), load_policy(policy), make_rollout()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    before = copy.deepcopy(model.state_dict())
-    whole = Update([with_advantages(rollout, pack(rollout, list(range(8))))], sum(RAGGED))
-    metrics = train_once(model, optimizer, whole, args, rate=0.0)
-    assert metrics["optim/lr"] == 0.0
-    assert metrics["policy/ratio_max"] == metrics["policy/ratio_min"] == 1.0
-    torch.testing.assert_close(model.state_dict(), before, atol=0, rtol=0)
-    assert train_once(model, optimizer, whole, args, rate=1e-2)["optim/lr"] == 1e-2
-    moved = max((model.state_dict()[name] - before[name]).abs().max().item() for name in before)
-    assert 0.005 < moved < 0.02, "one AdamW step moves a parameter by about the learning rate"
+    """One AdamW step moves a parameter by about the rate. The optimizer is made with 1e-3."""
+    before = load_policy(policy).state_dict()
+    for rate, least, most in ((0.0, 0.0, 0.0), (1e-2, 0.005, 0.02)):
+        model, args = load_policy(policy), flags(learning_rate=rate, **TWO_UPDATES | {"prompts_per_update": 2})
+        ((_, metrics),) = train_step(model, args, graded_rollout())
+        assert metrics["optim/lr"] == rate
+        assert metrics["policy/ratio_max"] == metrics["policy/ratio_min"] == 1.0
+        moved = max((model.state_dict()[name] - before[name]).abs().max().item() for name in before)
+        assert least <= moved <= most
 
 
 TWO_UPDATES = {"prompts_per_step": 2, "prompts_per_update": 1, "group_size": 4}
@@ -384,17 +306,15 @@ TWO_UPDATES = {"prompts_per_step": 2, "prompts_per_update": 1, "group_size": 4}
 
 def graded_rollout() -> Rollout:
     """Two prompts of four completions each, of which every second one is correct."""
-    return replace(make_rollout(group_size=4), grades=[make_grade(b % 2) for b in range(8)], advantages=[])
+    return graded(*[0, 1] * 4, lengths=RAGGED, group_size=4)
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_iterations": 2}, {"kl_in": "reward"}])
 def test_each_pass_of_the_trainer_is_at_the_samplers_temperature(changes, policy):
-    """Each pass of the trainer is at the temperature of the sampler. The update's, that of old log-probs, that of
-    the reference. fp32; the rate is 0, so no weight changes.
-    """
+    """The update's, that of old log-probs, that of the reference. The rate is 0: no weight changes."""
     plain, rollout = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32), graded_rollout()
     with torch.no_grad():
-        sampled, untempered = (unpacked_logprobs(plain, rollout, temperature) for temperature in (0.7, 1.0))
+        sampled, untempered = (made_up.unpacked_logprobs(plain, rollout, temperature) for temperature in (0.7, 1.0))
     assert (sampled.exp() - untempered.exp()).abs().max() > 0.05, "another temperature would go unnoticed"
     pieces = sampled.split(rollout.completion_lengths_B.tolist())
     rollout = replace(rollout, rollout_logprobs=[piece.numpy() for piece in pieces])
@@ -408,7 +328,6 @@ def test_each_pass_of_the_trainer_is_at_the_samplers_temperature(changes, policy
 
 
 def test_a_second_pass_takes_its_ratio_to_the_first_log_probs(policy):
-    """A second pass takes its ratio against the log-probs from before the first one."""
     model, rollout = load_policy(policy), graded_rollout()
     args = flags(num_iterations=2, learning_rate=1e-2, clip_low=0.01, clip_high=0.01, **TWO_UPDATES)
     start = copy.deepcopy(model).requires_grad_(False)
@@ -425,9 +344,6 @@ def test_a_second_pass_takes_its_ratio_to_the_first_log_probs(policy):
         before.load_state_dict(model.state_dict())
 
 
-# Waiting for the device -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("changes", [
     {"gradient_checkpointing": True, "rollout_correction": "sequence_truncate"},
     {"share_prompts": True, "entropy_coef": 0.01, "policy_loss": "gspo"},
@@ -435,26 +351,16 @@ def test_a_second_pass_takes_its_ratio_to_the_first_log_probs(policy):
 ])  # fmt: skip
 def test_the_passes_never_wait_for_the_device(changes, policy):
     args = flags(model=policy, group_size=4, micro_batch_tokens=40, kl_coef=0.1, **changes)
-    assert run_passes(policy_of(args), args, make_rollout(group_size=4)) > 1
+    assert made_up.run_passes(made_up.policy_of(args), args, make_rollout(group_size=4)) > 1
 
 
 def test_the_documented_step_by_hand_is_what_is_computed():
-    """The step by hand of the documentation is what is computed. docs/algorithm.md: two prompts of two
-    completions, with their advantages, mask, weights and loss.
-    """
+    """docs/algorithm.md: two prompts of two completions, their advantages, mask, weights and loss."""
     page = (ROOT / "docs" / "algorithm.md").read_text().partition("## One step by hand")[2].partition("\n## ")[0]
     table = re.findall(r"^\| b = \d \| ([\d ]+) \| ([\d ]+) \| (\d) \| (\S+) \| (\d) \|$", page, re.M)
     prompts, completions = ([np.array(row[i].split(), dtype=np.int32) for row in table] for i in (0, 1))
-    rollout = Rollout(
-        rows=[make_row(ids.tolist()) for ids in prompts],
-        completions=completions,
-        rollout_logprobs=[np.zeros(len(ids), dtype=np.float32) for ids in completions],
-        texts=[""] * 4,
-        is_truncated_B=np.zeros(4, dtype=bool),
-        is_sampled=[np.ones(len(ids), dtype=bool) for ids in completions],
-        is_trained_B=np.ones(4, dtype=bool),
-        grades=[make_grade(float(row[2])) for row in table],
-    )
+    rollout = graded(*(float(row[2]) for row in table), lengths=[len(ids) for ids in completions])
+    rollout = replace(rollout, rows=[make_row(ids) for ids in prompts], completions=completions)
     algorithm = algorithm_of(flags(group_size=2))
     advantages = compute_advantages(rollout, None, algorithm)
     assert [values[0] for values in advantages] == pytest.approx([float(row[3]) for row in table], abs=5e-5)

@@ -1,7 +1,5 @@
 """Flags, tiny models, rollouts, data files and run folders, all made up, and an update by hand."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import json
@@ -17,13 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedTokenizerFast,
-    Qwen3_5Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from algorithm import algorithm_of
 from batch import IMAGE, NO_IDS, Batch, Rollout, Row, StepRecord, Update, pack
@@ -46,13 +38,12 @@ from watch.rollouts import Keeper
 
 RAGGED = [12, 7, 3, 11, 5, 9, 2, 6]  # completion lengths
 ALONE = World(trainer_rank=0, num_trainers=1, tp_size=1, device=torch.device("cpu"))
-META = replace(ALONE, device=torch.device("meta"))
 
 # Flags ----------------------------------------------------------------------------------------------------------------
 
 
 def flags(**changes: object) -> argparse.Namespace:
-    """The program's flags, with these changed; what it requires is filled in. Made-up rollouts are trained on, too."""
+    """The flags, with these changed and the required ones filled in. Made-up rollouts are trained on."""
     values = {"model": "m", "train_data": "d", "out_dir": "o", "total_steps": 10, "max_rollout_gap": 0} | changes
     return parse_flags(command_line(values))
 
@@ -74,6 +65,11 @@ def vision_flags(folder: Path | str, **changes: object) -> argparse.Namespace:
 
 # Tiny models ----------------------------------------------------------------------------------------------------------
 
+FAMILY_SIZES = {
+    "hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 64, "initializer_range": 0.1,
+}  # fmt: skip
+
 
 def random_model(model_type: str, sizes: dict[str, object]) -> torch.nn.Module:
     """Two layers, for the CPU job's tokenizer."""
@@ -84,7 +80,7 @@ def random_model(model_type: str, sizes: dict[str, object]) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
-def make_model(folder: Path, tied: bool = True, num_rows: int = 64, **sizes: object) -> Path:
+def make_model(folder: Path, tied: bool = True, **sizes: object) -> Path:
     """A random Qwen2 of 0.3 M parameters with the CPU job's tokenizer, and data (jsonl) of one-digit sums.
 
     `sizes` of a Qwen3: its norms of queries and keys are random, and all logits are near 13, where bf16 has steps of
@@ -92,32 +88,28 @@ def make_model(folder: Path, tied: bool = True, num_rows: int = 64, **sizes: obj
     """
     model = random_model("qwen3" if sizes else "qwen2", {
         "hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 2, "num_key_value_heads": 2,
-        "initializer_range": 0.12,  # larger than usual: the distribution is far from uniform, a wrong weight shows
+        "initializer_range": 0.12,  # larger than usual, far from uniform: a wrong weight shows
         "max_position_embeddings": 128, "tie_word_embeddings": tied, "bos_token_id": None,
     } | sizes)  # fmt: skip
     if sizes:
-        for name, parameter in model.named_parameters():
-            if name.endswith(("q_norm.weight", "k_norm.weight")):
-                torch.nn.init.normal_(parameter, 1.0, 0.3)
+        for layer in model.model.layers:
+            torch.nn.init.normal_(layer.self_attn.q_norm.weight, 1.0, 0.3)
+            torch.nn.init.normal_(layer.self_attn.k_norm.weight, 1.0, 0.3)
         with torch.no_grad():
             model.model.embed_tokens.weight[:, 0] = 4.0
             model.model.norm.weight[1:] = 2.0
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     rng = np.random.default_rng(0)
-    for name, count in (("train", num_rows), ("heldout", 16)):
+    for name, count in (("train", 64), ("heldout", 16)):
         sums = rng.integers(0, 5, size=(count, 2)).tolist()
         write_lines(folder / f"{name}.jsonl", [{"problem": f"{a}+{b}", "answer": str(a + b)} for a, b in sums])
     return folder
 
 
 def make_model_of_family(folder: Path, model_type: str, **changes: object) -> None:
-    """A random model with the CPU job's tokenizer. `changes` of its config; None takes a size away."""
-    sizes = {
-        "hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 32, "max_position_embeddings": 64, "initializer_range": 0.1,
-        "bos_token_id": build_tokenizer().pad_token_id,
-    } | changes  # fmt: skip
+    """A random model with the CPU job's tokenizer; `changes` of its config: None takes a size away."""
+    sizes = FAMILY_SIZES | {"bos_token_id": build_tokenizer().pad_token_id} | changes
     model = random_model(model_type, {name: x for name, x in sizes.items() if x is not None})
     vary_vectors(model)
     model.save_pretrained(folder)
@@ -125,7 +117,7 @@ def make_model_of_family(folder: Path, model_type: str, **changes: object) -> No
 
 
 def vary_vectors(model: torch.nn.Module) -> None:
-    """Norms begin at 0 or 1, biases at 0: a wrong one would not show. Recurrences forget all at once: no leak would."""
+    """Norms begin at 0 or 1, biases at 0, and recurrences forget all at once: what is wrong would not show."""
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             mean = -3.0 if name.endswith("A_log") else parameter.mean().item()
@@ -133,24 +125,22 @@ def vary_vectors(model: torch.nn.Module) -> None:
 
 
 def make_hybrid(folder: Path) -> None:
-    """A random Qwen3.5 as it is published: the text model in one with a tower and a layer that predicts further tokens.
+    """A random Qwen3.5 as it is published, with a tower and a layer that predicts further tokens.
 
     The sizes of the heads are those that vLLM knows on CPUs.
     """
     tokenizer = build_tokenizer()
     angles = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    text = {
-        "vocab_size": 64, "hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 4,
+    text = FAMILY_SIZES | {
+        "vocab_size": 64, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64, "linear_value_head_dim": 64, "tie_word_embeddings": True,
         "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
-        "max_position_embeddings": 64, "initializer_range": 0.1, "tie_word_embeddings": True,
         "mamba_ssm_dtype": "float32", "output_gate_type": "swish", "attn_output_gate": True,
         "rope_parameters": angles | {"mrope_section": [4, 2, 2], "mrope_interleaved": True},
         "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
     }  # fmt: skip
     tower = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
-    config = Qwen3_5Config(text_config=text, vision_config=tower, tie_word_embeddings=True)
+    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=tower, tie_word_embeddings=True)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     vary_vectors(model)
@@ -161,7 +151,7 @@ def make_hybrid(folder: Path) -> None:
 
 
 def make_vision_model(folder: Path) -> Path:
-    """A random Qwen2.5-VL, whose weights make a wrong image show, its processor and `train.parquet` of five prompts."""
+    """A random Qwen2.5-VL that shows a wrong image, its processor and `train.parquet`: five prompts."""
     torch.manual_seed(0)
     make_smoke_model(SETUPS["qwen25vl72b_lora_8xa100"], folder)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
@@ -172,7 +162,7 @@ def make_vision_model(folder: Path) -> Path:
     rng, rows = np.random.default_rng(0), []
     for number, sizes in enumerate(([(56, 84)], [], [(90, 60), (56, 56), (56, 56)], [], [(120, 40)])):
         noise = [rng.integers(0, 256, (height, width, 3), dtype=np.uint8) for width, height in sizes]
-        images = [{"bytes": png_file(Image.fromarray(pixels)), "path": None} for pixels in noise]
+        images = [{"bytes": png(pixels=pixels), "path": None} for pixels in noise]
         rows.append({"problem": "<image>" * len(images) + f"{number}+1?", "answer": str(number + 1), "images": images})
     write_parquet(folder / "train.parquet", rows)
     return folder
@@ -186,7 +176,7 @@ def load_policy(path: Path | str, dtype: torch.dtype = torch.float32, gradient_c
 
 
 def policy_of(args: argparse.Namespace, dtype: torch.dtype = torch.float32) -> Policy:
-    """The policy of these flags: all weights are trained, or LoRA, whose adapter is not the zero that it starts as."""
+    """The policy of these flags, whole or with LoRA: its adapter is not the zero that it starts as."""
     policy = load_policy(args.model, dtype, args.gradient_checkpointing)
     if args.lora_rank:
         policy.adapter = add_adapter(policy.model, Lora.from_flags(args), args.seed, str(args.model))
@@ -213,10 +203,10 @@ def make_row(ids: list[int] | np.ndarray, **fields: object) -> SimpleNamespace:
     return SimpleNamespace(ids=np.array(ids, dtype=np.int32), **known | fields)
 
 
-def make_grade(reward: float, is_correct: bool = False, status: str = "ok", **parts: float) -> SimpleNamespace:
+def make_grade(reward: float, is_correct: bool = False, **parts: float) -> SimpleNamespace:
     """A stand-in for `grading.Grade`."""
-    fields = {"status": status, "is_failed": status not in ("ok", "truncated"), "parts": parts, "answer": None}
-    return SimpleNamespace(reward=float(reward), is_correct=is_correct, turn_rewards=(), **fields)
+    fields = {"status": "ok", "is_failed": False, "parts": parts, "answer": None, "turn_rewards": ()}
+    return SimpleNamespace(reward=float(reward), is_correct=is_correct, **fields)
 
 
 class Ear:
@@ -240,7 +230,7 @@ class Ear:
 
 
 def make_rollout(lengths: list[int] = RAGGED, prompt_length: int = 4, seed: int = 0, group_size: int = 1) -> Rollout:
-    """Random tokens, advantages and sampled log-probs, of these completion lengths; `group_size` per prompt."""
+    """Random tokens, advantages and log-probs of these completion lengths; `group_size` per prompt."""
     rng = np.random.default_rng(seed)
     rows = [make_row(rng.integers(0, 64, prompt_length)) for _ in lengths]
     return Rollout(
@@ -256,9 +246,9 @@ def make_rollout(lengths: list[int] = RAGGED, prompt_length: int = 4, seed: int 
     )
 
 
-def vision_rollout(data: PromptData, seed: int = 0) -> Rollout:
-    """A random completion of each prompt, with random advantages. The first holds a sampled image token."""
-    rollout = replace(make_rollout([8, 5, 7, 3, 6], seed=seed), rows=data.rows)
+def vision_rollout(data: PromptData) -> Rollout:
+    """A random completion of each prompt, and advantages. The first holds a sampled image token."""
+    rollout = replace(make_rollout([8, 5, 7, 3, 6]), rows=data.rows)
     rollout.completions[0][3] = data.rows[0].images.vision.image_token
     return rollout
 
@@ -298,25 +288,25 @@ def train_once(
     policy: Policy, optimizer: torch.optim.Optimizer, update: Update, args: argparse.Namespace, world: World = ALONE,
     **changes: object,
 ) -> dict[str, float]:  # fmt: skip
-    """The metrics of one optimizer step, the first of its rollout and at the rate 0, unless `changes` say otherwise."""
+    """The metrics of one optimizer step, by default the first of its rollout and at the rate 0."""
     step = UpdateStep(index=0, rate=0.0, is_first=True, max_grad_norm=args.max_grad_norm, seed=args.seed)
     settings = algorithm_of(args), step._replace(**changes), Memory.from_flags(args)
     return update_policy(policy, optimizer, update, *settings, UpdateGuard(world))
 
 
 def run_passes(policy: Policy, args: argparse.Namespace, rollout: Rollout) -> int:
-    """The passes for log-probs and the update's loop over micro-batches; returns how many of these there were.
+    """The passes for log-probs and for the update; returns over how many micro-batches this went.
 
     On the meta device, which raises wherever the host would wait for a GPU to read a value (`item`, `tolist`, `if`), or
     a size that depends on values (`nonzero`, an index that is a mask).
     """
     policy.to("meta")
-    algorithm, memory = algorithm_of(args), Memory.from_flags(args)
-    packed = whole_update(rollout, args, policy, META)
+    algorithm, memory, world = algorithm_of(args), Memory.from_flags(args), replace(ALONE, device=torch.device("meta"))
+    packed = whole_update(rollout, args, policy, world)
     step = UpdateStep(index=0, rate=0.0, is_first=False, max_grad_norm=1.0, seed=0)
     for field in ("old_logprobs_N", "ref_logprobs_N"):
         packed = logprobs_under(policy, field, packed, algorithm)
-    passes = add_gradients(policy, packed, algorithm, step, memory, META)
+    passes = add_gradients(policy, packed, algorithm, step, memory, world)
     assert all(parameter.grad is not None for parameter in policy.parameters() if parameter.requires_grad)
     return len(passes)
 
@@ -343,25 +333,19 @@ def byte_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> PreTrainedToken
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", clean_up_tokenization_spaces=False
-    )
-    tokenizer.chat_template = chat_template
-    return tokenizer
+    options = {"bos_token": "<bos>", "eos_token": "<eos>", "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **options, chat_template=chat_template)
 
 
 GOOD = '{"problem": "1+1", "answer": "2"}\n'
 TOKENIZER = byte_tokenizer()
 
 
-def png_file(image: Image.Image) -> bytes:
-    out = io.BytesIO()
-    image.save(out, "PNG")
+def png(red: int = 255, size: int = 4, pixels: np.ndarray | None = None) -> bytes:
+    """A file with these pixels, or with a square of this red."""
+    image = Image.new("RGB", (size, size), (red, 0, 0)) if pixels is None else Image.fromarray(pixels)
+    image.save(out := io.BytesIO(), "PNG")
     return out.getvalue()
-
-
-def png(red: int = 255, size: int = 4) -> bytes:
-    return png_file(Image.new("RGB", (size, size), (red, 0, 0)))
 
 
 def write(folder: Path, content: str | bytes, name: str = "rows.jsonl") -> str:
@@ -470,7 +454,7 @@ def write_completions(run: Path, step: int, name: str, scores: list[float]) -> N
 
 
 def make_run(folder: Path, seed: int = 1, steps: int = 500, patch: str = "", **flags: object) -> Path:
-    """A run with an evaluation before training and at every 25th step, and a patch if there are uncommitted changes."""
+    """A run with an evaluation at every 25th step; a patch, if there are uncommitted changes."""
     config = {"model": f"policies/warm_seed{seed}", "out_dir": str(folder), "seed": seed, "clip_high": 0.2}
     random, records = np.random.default_rng(seed), []
     for step in range(steps + 1):
@@ -495,7 +479,7 @@ def make_vocabulary(size: int) -> list[bytes]:
 
 
 def make_rollouts(run: Path, steps: list[int], prompts: int, tokens: int, vocabulary: list[bytes]) -> None:
-    """The rollouts of these steps, of random words. The first completion is hostile, the second smiles."""
+    """Rollouts of random words. The first completion is hostile, the second smiles."""
     random, count = np.random.default_rng(0), prompts * GROUP_SIZE
     words, end = np.arange(256, len(vocabulary)), len(vocabulary)
     frequencies = 1 / np.arange(2, len(words) + 2)  # Zipf's law

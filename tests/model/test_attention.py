@@ -6,14 +6,14 @@ from unittest import mock
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.integrations import moe
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import policy
 from batch import pack
 from extras.models import linear_attention
-from helpers.made_up import RAGGED, load_policy, make_rollout, unpacked_logprobs, vary_vectors
+from helpers.made_up import RAGGED, load_policy, make_model_of_family, make_rollout, unpacked_logprobs
 from model import attention
 from model.attention import check_device, make_packing
 from model.packed import Packing, Segment
@@ -22,7 +22,7 @@ CUDA = torch.device("cuda")
 WINDOW = 16
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-FAMILY_SIZES = {  # what differs from the sizes of `random_model`
+FAMILY_SIZES = {  # what differs from the sizes of `make_model_of_family`; None takes one away
     "gemma3_text": KINDS | {"query_pre_attn_scalar": 32},
     "olmo3": KINDS | {"head_dim": None},
     "ministral": KINDS,
@@ -30,33 +30,25 @@ FAMILY_SIZES = {  # what differs from the sizes of `random_model`
     "qwen3_moe": EXPERTS,
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 32},
     "olmoe": EXPERTS | {"head_dim": None},
-    # Rotary angles for a part of a head; more heads of values than of keys; both of other widths than attention's.
+    # Rotary angles for a part of a head; more heads of values than of keys, of other widths.
     "qwen3_5_text": {
         "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "linear_key_head_dim": 16, "linear_value_head_dim": 24,
     },
 }  # fmt: skip
-SEVERAL_RECTANGLES = [70, 5, 100, 30, 66]  # on CPU: of lengths so different that they do not all share one
+SEVERAL_RECTANGLES = [70, 5, 100, 30, 66]  # on CPU: too different in length to share one
 
 
 def random_model(folder: Path, architecture: str) -> Path:
-    """A folder with a random model: grouped queries, and what is particular to its architecture (norms, windows)."""
-    torch.manual_seed(0)
+    """A folder with a random model: grouped queries, and what its architecture has (norms, windows)."""
     name, _, tied = architecture.partition(", ")
-    sizes = {
-        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "head_dim": 32, "num_key_value_heads": 2, "tie_word_embeddings": bool(tied),
-    }  # fmt: skip
-    sizes = {key: value for key, value in (sizes | FAMILY_SIZES.get(name, {})).items() if value is not None}
-    config = AutoConfig.for_model(name, **sizes, initializer_range=0.12)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    vary_vectors(model)
-    model.save_pretrained(folder)
+    sizes = {"hidden_size": 64, "initializer_range": 0.12, "tie_word_embeddings": bool(tied)}
+    make_model_of_family(folder, name, **sizes | FAMILY_SIZES.get(name, {}))
     return folder
 
 
 def delta_rule(query, key, value, g, beta, **unused):
-    """The gated delta rule by its definition (arXiv 2412.06464, equation 10), in the dtype of the inputs."""
+    """The gated delta rule by its definition (arXiv 2412.06464, equation 10), in the inputs' dtype."""
     query, key = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (query, key))
     state, outputs = 0.0, []  # [S, heads, width of keys, width of values]
     for t in range(key.shape[1]):
@@ -77,8 +69,7 @@ FORMS = [
     (True, RAGGED, 50, 3), (False, SEVERAL_RECTANGLES, 40, 2), (False, RAGGED, 1, 8),
 ]  # fmt: skip
 WINDOWED = [("gemma3_text, tied", 0.7), ("olmo3", 1.0), ("ministral", 1.0), ("mistral", 1.0)]
-# Inputs of one token less than the window, as many, one more (nobody reads what a last token predicts), and of several
-# windows; prompts that are longer than it.
+# Inputs of one token less than the window, as many, one more, and of several windows; longer prompts.
 WINDOWED_FORMS = [
     (False, [12, 13, 14], 4, 1), (False, [12, 13, 14, 60], 4, 1),
     (True, [2, 3, 4, 50, 90, 33], 14, 3), (False, [5, 20, 40, 2], 30, 2),
@@ -93,12 +84,10 @@ WINDOWED_FORMS = [
 def test_packed_logprobs_and_gradients_equal_those_unpacked(
     model, temperature, gradient_checkpointing, lengths, prompt_length, group_size, request, tmp_path, monkeypatch
 ):
-    """Packed log-probs and gradients equal those of each sequence alone. In fp64, but for norms and log-probs.
-    Completions of a prompt share its positions, if it has several.
-    """
+    """In fp64, but for norms and log-probs. Completions share the positions of their prompt."""
     path = str(request.getfixturevalue(model) if "policy" in model else random_model(tmp_path, model))
     packed = load_policy(path, torch.float64, gradient_checkpointing)
-    # Its eager attention rounds probabilities to fp32, which only windows need to be compared with.
+    # Its eager attention rounds probabilities to fp32; only windows are compared with it.
     kind = "eager" if (model, temperature) in WINDOWED else "sdpa"
     monkeypatch.setattr(moe, "_can_use_grouped_mm", lambda *_: False)  # its kernel has no fp64
     monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", delta_rule)  # nor has its own
@@ -118,11 +107,11 @@ def test_packed_logprobs_and_gradients_equal_those_unpacked(
     (expected * weights).sum().backward()
     found, wanted = ({name: p.grad for name, p in x.named_parameters()} for x in (packed.model, alone))
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-    assert len(passes) == 1 + gradient_checkpointing, "with checkpoints a layer is computed again in the backward pass"
+    assert len(passes) == 1 + gradient_checkpointing, "with checkpoints a layer is computed again"
 
 
 def test_rectangles_hold_sequences_of_similar_length():
-    """8 and 33 positions; then 69, 73 and 103, where the first two would bring 95 + 70 padding slots to 103."""
+    """8 and 33 positions; then 69, 73 and 103: the first two would bring 95 + 70 padding slots to 103."""
     batch = pack(make_rollout(SEVERAL_RECTANGLES), [0, 1, 2, 3, 4])
     assert attention.padded_packing(batch.segments_S).rectangles == [(4, 73), (1, 103)]
     equal = pack(make_rollout([9] * 50), list(range(50)))
@@ -130,31 +119,26 @@ def test_rectangles_hold_sequences_of_similar_length():
 
 
 def test_without_rows_a_recurrence_goes_on_into_the_next_sequence(tmp_path, monkeypatch):
-    """What transformers has for packed sequences changes nothing: its code drops it, unless another library is there.
-    The first sequence is right in any case.
-    """
-    path, rollout = random_model(tmp_path, "qwen3_5_text"), make_rollout([30, 20])
-    batch = pack(rollout, [0, 1])
-    with monkeypatch.context() as patch:
-        patch.setattr(linear_attention, "run_in_rows", lambda layers: None)
-        leaking = load_policy(path)
+    """What transformers has for packed sequences changes nothing without another library."""
+    path, batch = random_model(tmp_path, "qwen3_5_text"), pack(make_rollout([30, 20]), [0, 1])
+    right = load_policy(path)
+    monkeypatch.setattr(linear_attention, "run_in_rows", lambda layers: None)
+    leaking = load_policy(path)
     ends = F.pad(torch.tensor(batch.lengths_S).cumsum(0), (1, 0)).int()
     inputs = {"input_ids": batch.input_ids_N[None], "position_ids": batch.position_ids_N[None], "use_cache": False}
     inputs |= {"packing": attention.padded_packing(batch.segments_S)}
     with torch.no_grad():
-        right = load_policy(path)(batch, 1.0).logprobs_N[batch.loss_mask_N]
-        found = leaking(batch, 1.0).logprobs_N[batch.loss_mask_N]
+        gaps = (right(batch, 1.0).logprobs_N - leaking(batch, 1.0).logprobs_N)[batch.loss_mask_N].abs()
         plain = leaking.model.get_decoder()(**inputs).last_hidden_state
         with_ends = leaking.model.get_decoder()(**inputs, cu_seq_lens_q=ends, cu_seq_lens_k=ends).last_hidden_state
-    gaps = (right - found).abs()
     assert gaps[:30].max() < 1e-5 and gaps[30:].mean() > 0.05
     assert torch.equal(plain, with_ends), "if transformers now parts sequences, rows may be needed no more"
 
 
 @pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma3_text", "qwen3_5_text"])
 def test_cuda_packing_gives_the_kernel_what_the_cpu_computes(name, tmp_path, monkeypatch):
-    """Packing for CUDA gives the kernel what the rectangles give the CPU. The kernel by its documentation:
-    cumulative lengths, causal, the last query sees the last key, and the window is the number of keys before a query.
+    """The kernel by its documentation: cumulative lengths, causal, the last query sees the last key, and the window is
+    the number of keys before a query.
     """
     windows = set()
 
@@ -199,21 +183,12 @@ def test_attention_that_is_asked_for_something_else_ends_the_run(option):
     attention.packed_attention(torch.nn.Module(), *inputs, None, packing=packing, **dict.fromkeys(option))
 
 
-# The kernel on CUDA ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("capability", "error", "is_asked_for"), [
-    ((9, 0), None, True),
-    ((9, 0), ImportError("flash_attn_interface"), True),  # it is not installed
-    ((10, 0), None, False),
-])  # fmt: skip
-def test_flash_attention_3_is_requested_on_hopper_before_checks(capability, error, is_asked_for, monkeypatch):
-    """FlashAttention 3 is asked for on Hopper, before the kernel is checked."""
+@pytest.mark.parametrize(("capability", "error"), [(9, None), (9, ImportError("not installed")), (10, None)])
+def test_flash_attention_3_is_requested_on_hopper_before_checks(capability, error, monkeypatch):
     activate, checked = mock.Mock(side_effect=error), []
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     monkeypatch.setattr(attention, "activate_flash_attention_impl", activate)
     monkeypatch.setattr(attention, "check_alignment", lambda device: checked.append(activate.called))
-    check_device(torch.device("cuda"), share_prompts=False)
-    assert checked == []
-    check_device(torch.device("cuda"), share_prompts=True)
-    assert checked == [is_asked_for]
+    for share_prompts in (False, True):
+        check_device(CUDA, share_prompts)
+        assert checked == [capability == 9] * share_prompts

@@ -17,15 +17,18 @@ from model.head import chunked_logprobs
 
 
 def test_chunks_of_the_head_change_neither_value_nor_gradient(policy, monkeypatch):
-    batch = pack(make_rollout(), list(range(len(RAGGED))))
-    results = []
+    """Prompt positions have no log-prob and no gradient, here of the tied embedding."""
+    batch, results = pack(make_rollout(), list(range(len(RAGGED)))), []
     for chunk in (1024, 5, 1):
         monkeypatch.setattr(sizes, "HEAD_CHUNK_LOGITS", chunk * 64)
         model = load_policy(policy)
         weight = model.model.get_output_embeddings().weight
         logprobs, entropies, *_ = model(batch, 1.0)
         (gradient,) = torch.autograd.grad(logprobs.sum(), weight, retain_graph=True)
-        (again,) = torch.autograd.grad(logprobs.sum(), weight)  # for which the last chunk is not kept
+        prompts = [values[~batch.loss_mask_N] for values in (logprobs, entropies)]
+        prompts += torch.autograd.grad(prompts[0].sum(), weight, retain_graph=True)
+        assert not any(values.any() for values in prompts)
+        (again,) = torch.autograd.grad(logprobs.sum(), weight)  # the last chunk is not kept for it
         torch.testing.assert_close(again, gradient, atol=1e-5, rtol=1e-5)
         results.append((logprobs.detach(), entropies, gradient))
     torch.testing.assert_close(results[1:], results[:1] * 2, atol=1e-5, rtol=1e-5)
@@ -47,22 +50,8 @@ def test_entropy_is_that_of_the_tempered_distribution(policy):
     assert max(gradient.abs().max() for gradient in wanted.values()) > 0.01
 
 
-def test_prompt_positions_get_no_logprob_and_no_head_gradient(policy):
-    """Prompt positions get no log-prob and give no gradient to the head."""
-    model, batch = load_policy(policy), pack(make_rollout([2, 2]), [0, 1])
-    logprobs, entropies, *_ = model(batch, 1.0)
-    assert not logprobs[~batch.loss_mask_N].any() and not entropies[~batch.loss_mask_N].any()
-    logprobs[~batch.loss_mask_N].sum().backward()
-    assert all(p.grad is None or p.grad.eq(0).all() for p in model.parameters())
-
-
-# Logits in fp32 beside bf16 weights -----------------------------------------------------------------------------------
-
-
 def test_fp32_logits_are_exact_where_bf16_rounds_them(qwen3_policy):
-    """Logits in fp32 of bf16 numbers are exact where bf16 rounds them. Against an fp64 head on the same bf16
-    hidden states. In bf16, logits near 13 are rounded to steps of 0.06.
-    """
+    """Against an fp64 head on the same hidden states. In bf16, logits near 13 have steps of 0.06."""
     policy, batch, hidden = load_policy(qwen3_policy, torch.bfloat16), pack(make_rollout(), list(range(8))), []
     policy.model.get_decoder().register_forward_hook(lambda module, args, out: hidden.append(out.last_hidden_state[0]))
     mask, errors = batch.loss_mask_N, []
@@ -75,14 +64,11 @@ def test_fp32_logits_are_exact_where_bf16_rounds_them(qwen3_policy):
         pairs = (logprobs, exact.log_prob(batch.labels_N)), (entropies, exact.entropy())
         errors.append([(ours[mask] - wanted[mask]).abs().max().item() for ours, wanted in pairs])
     assert logits.mean() > 10
-    assert errors[0] == errors[1] and min(errors[0]) > 0.01
-    assert max(errors[2]) < 1e-5
+    assert errors[0] == errors[1] and min(errors[0]) > 0.01 and max(errors[2]) < 1e-5
 
 
 def test_the_gradient_of_fp32_logits_is_wrong_by_rounding_alone(monkeypatch):
-    """The gradient of fp32 logits has the error of its own rounding alone. Logits near 32, rounded to bf16, make
-    gradients wrong by 2 %; rounding the gradient of fp32 ones by 0.4 %.
-    """
+    """Logits near 32 in bf16 make gradients wrong by 2 %, rounding the gradient of fp32 ones by 0.4 %."""
     monkeypatch.setattr(sizes, "HEAD_CHUNK_LOGITS", 10 * 300)  # four chunks, of which one is kept
     torch.manual_seed(0)
     hidden, head = torch.randn(40, 64).bfloat16(), nn.Linear(64, 300, bias=False).bfloat16()
@@ -98,14 +84,11 @@ def test_the_gradient_of_fp32_logits_is_wrong_by_rounding_alone(monkeypatch):
         (chunked_logprobs(ours[0], head, labels, 1.0, head_dtype=head_dtype)[0] * weights).sum().backward()
         assert [x.grad.dtype for x in ours] == [torch.bfloat16] * 2
         errors.append([((a.grad - b.grad).norm() / b.grad.norm()).item() for a, b in zip(ours, exact, strict=True)])
-    assert max(errors[1]) < 0.005
-    assert min(errors[0]) > 0.015
+    assert max(errors[1]) < 0.005 and min(errors[0]) > 0.015
 
 
 def test_on_a_gpu_fp32_logits_need_no_copy_of_the_weight():
-    """On a GPU one product makes fp32 logits, without a copy of the weight. By the shapes of torch's own kernel,
-    on the meta device.
-    """
+    """By the shapes of torch's own kernel, on the meta device."""
     hidden, weight = (torch.empty(n, 8, dtype=torch.bfloat16, device="meta") for n in (3, 5))
     logits = model.head.chunk_logits(hidden, weight, torch.float32)
     assert (logits.shape, logits.dtype) == ((3, 5), torch.float32)
@@ -121,17 +104,14 @@ def test_on_a_gpu_fp32_logits_need_no_copy_of_the_weight():
     (4.0, 0.0, 16384, torch.bfloat16, True, 4),
 ])  # fmt: skip
 def test_a_chunk_on_cuda_is_as_large_as_free_memory_allows(free, unused, count, dtype, has_teacher, times, monkeypatch):
-    """In GiB, beside the gradient of the head of a 1.5B model; a fifth is left. Reserved memory that no tensor has had
-    is not there. On a CPU there is one size.
+    """In GiB, beside the gradient of a 1.5B model's head; a fifth is left. Reserved memory that no
+    tensor has had is not there. On a CPU there is one size.
     """
     weight = MagicMock(device=torch.device("cuda"), dtype=torch.bfloat16, itemsize=2, nbytes=2 * 152_064 * 1536)
     weight.__len__.return_value = 152_064
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * 2**30 + weight.nbytes, 80 * 2**30))
-    for name, gib in {
-        "memory_allocated": 9,
-        "memory_reserved": 9 + unused + 3,
-        "max_memory_allocated": 9 + unused,
-    }.items():
+    reserved = {"memory_allocated": 9, "memory_reserved": 9 + unused + 3, "max_memory_allocated": 9 + unused}
+    for name, gib in reserved.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, gib=gib: gib * 2**30)
     found = model.head.logits_at_once(count, weight, dtype, has_teacher)
     assert found == times * sizes.HEAD_CHUNK_LOGITS

@@ -1,6 +1,7 @@
 """The optimizer for bf16 parameters and for state on the host, against torch's AdamW in fp32."""
 
 import copy
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -34,7 +35,7 @@ def chunked(start: torch.Tensor, is_state_on_host: bool = False, **changes: floa
 
 
 def test_bf16_parameter_and_remainder_make_the_fp32_number():
-    """Parameter and remainder together are the fp32 number, and the parameter is the nearest bf16 number."""
+    """The parameter is the nearest bf16 number."""
     bits = torch.randint(-(2**31), 2**31, (200_000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     values = torch.cat([bits.view(torch.float32), torch.tensor([0.0, -0.0, 1.0, -1e-40, 1.00390625])])
     values = values[values.isfinite() & values.bfloat16().isfinite()]
@@ -44,7 +45,6 @@ def test_bf16_parameter_and_remainder_make_the_fp32_number():
 
 
 def test_bf16_parameters_move_by_updates_of_a_millionth():
-    """Parameters in bf16 move by updates of a millionth, as fp32 ones do."""
     start = (torch.rand(100, generator=torch.Generator().manual_seed(1)) / 2 + 1.5).bfloat16()  # steps of 1/128
     tiny = {"lr": 2e-6, "weight_decay": 0.0}  # a parameter moves by 1e-6 to 1.3e-6
     ones = [torch.ones(100)] * 4000  # each update is lr, all together are a little more than 1/128
@@ -73,7 +73,6 @@ def test_the_second_moment_decays_as_in_fp32():
 
 
 def test_stochastic_rounding_is_unbiased_and_keeps_bf16_numbers():
-    """Stochastic rounding is right on average and leaves bf16 numbers alone."""
     values = torch.full((100_000,), 1 + 1 / 512)  # a quarter of the way from 1 to the next bf16
     rounded = round_stochastically(values, torch.Generator().manual_seed(0))
     assert set(rounded.tolist()) == {1.0, 1 + 1 / 128}
@@ -93,49 +92,40 @@ def test_fp32_parameters_get_the_bits_of_torchs_adamw(is_state_on_host, monkeypa
     assert not wanted.equal(start)
 
 
-class FakedStreams:
-    """Stands for the streams of torch.cuda; `order` is what is queued, and on which stream."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.order, self.now, self.count = [], "main", 0
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "Stream", self.make)
-        monkeypatch.setattr(torch.cuda, "stream", self.use)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.now)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.order.append("all have come"))
-
-    def make(self) -> SimpleNamespace:
-        name, self.count = f"side {self.count}", self.count + 1
-        return SimpleNamespace(name=name, wait_stream=lambda other: self.order.append(f"{name} waits for {other}"))
-
-    @contextmanager
-    def use(self, stream: SimpleNamespace) -> Iterator[None]:
-        self.now = stream.name
-        yield
-        self.now = "main"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_a_gpu_chunks_of_optimizer_state_come_and_go_in_turn(dtype, monkeypatch):
-    """On a GPU the state of one chunk comes while that of another goes back. Two streams in turn, after the
-    gradients and before the host goes on; the same bits as with state that stays on the device.
-    """
+    """One comes while another goes back, on two streams, after the gradients, before the host goes on."""
     start, grads = torch.randn(1000, generator=torch.Generator().manual_seed(2)).to(dtype), gradients(2)
     monkeypatch.setattr(sizes, "OPTIMIZER_CHUNK", 300)
     wanted = chunked(start)
     parameter = train(wanted, grads)
-    faked, update = FakedStreams(monkeypatch), ChunkedAdamW._update_chunk
+    order, streams, update = [], ["main"], ChunkedAdamW._update_chunk  # what is queued; the streams in use
+    names = itertools.cycle(["side 0", "side 1"])
+
+    def make_stream() -> SimpleNamespace:
+        name = next(names)
+        return SimpleNamespace(name=name, wait_stream=lambda other: order.append(f"{name} waits for {other}"))
+
+    @contextmanager
+    def use(stream: SimpleNamespace) -> Iterator[None]:
+        streams.append(stream.name)
+        yield
+        streams.pop()
 
     def noted(chunk: dict[str, torch.Tensor], *rest: object) -> None:
-        faked.order.append(f"{faked.now}: {len(chunk['gradient'])}")
+        order.append(f"{streams[-1]}: {len(chunk['gradient'])}")
         update(chunk, *rest)
 
+    fakes = {"is_available": lambda: True, "Stream": make_stream, "stream": use}
+    fakes |= {"current_stream": lambda: streams[-1], "synchronize": lambda: order.append("all have come")}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(ChunkedAdamW, "_update_chunk", staticmethod(noted))
     found = chunked(start, is_state_on_host=True)
     assert train(found, grads).equal(parameter)
     torch.testing.assert_close([*found.state.values()], [*wanted.state.values()], atol=0, rtol=0)
     waits = ["side 0 waits for main", "side 1 waits for main"]
-    assert faked.order == 2 * [*waits, "side 0: 300", "side 1: 300", "side 0: 300", "side 1: 100", "all have come"]
+    assert order == 2 * [*waits, "side 0: 300", "side 1: 300", "side 0: 300", "side 1: 100", "all have come"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -150,7 +140,6 @@ def test_state_that_was_saved_and_loaded_goes_on_bit_for_bit(dtype):
 
 
 def test_a_rank_with_an_empty_shard_updates_its_other_parameters():
-    """A rank whose shard of one parameter is empty updates its other parameters."""
     empty, other = torch.nn.Parameter(torch.empty(0, 3).bfloat16()), torch.nn.Parameter(torch.ones(4).bfloat16())
     empty.grad, other.grad = torch.empty_like(empty), torch.ones_like(other)
     ChunkedAdamW([empty, other], **SETTINGS | {"lr": 0.1}, is_state_on_host=False).step()
@@ -159,9 +148,6 @@ def test_a_rank_with_an_empty_shard_updates_its_other_parameters():
 
 @pytest.mark.parametrize("changes", [{}, {"offload": "optimizer"}, {"param_dtype": "bfloat16"}])
 def test_optimizer_state_made_before_the_first_step_trains_alike(changes):
-    """The optimizer's state exists before the first step, and trains as the state that torch makes in that
-    step.
-    """
     args = flags(learning_rate=SETTINGS["lr"], weight_decay=SETTINGS["weight_decay"], **changes)
     parameter = torch.nn.Parameter(torch.randn(1000).to(getattr(torch, args.param_dtype)))
     lazy = torch.nn.Parameter(parameter.detach().clone())

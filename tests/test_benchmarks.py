@@ -1,9 +1,12 @@
 """Each benchmark runs at its smallest size and ends with one JSON line that has its goal. Times are not looked at."""
 
 import json
+import os
 import sys
 from functools import partial
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -12,7 +15,7 @@ import bench_gpu
 import bench_step
 import method_curves
 from bench_common import save_random_model
-from helpers.runs import torchrun
+from helpers.runs import begin, torchrun
 
 TINY = "--hidden 64 --layers 1 --rounds 1"
 STEP = "--prompts 2 --group_size 2 --max_tokens 4"
@@ -34,13 +37,28 @@ def test_a_ratio_is_measured_beside_its_goal(script, arguments, num_ranks, goal)
     assert found["ratio"] > 0 and found.get("ours, prompts shared", 1) > 0
 
 
+class WarmProgram(psutil.Process):
+    """In place of `psutil.Popen`: the command as a fork."""
+
+    def __init__(self, command: list[str], env: dict[str, str], stdout, **_: object) -> None:
+        output = Path(f"/proc/{os.getpid()}/fd/{stdout.fileno()}")  # the file has no name
+        self.fork = begin(command[1:], output, output, env)
+        super().__init__(self.fork.pid)
+
+    def poll(self) -> int | None:
+        self.returncode = self.fork.poll()
+        return self.returncode
+
+
 def test_bench_step(monkeypatch, capsys):
-    """On two ranks of a real torchrun, without TRL."""
+    """On two ranks, without TRL."""
+    monkeypatch.setattr(psutil, "Popen", WarmProgram)
     monkeypatch.setattr(sys, "argv", f"bench_step.py {TINY} {STEP} --steps 3".split())
     bench_step.main()
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["goal"]["trl_best"] == 2.0 and found["rounds"] == 1
-    assert found["seconds"] > 0
+    out, err = capsys.readouterr()
+    found = json.loads(out.splitlines()[-1])
+    assert found["goal"]["trl_best"] == 2.0 and found["rounds"] == 1 and found["seconds"] > 0
+    assert "ours, 2 ranks: " in err and " 0.00 GiB" not in err and "completions of 4.0 tokens" in err
 
 
 def test_bench_gpu(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""Checkpoints on one rank: saved whole or not at all, restored to the bit; missing and short files, a full disk."""
+"""Checkpoints on one rank: saved whole or not at all; missing and short files, a full disk. Bits: test_reshard.py."""
 
 import json
 import os
@@ -28,12 +28,12 @@ def tokenizer(policy):  # all tiny policies have it
     return AutoTokenizer.from_pretrained(policy)
 
 
-def trained(path, seed: int = 1):
+def trained(path):
     """A policy and its optimizer after a step on random gradients."""
     model = load_policy(path)
     model.dtype = torch.bfloat16  # the engine's
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    torch.manual_seed(seed)
+    torch.manual_seed(1)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
@@ -57,18 +57,6 @@ def log(out_dir: Path, step: int, metrics: dict[str, object]) -> None:
 
 def latest(out_dir, say=print):
     return checkpoint.latest(out_dir, ALONE, say)
-
-
-def test_saving_and_loading_keeps_every_bit(policy, pair, tokenizer, tmp_path):
-    """With the state of the loop."""
-    model, optimizer = pair
-    writer(tmp_path, tokenizer).save(7, model, optimizer, {"prompts_drawn": 56})
-    other, other_optimizer = trained(policy, seed=2)
-    assert checkpoint.load(tmp_path / "step_7", other, other_optimizer) == {"prompts_drawn": 56}
-    for (name, expected), found in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert found.equal(expected), name
-        for key, value in optimizer.state[expected].items():
-            assert other_optimizer.state[found][key].equal(value), f"{key} of {name}"
 
 
 @pytest.mark.parametrize("name", ["policy", "qwen3_policy", "untied_qwen3_policy"])
@@ -209,9 +197,6 @@ def test_a_model_folder_with_code_is_refused(policy, tmp_path, monkeypatch):
         else:
             load_tokenizer(str(model))
     assert not (tmp_path / "executed").exists()
-
-
-# A full disk ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("fails_in", "limit"), [("the shards", 1_000_000), ("the policy", 100_000)])

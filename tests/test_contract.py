@@ -1,6 +1,5 @@
 """What the CUDA branches rely on, as far as it can be known without a GPU: how vLLM resolves our options on faked ones,
-in which order the engine takes memory back and what follows when it cannot, the signatures of what is called, and that
-a sleeping engine loses nothing that it does not get again.
+sleep and wake-up, the signatures of what is called.
 """
 
 import ast
@@ -46,6 +45,7 @@ ENGINES = {  # set-up -> ranks per engine, sequences that it runs at a time: its
     "qwen25vl72b_lora_8xa100": (8, 8),
     "tulu8b_rlvr_7plus1": (1, 32),
     "qwen7b_simplerl_2x8xh100": (2, 512),  # 1,024 in all
+    "replay": (2, 128),  # no set-up: with --router_replay, whose routes vLLM returns by its runner V2 alone
 }
 FP32_LOGITS = ("qwen7b_simplerl_2x8xh100", "qwen25vl72b_lora_8xa100")  # are given --head_dtype float32 here
 VISION = "Qwen2_5_VLForConditionalGeneration"
@@ -56,7 +56,7 @@ ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "qwen
 def resolved(tmp_path_factory) -> dict[str, dict]:
     """Kind of GPU -> what `resolved` of tests/helpers/programs.py found for the engine of each documented set-up."""
     folder, engines = tmp_path_factory.mktemp("resolved"), {}
-    for name in ENGINES:
+    for name in ENGINES.keys() - {"replay"}:
         num_nodes, num_ranks, flags = launched(name)
         flags += ["--head_dtype", "float32"] if name in FP32_LOGITS else []
         flags += ["--engine", "colocated", "--steps_ahead", "0"] if "--engine" in flags else []
@@ -95,17 +95,12 @@ def test_vllm_makes_of_our_options_what_the_engine_relies_on(name, kind, resolve
         "head_dtype": "torch.float32" if name in FP32_LOGITS else "torch.bfloat16",
         "tries_flashinfer": False, "experts": "triton", "linear_attention": "triton", "fuses_all_reduce": False,
         "has_custom_all_reduce": True, "executor": "external_launcher",
-        "worker": "vllm.v1.worker.gpu_worker.Worker", "tp_size": tp_size, "returns_routes": False,
+        "worker": "vllm.v1.worker.gpu_worker.Worker", "tp_size": tp_size, "returns_routes": name == "replay",
     }  # fmt: skip
     assert sequences in captured, "a batch of all sequences has a CUDA graph of its own size"
     assert captured[-1] <= 512
-
-
-@pytest.mark.parametrize("kind", GPUS)
-def test_vllm_returns_routes_with_our_options(kind, resolved):
-    """It refuses to by its runner V1, or without a prefix cache, for example."""
-    found = resolved[kind]["replay"]
-    assert (found["returns_routes"], found["runner"], found["has_prefix_cache"], found["tp_size"]) == (True, 2, True, 2)
+    assert resolved[kind]["log level"] == "ERROR"
+    assert not resolved[kind]["adds with FlashInfer"], "it would look for nvcc, and end the engine where there is none"
 
 
 @pytest.mark.parametrize("is_changed", [True, False])
@@ -127,12 +122,6 @@ def test_each_rank_of_an_engine_keeps_routes(is_changed, monkeypatch):
     connector = worker.AuxOutputWorkerConnector(vllm_config=config, model=torch.nn.Module(), kv_cache_config=cache)
     assert (connector._buffer is not None) == is_changed  # which is asked at each step
     connector.close()
-
-
-def test_vllm_tells_errors_alone_and_adds_without_flashinfer(resolved):
-    """FlashInfer's all-reduce would look for nvcc at its first call, and end the engine where there is none."""
-    assert {kind: found["log level"] for kind, found in resolved.items()} == {"H100": "ERROR", "A100": "ERROR"}
-    assert not any(found["adds with FlashInfer"] for found in resolved.values())
 
 
 @pytest.mark.parametrize(("found", "words"), [(["bfloat16"], "in bfloat16; leave"), ([], "no layer that knows it")])
@@ -262,6 +251,16 @@ def test_an_engine_that_lacks_memory_at_the_start_says_so(monkeypatch):
             raise error
 
 
+def test_an_engine_of_llama_loses_nothing_in_its_sleep(tmp_path):
+    """Qwen2: tests/test_rollout.py; Qwen2.5-VL: tests/extras/test_vision.py, which start such an engine anyway."""
+    make_model(SETUPS["tulu8b_rlvr_7plus1"], tmp_path / "model")
+    arguments = "engines:hidden", 1, 2, tmp_path / "found.pt", tmp_path / "model"
+    done = torchrun(1, "tests/helpers/distributed.py", *arguments)
+    assert "WARNING" not in done.stdout, "vLLM's warnings are shown"
+    found = torch.load(tmp_path / "found.pt")
+    assert found["hidden"] == [] and [name.rpartition(".")[2] for name in found["planted"]] == ["planted"]
+
+
 # Signatures -----------------------------------------------------------------------------------------------------------
 
 FOREIGN = {"vllm", "torch", "transformers", "pebble", "peft", "safetensors"}
@@ -338,9 +337,7 @@ OBJECTS = {
 
 
 def foreign_uses() -> Iterator[tuple[str, str, ast.Call | None]]:
-    """(file:line, place, call) of what the program imports of `FOREIGN`, of each call under such a name, and of each
-    call of `METHODS`.
-    """
+    """(file:line, place, call) of what we import of `FOREIGN`, of calls under such names, of calls of `METHODS`."""
     for path in program_files():
         places, tree = {}, ast.parse(path.read_text())  # the name here -> "module:" or "module:name."
         for node in ast.walk(tree):
@@ -414,9 +411,6 @@ def test_objects_have_what_we_read_and_call(place):
         assert own[: len(wanted)] == wanted, f"{name} takes {own}"
 
 
-# Names ----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("rollout")
 def test_what_we_name_in_vllm_is_there():
     version = next(line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("vllm=="))
@@ -447,9 +441,7 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_weights_cross_the_bus_in_the_dtype_that_they_have(num_ranks):
-    """And are converted behind it: in one blocking step torch converts on the host, slowly, and to twice the bytes.
-    "meta" stands for the GPU.
-    """
+    """In one blocking step torch converts on the host: slowly, and to twice the bytes. "meta" stands for the GPU."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     mesh = init_device_mesh("cpu", (num_ranks,))
     parts = [torch.ones(4, 3, device=device) for device in ("cpu", "meta")]
@@ -463,16 +455,3 @@ def test_weights_cross_the_bus_in_the_dtype_that_they_have(num_ranks):
     finally:
         dist.destroy_process_group()
     assert copies.found == [(torch.float32, torch.float32, False)] + 2 * [(torch.bfloat16, torch.bfloat16, False)]
-
-
-# Sleep of level 2 -----------------------------------------------------------------------------------------------------
-
-
-def test_an_engine_of_llama_loses_nothing_in_its_sleep(tmp_path):
-    """Qwen2: tests/test_rollout.py; Qwen2.5-VL: tests/extras/test_vision.py, which start such an engine anyway."""
-    make_model(SETUPS["tulu8b_rlvr_7plus1"], tmp_path / "model")
-    arguments = "engines:hidden", 1, 2, tmp_path / "found.pt", tmp_path / "model"
-    done = torchrun(1, "tests/helpers/distributed.py", *arguments)
-    assert "WARNING" not in done.stdout, "vLLM's warnings are shown"
-    found = torch.load(tmp_path / "found.pt")
-    assert found["hidden"] == [] and [name.rpartition(".")[2] for name in found["planted"]] == ["planted"]

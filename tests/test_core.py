@@ -1,7 +1,4 @@
-"""The borders: without the rooms that may be deleted it still trains, to the last digit; and no number rises.
-
-`scripts/density.py` measures; core_numbers.json has the highest that each may be, and is lowered when it has fallen.
-"""
+"""The borders: without the rooms that may be deleted it still trains, to the last digit; and no number rises."""
 
 import ast
 import json
@@ -95,7 +92,7 @@ def test_the_core_imports_no_room_when_it_loads():
 def test_no_number_rises():
     """Each is lowered when it has fallen by 2 %. A new capability is paid for in its own room."""
     allowed = json.loads(NUMBERS.read_text())
-    found = measured()
+    found = measured()  # by scripts/density.py
     assert found.keys() == allowed.keys()
     assert {name: number for name, number in found.items() if number > allowed[name]} == {}
     assert {name: number for name, number in found.items() if number < 0.98 * allowed[name]} == {}, "lower these"

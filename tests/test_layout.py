@@ -155,9 +155,7 @@ def test_the_readme_is_short():
 
 
 def test_broad_excepts_are_only_around_code_of_others():
-    """Broad excepts are only around code of the user or of a tracker, and `Any` is nowhere. The linter asks for a
-    `noqa` at each; code of others may raise anything, and must be told in a sentence.
-    """
+    """The linter asks for a `noqa` at each; code of others may raise anything, and must be told in a sentence."""
     broad = r"except(?:\b[^:\n]*\b(?:Base)?Exception\b|:)"
     found = Counter(name for name, source in SOURCES.items() for _ in re.findall(broad, source))
     assert found == {
@@ -165,9 +163,6 @@ def test_broad_excepts_are_only_around_code_of_others():
         "watch.after_step": 1, "watch.tracker": 1,
     }  # fmt: skip
     assert [name for name, found in IMPORTS.items() if "typing.Any" in found] == []
-
-
-# Flags, pins ----------------------------------------------------------------------------------------------------------
 
 
 def test_every_flag_is_documented_and_used(capsys):

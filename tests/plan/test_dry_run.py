@@ -1,10 +1,8 @@
 """The planner: facts that it must reproduce, runs that must not fit, with flags to change, and the user's command."""
 
-import io
 import json
 import re
 import sys
-from contextlib import redirect_stdout
 from dataclasses import replace
 
 import pytest
@@ -17,6 +15,7 @@ from plan import memory
 from plan.dry_run import TABLE, config_of, dry_run, rows_of, setup_of
 from plan.memory import checkpoint_bytes, engine_parts, gpu_phases, misfits, needed, saved_per_layer
 from plan.setup import GIB, Setup, shape_of
+from plan.table import report_of
 from plan.time import forward_flops, traffic
 from runtime.ways_out import WAYS_OUT
 
@@ -51,13 +50,6 @@ def on_nodes(host_bytes: float, values: dict) -> Setup:
     """The setup on nodes with this much RAM."""
     usual = setup(values)
     return replace(usual, hardware=replace(usual.hardware, host_bytes=host_bytes))
-
-
-def report(values: dict, **changes: object) -> dict:
-    """What `--json` prints."""
-    with redirect_stdout(io.StringIO()) as printed:
-        dry_run(flags(**(values | changes), json=True))
-    return json.loads(printed.getvalue())
 
 
 def test_a_table_that_vllm_pads_is_held_to_the_end_of_a_sync():
@@ -137,12 +129,11 @@ def test_a_mixture_takes_memory_for_all_and_time_for_some_experts():
 
 
 def test_a_hybrid_has_keys_in_some_layers_and_states_in_the_others():
-    """Qwen3.5-9B: 8 of 32 layers have keys and values; a state is a matrix of 128 x 128 for each of 32 heads of values,
-    and three inputs of the convolution.
-    """
+    """Qwen3.5-9B: 8 of 32 layers have keys and values."""
     values = {"model": "Qwen/Qwen3.5-9B", "max_completion_tokens": 2048, "gradient_checkpointing": True}
     full, adapted = setup(values, plan_gpus=8), setup(values, plan_gpus=8, lora_rank=16)
-    model, state = full.model, 32 * 128 * 128 + 3 * (2 * 16 + 32) * 128
+    model = full.model
+    state = 32 * 128 * 128 + 3 * (2 * 16 + 32) * 128  # a matrix for each head of values, inputs of the convolution
     assert model.kv_per_token == 8 * 2 * 4 * 256
     assert model.state_bytes == 4 * state * (2 * 24 + 8)
     sequence = full.engine.max_model_len * model.kv_per_token * 2 + model.state_bytes
@@ -177,13 +168,10 @@ def test_a_gpu_is_given_by_its_name_or_by_its_figures(given, figures):
 
 
 def test_the_flops_of_qwen_7b_are_those_of_the_published_counter():
-    """But for the embedding, which verl's counter takes for a matrix: its rows are only looked up. The head is one
-    where it is computed.
-    """
-    embedding = 6 * 152_064 * 3584 * (512 + 1024 + 2048)
+    embedding = 6 * 152_064 * 3584 * (512 + 1024 + 2048)  # which verl's counter takes for a matrix: it is looked up
     model = setup(SIMPLERL).model
-    found = 3 * sum(forward_flops(model, length, length) for length in (512, 1024, 2048))  # forwards and backwards
-    assert found == 167_073_690_943_488 - embedding
+    forwards = sum(forward_flops(model, length, length) for length in (512, 1024, 2048))
+    assert 3 * forwards == 167_073_690_943_488 - embedding, "with the backward passes"
     assert forward_flops(model, 100, 40) - forward_flops(model, 100, 0) == 2 * 152_064 * 3584 * 40
 
 
@@ -272,8 +260,8 @@ def test_rows_come_from_the_source_the_disk_or_a_table(tmp_path):
     assert rows_of(["hiyouga/math12k"]) == 12_000
     assert rows_of(["owner/name#70", "hiyouga/math12k@test"]) == 570
     assert rows_of(["owner/name"]) is None
-    assert report(QWQ | {"train_data": "owner/name#520"})["steps_per_epoch"] == 1
-    assert report(SIMPLERL | {"train_data": "owner/name"})["steps_per_epoch"] is None
+    assert report_of(setup(QWQ, train_data="owner/name#520"))["steps_per_epoch"] == 1
+    assert report_of(setup(SIMPLERL, train_data="owner/name"))["steps_per_epoch"] is None
 
 
 @pytest.mark.parametrize(("changes", "words"), [
@@ -290,11 +278,10 @@ def test_what_could_not_run_anywhere_is_an_error_with_a_way_out(changes, words):
 
 def test_the_dry_run_needs_no_network_gpu_or_data(tmp_path):
     """And its exit code is the verdict."""
-    flags = "--epochs 1 --prompts_per_step 8 --max_prompt_tokens 6144 --max_completion_tokens 2048 --kl_coef 0 "
-    flags += "--gradient_checkpointing --dry_run --json --plan_gpus 8"
-    given = ["--model", VISION["model"], "--train_data", VISION["train_data"], "--out_dir", f"{tmp_path}/run"]
+    given = f"--model {VISION['model']} --train_data {VISION['train_data']} --out_dir {tmp_path}/run --epochs 1"
+    given += " --prompts_per_step 8 --max_prompt_tokens 6144 --gradient_checkpointing --dry_run --json --plan_gpus 8"
     environment = ENVIRONMENT | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    done = run_command([sys.executable, "train_grpo.py", *given, *flags.split()], environment)
+    done = run_command([sys.executable, "train_grpo.py", *given.split()], environment)
     assert done.returncode == 3
     answer = json.loads(done.stdout)
     assert not answer["fits"] and answer["misfits"] and answer["gpu_peak_phase"] in answer["gpu_gib"]
@@ -302,7 +289,7 @@ def test_the_dry_run_needs_no_network_gpu_or_data(tmp_path):
 
 
 def test_a_plan_that_does_not_fit_has_no_times():
-    found = report(QWQ)
+    found = report_of(setup(QWQ))
     times = ("step_seconds", "total_hours", "total_gpu_hours", "seconds")
     assert found["fits"] is False and [found[name] for name in times] == [None, None, None, {}]
     (lacks,) = misfits(setup(SIMPLERL | {"gpu_memory_utilization": 0.08}))
@@ -343,7 +330,7 @@ def test_a_teacher_of_another_size_has_its_own_bytes_and_time():
     larger = {"reference": "Qwen/Qwen2.5-3B-Instruct"}
     adapter = larger | {"lora_rank": 8}
     ways = {}, larger, adapter, adapter | {"kl_over": "vocabulary"}
-    own, other, lora, over = (report(small, **changes) for changes in ways)
+    own, other, lora, over = (report_of(setup(small, **changes)) for changes in ways)
     assert [each["gpu_gib"]["rollout"]["reference"] for each in (own, other, lora)] == [2.88, 5.75, 5.75]
     assert other["seconds"]["logprobs"] > 1.3 * own["seconds"]["logprobs"]
     assert "logprobs" in lora["gpu_gib"] and "logprobs" not in over["gpu_gib"], "it runs beside the update"

@@ -62,9 +62,7 @@ def test_compile_leaves_a_third_of_the_bytes_between_products():
 
 
 def test_each_token_of_the_longest_completion_reads_the_weights():
-    """32 completions of 8 GPUs that all fit: as many steps as the longest completion has tokens; no step is skipped.
-    Meanwhile the host prepares the next one: without CUDA graphs it is the slower of the two.
-    """
+    """Of 32 completions of 8 GPUs, which all fit; without CUDA graphs the host, which prepares it, is slower."""
     setup = plan("few", "--plan_completion_tokens 256 --plan_prompt_tokens 1024")
     eager = replace(setup, engine=replace(setup.engine, enforce_eager=True))
     assert running_sequences(setup) == 32
@@ -105,15 +103,15 @@ def test_mean_lengths_are_half_of_the_limits_unless_given():
 @pytest.mark.parametrize(("length", "expected"), [(3000, 32), (1024, 10), (256, 3)])
 def test_micro_batches_hold_whole_sequences(length, expected):
     """256 completions on 8 GPUs, caps of 4096 tokens: one of 3000 alone; else half a sequence of room is left."""
-    cap = "--max_prompt_tokens 1024 --max_completion_tokens 3072 --micro_batch_tokens 4096 --prompts_per_step 32"
+    caps = "--max_prompt_tokens 1024 --max_completion_tokens 3072 --micro_batch_tokens 4096 --prompts_per_step 32"
     means = f"--plan_prompt_tokens 128 --plan_completion_tokens {length - 128}"
-    assert time.micro_batches(plan("short", f"{cap} {means}")) == expected
+    assert time.micro_batches(plan("short", f"{caps} {means}")) == expected
 
 
 @pytest.mark.parametrize(("mean", "is_faster"), [(2000, True), (16384, False)])
 def test_partial_rollouts_pay_where_a_few_completions_are_long(mean, is_faster):
-    ways = [plan("long", f"--plan_completion_tokens {mean} {more}") for more in ("", "--partial_rollouts")]
-    without, partial = map(step_seconds, ways)
+    ways = (f"--plan_completion_tokens {mean}", f"--plan_completion_tokens {mean} --partial_rollouts")
+    without, partial = (step_seconds(plan("long", way)) for way in ways)
     assert partial < 0.8 * without if is_faster else partial == pytest.approx(without)
 
 
@@ -150,11 +148,10 @@ def test_a_server_has_its_gpus_alone(more, share):
 
 
 def test_a_step_ahead_takes_the_time_of_the_slower_side():
-    """And the sync's, in which both wait."""
     setup = plan("servers", SERVERS + "--steps_ahead 1")
     seconds = phase_seconds(setup)
     train = sum(seconds.values()) - seconds["rollout"] - seconds["sync"]
-    assert step_seconds(setup) == pytest.approx(max(seconds["rollout"], train) + seconds["sync"])
+    assert step_seconds(setup) == pytest.approx(max(seconds["rollout"], train) + seconds["sync"]), "in which both wait"
     on_policy = replace(setup, run=replace(setup.run, steps_ahead=0))
     assert step_seconds(on_policy) == pytest.approx(sum(seconds.values()))
 

@@ -64,9 +64,6 @@ def test_a_silent_gpu_driver_does_not_mean_a_cpu_installation(tmp_path):
         assert done.returncode == status and error in done.stderr
 
 
-# Several nodes ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def nodes(monkeypatch):
     """A start on two nodes of which this is one."""
@@ -111,9 +108,6 @@ def test_a_late_main_process_is_waited_for(tmp_path):
         error = (tmp_path / "first" / f"error_of_rank_{rank}").read_text()
         other = f"{tmp_path / name} on the first node is not what {socket.gethostname()} has under this name"
         assert error == f"--out_dir: {other}; it must be on a file system that all nodes share."
-
-
-# The CPU ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("given", [None, "AVX2", "AVX512_CORE_AMX"])

@@ -64,12 +64,11 @@ def test_bench_step(monkeypatch, capsys):
 def test_bench_gpu(tmp_path, monkeypatch, capsys):
     """All parts, in one process. Each rung is trained with its flags; on CPUs offloading changes no bit."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
-    AutoConfig.for_model("qwen2", vocab_size=256, num_hidden_layers=2, bos_token_id=None, **sizes).save_pretrained(
-        tmp_path
-    )
+    config = AutoConfig.for_model("qwen2", vocab_size=256, num_hidden_layers=2, bos_token_id=None, **sizes)
+    config.save_pretrained(tmp_path)
     monkeypatch.setattr(bench_gpu, "apart", lambda find: find())
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    command = f"bench_gpu.py --model {tmp_path} --micro_batch_tokens 64 --micro_batches 2 --length 32"
+    command = f"_ --model {tmp_path} --micro_batch_tokens 64 --micro_batches 2 --length 32"
     monkeypatch.setattr(sys, "argv", command.split())
     bench_gpu.main()
     shown = capsys.readouterr().out
@@ -81,21 +80,19 @@ def test_bench_gpu(tmp_path, monkeypatch, capsys):
     assert eager["grad norm"] == pytest.approx(once["grad norm"], rel=0.03)
     assert all(row["products"] > 0 and 0 < row["busy"] < 1 and row["longest"] for row in found["profile"])
     assert len(found["offload"]) == 4
-    for row in found["offload"]:
-        assert row["largest, 1"] == row["of the change, 3"] == 0
+    assert all(row["largest, 1"] == row["of the change, 3"] == 0 for row in found["offload"])
     assert [row.get("off by", 0) < 0.01 for row in found["head"]] == [True] * 5
 
 
 @pytest.mark.parametrize(("hidden", "layers", "mean_tokens"), [(256, 4, 20), (512, 8, 40)])
 def test_random_models_end_a_completion_at_the_given_rate(hidden, layers, mean_tokens, tmp_path):
-    """Random models end a completion at the rate that was asked for, after any prompt."""
     save_random_model(tmp_path, hidden, layers, mean_tokens=mean_tokens)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     with torch.no_grad():
         logits = model(torch.randint(model.config.vocab_size, (16, 64))).logits
     ends = logits.softmax(dim=-1)[..., model.config.eos_token_id]
     assert ends.mean().item() == pytest.approx(1 / mean_tokens, rel=0.05)
-    assert ends.std() < 0.05 * ends.mean()
+    assert ends.std() < 0.05 * ends.mean(), "after any prompt"
 
 
 def test_the_plans_of_published_runs_stay_within_their_bounds():
@@ -115,11 +112,11 @@ def test_the_curves_of_methods_come_from_complete_runs(tmp_path, monkeypatch, ca
         (folder / "config.json").write_text('{"total_steps": 2, "prompts_per_step": 4, "group_size": 2}')
         for step, accuracy in enumerate(accuracies):
             metrics = {"step": step, "eval/heldout/avg@1": accuracy, "completion/tokens_mean": 125.0}
+            metrics |= {"sampling/prompts": 8} if step == 2 else {}
             with (folder / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(metrics | ({"sampling/prompts": 8} if step == 2 else {})) + "\n")
+                file.write(f"{json.dumps(metrics)}\n")
     picture = tmp_path / "methods.png"
-    command = f"method_curves.py --folder {tmp_path} --picture {picture} --methods"
-    monkeypatch.setattr(sys, "argv", command.split())
+    monkeypatch.setattr(sys, "argv", f"_ --folder {tmp_path} --picture {picture} --methods".split())
     method_curves.main()
     _, _, *rows = capsys.readouterr().out.splitlines()
     assert rows == ["| `grpo` | 0.860 (0.800 to 0.920) | 2, never | 3 |"], "the run of gspo is not complete"

@@ -66,9 +66,8 @@ def pids(folder: Path, num_ranks: int = 2) -> list[int]:
 
 
 def test_ranks_know_their_place_and_end_with_the_launcher(tmp_path, monkeypatch):
-    """They read UTF-8."""
     monkeypatch.setenv("LC_ALL", "C")
-    monkeypatch.setenv("PYTHONUTF8", "0")
+    monkeypatch.setenv("PYTHONUTF8", "0")  # they read UTF-8 all the same
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     said = f"json.dumps([os.environ[name] for name in {names}] + sys.argv[1:] + [sys.flags.utf8_mode]) + chr(10)"
     body = f"sys.stdout.write({said})"  # in one write: two ranks share the pipe

@@ -24,15 +24,7 @@ FLOORS = (
     "evaluate plan", "train_grpo",
 )  # fmt: skip
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names.split()}
-PROGRAM = [file for module, file in files().items() if module != "extras"]
-
-
-def module_of(path: Path) -> str:
-    """`run.py` -> run, `runtime/files.py` -> runtime.files, `extras/losses/__init__.py` -> extras.losses."""
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-SOURCES = {module_of(path): path.read_text() for path in PROGRAM}
+SOURCES = {module: file.read_text() for module, file in files().items() if module != "extras"}
 TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
 NODES = {name: list(ast.walk(tree)) for name, tree in TREES.items()}
 

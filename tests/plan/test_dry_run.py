@@ -107,8 +107,6 @@ def test_the_shapes_have_as_many_parameters_as_the_real_models():
     }  # fmt: skip
     vision = shapes["Qwen/Qwen2.5-VL-72B-Instruct"]
     assert vision.root_parameters - vision.root_trained == 704_573_696
-    assert setup(QWQ, lora_rank=8).trainable == 67_108_864
-    assert checkpoint_bytes(setup(QWQ)) == 32_763_876_352 * (2 + 4 + 8)
 
 
 def test_a_mixture_takes_memory_for_all_and_time_for_some_experts():
@@ -237,7 +235,8 @@ def test_compiled_layers_keep_less_for_the_backward_pass():
         6 * 3072 + 8 * 1024 + 4 * 2048 + 4 * 1024 + 4 * 16 + 2 * (2048 + 1024)
     ), "and norms of heads"
     (update,) = [words for words in misfits(setup(values, micro_batch_tokens=32_768)) if "GPU, update" in words]
-    assert float(re.search(r"which needs (\S+) GiB", update)[1]) < float(re.search(r"needs (\S+) GiB", update)[1])
+    eager, compiled = re.findall(r"needs (\S+) GiB", update)
+    assert "which needs " + compiled in update and float(compiled) < float(eager)
     recomputed = misfits(setup(values, micro_batch_tokens=524_288, gradient_checkpointing=True))
     assert "GPU, update" in recomputed[0] and "--compile" not in recomputed[0], "it would keep more"
 
@@ -256,10 +255,8 @@ def test_a_command_is_planned_for_the_ranks_that_it_starts(monkeypatch):
 def test_rows_come_from_the_source_the_disk_or_a_table(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"a": 1}\n\n{"a": 2}\n')
-    assert rows_of([str(file)]) == 2
-    assert rows_of(["hiyouga/math12k"]) == 12_000
-    assert rows_of(["owner/name#70", "hiyouga/math12k@test"]) == 570
-    assert rows_of(["owner/name"]) is None
+    sources = [str(file)], ["hiyouga/math12k"], ["owner/name#70", "hiyouga/math12k@test"], ["owner/name"]
+    assert [rows_of(each) for each in sources] == [2, 12_000, 570, None]
     assert report_of(setup(QWQ, train_data="owner/name#520"))["steps_per_epoch"] == 1
     assert report_of(setup(SIMPLERL, train_data="owner/name"))["steps_per_epoch"] is None
 

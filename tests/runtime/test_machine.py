@@ -11,13 +11,6 @@ from helpers.runs import PROGRAMS, run_command, torchrun
 from runtime import machine
 
 
-@pytest.fixture
-def eight_ranks(monkeypatch):
-    """torchrun's start of 8 ranks, of which this is the fourth."""
-    for name, value in (("WORLD_SIZE", "8"), ("LOCAL_WORLD_SIZE", "8"), ("LOCAL_RANK", "3")):
-        monkeypatch.setenv(name, value)
-
-
 def test_allocators_keep_the_users_settings(monkeypatch):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:512")
@@ -31,26 +24,21 @@ def test_allocators_keep_the_users_settings(monkeypatch):
     torch._C._accelerator_setAllocatorSettings("")
 
 
-def test_threads_of_a_gpu_rank_are_its_share_of_the_cores(eight_ranks, monkeypatch):
-    chosen = []
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+def test_a_gpu_rank_sets_its_allocator_its_device_and_as_threads_its_share_of_the_cores(monkeypatch):
+    """Of torchrun's 8 ranks, of which this is the fourth on its node."""
+    called, sizes = [], {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "3", "RANK": "0"}
+    for name, value in (sizes | {"OMP_NUM_THREADS": "1"}).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # by torchrun
-    machine.use_all_cores()
-    assert os.environ["OMP_NUM_THREADS"] == "8" and chosen == [8], "vLLM respects the variable"
-
-
-def test_a_gpu_rank_sets_its_allocator_its_threads_and_device(eight_ranks, monkeypatch):
-    called = []
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(torch, "set_num_threads", called.append)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: called.append(str(device)))
     monkeypatch.setattr(fsdp_utils, "set_allocator", lambda is_expandable: called.append(is_expandable))
-    monkeypatch.setattr(fsdp_utils, "use_all_cores", lambda: called.append("cores"))
     monkeypatch.setattr(fsdp_utils, "meeting_point", lambda rank, size: torch.distributed.HashStore())
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **_: called.append(backend))
     world = fsdp_utils.init_world(tp_size=1, timeout_minutes=1)
-    assert called == ["cuda:3", False, "cores", "cpu:gloo,cuda:nccl"]
+    assert called == ["cuda:3", False, 8, "cpu:gloo,cuda:nccl"]
+    assert os.environ["OMP_NUM_THREADS"] == "8", "vLLM respects the variable"
     assert world.device == torch.device("cuda", 3)
 
 

@@ -1,4 +1,4 @@
-"""Each benchmark runs at its smallest size and ends with one JSON line that has its goal. Times are not looked at."""
+"""Each benchmark runs at its smallest size, and ends with a JSON line that has its goal."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def test_bench_step(monkeypatch, capsys):
 
 
 def test_bench_gpu(tmp_path, monkeypatch, capsys):
-    """All parts, in one process. Each rung is trained with its flags; on CPUs offloading changes no bit."""
+    """All parts, in one process; on CPUs offloading changes no bit."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = AutoConfig.for_model("qwen2", vocab_size=256, num_hidden_layers=2, bos_token_id=None, **sizes)
     config.save_pretrained(tmp_path)
@@ -96,7 +96,7 @@ def test_random_models_end_a_completion_at_the_given_rate(hidden, layers, mean_t
 
 
 def test_the_plans_of_published_runs_stay_within_their_bounds():
-    """The program prints published times beside ours, and the errors of all runs and of those held out."""
+    """The errors are of all runs, and of those held out."""
     found = run("plan_vs_published.py")
     assert (found["goal"], found["runs"]) == ([0.15, 0.3], 17)
     assert found["all_median"] <= 0.15 and found["all_worst"] <= 0.3
@@ -104,7 +104,7 @@ def test_the_plans_of_published_runs_stay_within_their_bounds():
 
 
 def test_the_curves_of_methods_come_from_complete_runs(tmp_path, monkeypatch, capsys):
-    """Accuracy is that of the last step; steps count to the first one at 0.9; tokens are those of all groups drawn."""
+    """Accuracy is the last step's; steps count to the first at 0.9; tokens are of all groups drawn."""
     runs = {"grpo_seed1": [0.3, 0.5, 0.92], "grpo_seed2": [0.3, 0.6, 0.8], "gspo_seed1": [0.3, 0.9]}
     for name, accuracies in runs.items():
         folder = tmp_path / name

@@ -1,4 +1,4 @@
-"""Checkpoints on one rank: saved whole or not at all; missing and short files, a full disk. Bits: test_reshard.py."""
+"""Checkpoints on one rank: whole or not at all; short files, a full disk. Bits: test_reshard.py."""
 
 import json
 import os
@@ -114,13 +114,10 @@ def test_only_the_newest_and_the_final_checkpoint_are_kept(pair, tokenizer, tmp_
         if step == 1:
             checkpoint.set_link(tmp_path / "final", tmp_path / "step_1")
     (tmp_path / "step_x").mkdir()
-    assert [step for step, _ in checkpoints(tmp_path)] == [1, 9, 10], "the order of the steps, not of the names"
+    assert [step for step, _ in checkpoints(tmp_path)] == [1, 9, 10], "not in the order of the names"
     assert latest(tmp_path) == (10, tmp_path / "step_10") and not list(tmp_path.glob("unfinished*"))
     checkpoint.set_link(tmp_path / "final", tmp_path / "step_10")
     assert (tmp_path / "final").resolve() == (tmp_path / "step_10").resolve()
-
-
-# Damage ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,4 @@
-"""What the CUDA branches rely on, as far as it can be known without a GPU: how vLLM resolves our options on faked ones,
-sleep and wake-up, the signatures of what is called.
-"""
+"""What the CUDA branches rely on, without a GPU: how vLLM resolves our options on faked ones; sleep; signatures."""
 
 import ast
 import inspect
@@ -39,13 +37,13 @@ from test_setups import launched
 
 # How vLLM resolves our options ----------------------------------------------------------------------------------------
 
-ENGINES = {  # set-up -> ranks per engine, sequences that it runs at a time: its share of a step, at most 512
+ENGINES = {  # set-up -> ranks per engine, sequences at a time: its share of a step, at most 512
     "qwq32b_8xh100": (8, 512),  # 2,560 in all
     "deepseek32b_lora_8gpu": (4, 32),
     "qwen25vl72b_lora_8xa100": (8, 8),
     "tulu8b_rlvr_7plus1": (1, 32),
     "qwen7b_simplerl_2x8xh100": (2, 512),  # 1,024 in all
-    "replay": (2, 128),  # no set-up: with --router_replay, whose routes vLLM returns by its runner V2 alone
+    "replay": (2, 128),  # no set-up; vLLM returns routes by its runner V2 alone
 }
 FP32_LOGITS = ("qwen7b_simplerl_2x8xh100", "qwen25vl72b_lora_8xa100")  # are given --head_dtype float32 here
 VISION = "Qwen2_5_VLForConditionalGeneration"
@@ -54,7 +52,7 @@ ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "qwen
 
 @pytest.fixture(scope="module")
 def resolved(tmp_path_factory) -> dict[str, dict]:
-    """Kind of GPU -> what `resolved` of tests/helpers/programs.py found for the engine of each documented set-up."""
+    """Kind of GPU -> what `resolved` of tests/helpers/programs.py found for each of `ENGINES`."""
     folder, engines = tmp_path_factory.mktemp("resolved"), {}
     for name in ENGINES.keys() - {"replay"}:
         num_nodes, num_ranks, flags = launched(name)
@@ -100,13 +98,13 @@ def test_vllm_makes_of_our_options_what_the_engine_relies_on(name, kind, resolve
     assert sequences in captured, "a batch of all sequences has a CUDA graph of its own size"
     assert captured[-1] <= 512
     assert resolved[kind]["log level"] == "ERROR"
-    assert not resolved[kind]["adds with FlashInfer"], "it would look for nvcc, and end the engine where there is none"
+    assert not resolved[kind]["adds with FlashInfer"], "it would look for nvcc"
 
 
 @pytest.mark.parametrize("is_changed", [True, False])
 @pytest.mark.usefixtures("rollout")  # vLLM is imported as an engine does
 def test_each_rank_of_an_engine_keeps_routes(is_changed, monkeypatch):
-    """By itself vLLM keeps them on the first rank alone, where its other executors have their one scheduler."""
+    """By itself vLLM keeps them on the first rank alone, where other executors have a scheduler."""
     worker = pkgutil.resolve_name("vllm.distributed.aux_output_connector.worker")
     monkeypatch.setattr(worker, "get_tp_group", lambda: SimpleNamespace(is_first_rank=False))
     if is_changed:
@@ -213,7 +211,7 @@ def test_weights_wake_before_the_transfer_and_the_cache_after_it(rollout, monkey
 
 @pytest.mark.parametrize("call", CHANGES)
 def test_an_engine_whose_change_has_failed_never_samples_again(call, rollout, monkeypatch):
-    """Also where it would be tried again: a second reload would mix the weights of both (reload/layerwise.py)."""
+    """Nor is it tried again: a second reload would mix the weights of both (reload/layerwise.py)."""
     llm = RecordedLLM(call, RuntimeError("NCCL has lost a rank"))
     engine = engine_on_cuda(rollout, llm, monkeypatch)
     with pytest.raises(RuntimeError, match="NCCL has lost a rank"):
@@ -227,7 +225,7 @@ def test_an_engine_whose_change_has_failed_never_samples_again(call, rollout, mo
 
 
 def test_memory_segments_expand_only_after_graph_capture(rollout, monkeypatch):
-    """Custom all-reduce cannot register graphs over them (vLLM issue 42609); `init_world` switches them off."""
+    """Custom all-reduce cannot register graphs over them (vLLM issue 42609)."""
     order = []
     monkeypatch.setattr(rollout, "set_allocator", lambda is_expandable: order.append(f"expandable {is_expandable}"))
     engine_on_cuda(rollout, lambda: order.append("captured") or RecordedLLM(), monkeypatch, enforce_eager=False)
@@ -248,7 +246,7 @@ def test_an_engine_that_lacks_memory_at_the_start_says_so(monkeypatch):
 
 
 def test_an_engine_of_llama_loses_nothing_in_its_sleep(tmp_path):
-    """Qwen2: tests/test_rollout.py; Qwen2.5-VL: tests/extras/test_vision.py, which start such an engine anyway."""
+    """Qwen2: tests/test_rollout.py; Qwen2.5-VL: tests/extras/test_vision.py."""
     make_model(SETUPS["tulu8b_rlvr_7plus1"], tmp_path / "model")
     arguments = "engines:hidden", 1, 2, tmp_path / "found.pt", tmp_path / "model"
     done = torchrun(1, "tests/helpers/distributed.py", *arguments)
@@ -261,14 +259,14 @@ def test_an_engine_of_llama_loses_nothing_in_its_sleep(tmp_path):
 
 FOREIGN = {"vllm", "torch", "transformers", "pebble", "peft", "safetensors"}
 WORKER, RUNNER = "vllm.v1.worker.gpu_worker:Worker", "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
-# Methods that only CUDA runs: how our code writes a call -> where it is defined. The tests on CPU run the others.
+# Methods that only CUDA runs: how our code writes a call -> where it is defined.
 METHODS = {
     "self.llm.sleep": ["vllm.entrypoints.llm:LLM.sleep"],
     "self.llm.wake_up": ["vllm.entrypoints.llm:LLM.wake_up"],
     "self.llm.llm_engine.engine_core.reset_encoder_cache": [
         f"{kind}.reset_encoder_cache" for kind in ("vllm.v1.engine.core_client:InprocClient", WORKER, RUNNER)
     ],
-    "reload_weights": [  # the worker of CUDA and its runners (V2, V1), which take the keywords of `collective_rpc`
+    "reload_weights": [  # the worker and its runners (V2, V1), with the keywords of `collective_rpc`
         f"{kind}.reload_weights" for kind in (WORKER, RUNNER, "vllm.v1.worker.gpu_model_runner:GPUModelRunner")
     ],
 }
@@ -333,9 +331,9 @@ OBJECTS = {
 
 
 def foreign_uses() -> Iterator[tuple[str, str, ast.Call | None]]:
-    """(file:line, place, call) of what we import of `FOREIGN`, of calls under such names, of calls of `METHODS`."""
+    """(file:line, place, call) of imports of `FOREIGN`, calls of what they name, calls of `METHODS`."""
     for path in program_files():
-        places, tree = {}, ast.parse(path.read_text())  # the name here -> "module:" or "module:name."
+        places, tree = {}, ast.parse(path.read_text())  # own name -> "module:" or "module:name."
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
                 places |= {each.asname or each.name: f"{node.module}:{each.name}." for each in node.names}
@@ -418,11 +416,8 @@ def test_what_we_name_in_vllm_is_there():
     signature.bind(**sampling, stop_token_ids=[], flat_logprobs=True)
 
 
-# Copies ---------------------------------------------------------------------------------------------------------------
-
-
 class Copies(TorchDispatchMode):
-    """Notes each copy to another device: (dtype before, dtype after, whether the host waits for it)."""
+    """Notes each copy to another device: (dtype before, dtype after, whether the host waits)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -437,7 +432,7 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_weights_cross_the_bus_in_the_dtype_that_they_have(num_ranks):
-    """In one blocking step torch converts on the host: slowly, and to twice the bytes. "meta" stands for the GPU."""
+    """In one blocking step torch would convert on the host. "meta" stands for the GPU."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     mesh = init_device_mesh("cpu", (num_ranks,))
     parts = [torch.ones(4, 3, device=device) for device in ("cpu", "meta")]

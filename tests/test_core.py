@@ -1,4 +1,4 @@
-"""The borders: without the rooms that may be deleted it still trains, to the last digit; and no number rises."""
+"""The borders: without the rooms that may be deleted it still trains; and no number rises."""
 
 import ast
 import json
@@ -34,7 +34,7 @@ def whole(tmp_path_factory) -> list[dict[str, float]]:
 
 
 def copied(folder: Path, modules: set[str]) -> Path:
-    """The folder with these modules, the launcher with what it imports, and the tables beside the code."""
+    """The folder with these modules, the launcher and what it imports, the tables beside the code."""
     launcher = ROOT / "scripts" / "launch.py"
     needed = set().union(*map(closure, imports_of(ast.parse(launcher.read_text()).body)))
     sources = [launcher, *(files()[module] for module in modules | needed)]
@@ -46,7 +46,7 @@ def copied(folder: Path, modules: set[str]) -> Path:
 
 
 def test_what_minimal_imports_trains_alone(whole, tmp_path):
-    """In an empty folder with nothing but that, two steps have the rewards, losses and norms of the whole tree."""
+    """Two steps have the rewards, losses and norms of the whole tree."""
     said = trained(copied(tmp_path, closure("minimal")), "minimal.py", "--out_dir", "-")
     form = r"^step \d/6 \| reward (\S+) \| loss (\S+) \| grad (\S+) \| gap \S+$"
     steps = re.findall(form, said, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The launcher, with small programs of the standard library as ranks; whole runs under it are in test_kills.py."""
+"""The launcher, with small programs as ranks; whole runs under it are in test_kills.py."""
 
 import json
 import os
@@ -50,7 +50,7 @@ for step in steps[start - 1]: print('{"step": %d, "loss": 1}' % step, file=open(
 
 
 def launch(folder: Path, num_ranks: int, body: str, options: str = "") -> subprocess.Popen[str]:
-    """Starts so many ranks that run this body, which knows `rank`, `folder`, `ready`; 0: one without a launcher."""
+    """Ranks that run this body, which knows `rank`, `folder`, `ready`; 0: one without a launcher."""
     (program := folder / "program.py").write_text(PROGRAM + body)
     launcher = [*LAUNCHER, "--ranks", str(num_ranks), *options.split()] if num_ranks else [sys.executable]
     return subprocess.Popen(
@@ -86,7 +86,7 @@ def test_wrong_numbers_are_refused():
 
 
 def test_no_rank_outlives_its_launcher(tmp_path):
-    """Also one that does not ask for it: what it is started with holds at once; and one that asks when it is late."""
+    """Also one that does not ask for it, and one that asks when it is late."""
     launcher = launch(tmp_path, 2, "join_launcher() if rank else 0; ready(); time.sleep(3600)")
     ranks = pids(tmp_path)
     launcher.kill()
@@ -105,7 +105,7 @@ def test_no_rank_outlives_its_launcher(tmp_path):
     (STALLED + EXITS, "no progress (stacks: FOLDER/ranks); then rank 1 ended with exit status 3."),
 ])  # fmt: skip
 def test_the_last_line_is_the_reason_of_the_first_failed_rank(body, last_line, tmp_path):
-    """With its place, and the stall before. Also of a killed rank, not what others say then; all are ended."""
+    """With its place, and the stall before; of a killed rank, not what others say then."""
     (stacks := tmp_path / "ranks").mkdir()
     (stacks / "rank_0.txt").touch()
     (stacks / "rank_1.txt").write_text("Timeout (0:10:00)!")

@@ -1,4 +1,4 @@
-"""The rules of the house: who imports whom, what a function takes; every flag works, the pins move together."""
+"""The rules of the house: who imports whom, what a function takes; flags and pins."""
 
 import ast
 import graphlib
@@ -30,7 +30,7 @@ NODES = {name: list(ast.walk(tree)) for name, tree in TREES.items()}
 
 
 def imports(nodes: list[ast.AST]) -> set[str]:
-    """Full names of the modules, and of what is taken out of them, also inside functions and for types alone."""
+    """Modules, and what is taken out of them, also inside functions and for types alone."""
     found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     for node in (node for node in nodes if isinstance(node, ast.ImportFrom)):
         found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
@@ -38,7 +38,7 @@ def imports(nodes: list[ast.AST]) -> set[str]:
 
 
 def has_encoding(call: ast.Call) -> bool:
-    """Whether a call that reads or writes a text file names its encoding: the locale's is not always UTF-8."""
+    """Whether a call on a text file names its encoding: the locale's is not always UTF-8."""
     name = getattr(call.func, "attr", getattr(call.func, "id", ""))
     values = {each.value for each in call.args if isinstance(each, ast.Constant)}
     is_named = "encoding" in {each.arg for each in call.keywords} or "utf-8" in values

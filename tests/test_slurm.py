@@ -1,4 +1,4 @@
-"""scripts/slurm_example.sh with stand-ins for Slurm's commands: it passes signals on, and queues itself again."""
+"""scripts/slurm_example.sh with stand-ins for Slurm's commands."""
 
 import os
 import signal
@@ -47,7 +47,7 @@ def job(tmp_path):
 
 
 SEEDS = [str(ROOT / "scripts" / "seeds.sh"), "3"]
-# The last task of an array has the array's own number, by which Slurm would queue all of its tasks again.
+# The last task of an array has the array's own number, by which Slurm would queue all of them.
 ARRAY = {"SLURM_ARRAY_JOB_ID": "123456", "SLURM_ARRAY_TASK_ID": "2"}
 
 

@@ -1,4 +1,4 @@
-"""The planner: facts that it must reproduce, runs that must not fit, with flags to change, and the user's command."""
+"""The planner: facts that it must reproduce, runs that must not fit, with flags to change."""
 
 import json
 import re
@@ -53,8 +53,8 @@ def on_nodes(host_bytes: float, values: dict) -> Setup:
 
 
 def test_a_table_that_vllm_pads_is_held_to_the_end_of_a_sync():
-    """128,264 rows, no multiple of 64. By vLLM's CPU build: of 64 rows only the head is held, of 72 both tables."""
-    tulu = COMMON | {"model": "allenai/Llama-3.1-Tulu-3-8B-DPO", "train_data": "d", "total_steps": 10}
+    """128,264 rows, no multiple of 64. In vLLM on CPU: of 64 rows the head alone is held, of 72 both."""
+    tulu = COMMON | {"model": "allenai/Llama-3.1-Tulu-3-8B-DPO", "total_steps": 10}
     table = 128_264 * 4096 * 2
     servers = {"engine": "server", "generation_gpus": 1}
     for changes, phase, without_it in (({}, "sync", 0), (servers, "server", table + 218_112_000 * 2)):
@@ -110,7 +110,7 @@ def test_the_shapes_have_as_many_parameters_as_the_real_models():
 
 
 def test_a_mixture_takes_memory_for_all_and_time_for_some_experts():
-    """30B-A3B on 8 x 80 GB: all weights are gathered and kept, a token is multiplied by a tenth of them."""
+    """30B-A3B on 8 x 80 GB: all weights are gathered, a token is multiplied by a tenth of them."""
     values = {"model": "Qwen/Qwen3-30B-A3B", "max_completion_tokens": 2048, "gradient_checkpointing": True}
     full = setup(values, plan_gpus=8, tensor_parallel_size=4, offload="optimizer")
     adapted = setup(values, plan_gpus=8, tensor_parallel_size=2, lora_rank=32)
@@ -131,7 +131,7 @@ def test_a_hybrid_has_keys_in_some_layers_and_states_in_the_others():
     values = {"model": "Qwen/Qwen3.5-9B", "max_completion_tokens": 2048, "gradient_checkpointing": True}
     full, adapted = setup(values, plan_gpus=8), setup(values, plan_gpus=8, lora_rank=16)
     model = full.model
-    state = 32 * 128 * 128 + 3 * (2 * 16 + 32) * 128  # a matrix for each head of values, inputs of the convolution
+    state = 32 * 128 * 128 + 3 * (2 * 16 + 32) * 128  # a matrix a head, the convolution's inputs
     assert model.kv_per_token == 8 * 2 * 4 * 256
     assert model.state_bytes == 4 * state * (2 * 24 + 8)
     sequence = full.engine.max_model_len * model.kv_per_token * 2 + model.state_bytes
@@ -166,7 +166,7 @@ def test_a_gpu_is_given_by_its_name_or_by_its_figures(given, figures):
 
 
 def test_the_flops_of_qwen_7b_are_those_of_the_published_counter():
-    embedding = 6 * 152_064 * 3584 * (512 + 1024 + 2048)  # which verl's counter takes for a matrix: it is looked up
+    embedding = 6 * 152_064 * 3584 * (512 + 1024 + 2048)  # a matrix to verl: it is looked up
     model = setup(SIMPLERL).model
     forwards = sum(forward_flops(model, length, length) for length in (512, 1024, 2048))
     assert 3 * forwards == 167_073_690_943_488 - embedding, "with the backward passes"
@@ -197,7 +197,7 @@ def test_full_logits_or_the_whole_model_in_a_sync_do_not_fit(monkeypatch):
     as_we_run_it = {"tensor_parallel_size": 4, "gpu_memory_utilization": 0.5, "param_dtype": "bfloat16"}
     qwq = setup(QWQ | as_we_run_it | {"micro_batch_tokens": 20_480, "head_dtype": "float32"}, offload_reference=True)
     assert misfits(qwq) == []
-    monkeypatch.setattr(memory, "HEAD_CHUNK_LOGITS", 20_480 * 152_064)  # all logits of a micro-batch at a time
+    monkeypatch.setattr(memory, "HEAD_CHUNK_LOGITS", 20_480 * 152_064)  # a micro-batch at a time
     assert "GPU, update" in misfits(qwq)[0]
 
 
@@ -225,7 +225,7 @@ def test_each_phase_that_does_not_fit_has_its_flags():
 
 
 def test_compiled_layers_keep_less_for_the_backward_pass():
-    """Qwen2.5-1.5B, bytes of a token and layer: 103.5 KB in eager mode, 73.2 compiled; recomputed layers keep 3."""
+    """Qwen2.5-1.5B, of a token and layer: 103.5 KB in eager mode, 73.2 compiled; recomputed 3."""
     values = COMMON | {"model": "Qwen/Qwen2.5-1.5B", "train_data": "d", "total_steps": 1, "plan_gpus": 1}
     values |= {"gradient_checkpointing": None, "micro_batch_tokens": 4096}
     kept = [saved_per_layer(setup(values, compile=flag)) / 4096 for flag in (None, True)]
@@ -319,9 +319,9 @@ def test_the_text_tells_the_verdict(capsys):
 
 
 def test_a_teacher_of_another_size_has_its_own_bytes_and_time():
-    """1.5B on one GPU: alone, with a teacher of 3B, with its adapter; in bf16 3,085,938,688 parameters are 5.75 GiB."""
+    """1.5B on one GPU: alone, with a teacher of 3B (in bf16 5.75 GiB), with its adapter."""
     small = COMMON | {
-        "model": "Qwen/Qwen2.5-1.5B-Instruct", "train_data": "d", "total_steps": 10, "prompts_per_step": 8,
+        "model": "Qwen/Qwen2.5-1.5B-Instruct", "total_steps": 10, "prompts_per_step": 8,
         "plan_gpus": 1, "micro_batch_tokens": 4096, "kl_coef": 1,
     }  # fmt: skip
     larger = {"reference": "Qwen/Qwen2.5-3B-Instruct"}

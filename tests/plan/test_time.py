@@ -1,4 +1,4 @@
-"""Times: what cache, lengths, GPUs, servers and copies of the policy do to a step, and what is counted as work."""
+"""Times: what cache, lengths, GPUs, servers and copies of the policy do to a step."""
 
 import functools
 import itertools
@@ -49,7 +49,7 @@ def test_more_cache_is_never_slower(name):
 
 
 def test_compile_leaves_a_third_of_the_bytes_between_products():
-    """By hand, of a 7B model in bf16 with recomputed layers: four passes of bytes, of which two thirds go."""
+    """By hand, of 7B in bf16 with recomputed layers: four passes of bytes, of which two thirds go."""
     lengths = "--plan_prompt_tokens 200 --plan_completion_tokens 800 --plan_gpu H100-80GB"
     eager, compiled = (phase_seconds(plan("short", f"{lengths} {flag}")) for flag in ("", "--compile"))
     position_bytes = 28 * (84 * 3584 + 20 * (3584 + 512) + 10 * 18944)
@@ -62,7 +62,7 @@ def test_compile_leaves_a_third_of_the_bytes_between_products():
 
 
 def test_each_token_of_the_longest_completion_reads_the_weights():
-    """Of 32 completions of 8 GPUs, which all fit; without CUDA graphs the host, which prepares it, is slower."""
+    """32 completions on 8 GPUs all fit; without CUDA graphs the host, which prepares them, is slower."""
     setup = plan("few", "--plan_completion_tokens 256 --plan_prompt_tokens 1024")
     eager = replace(setup, engine=replace(setup.engine, enforce_eager=True))
     assert running_sequences(setup) == 32
@@ -75,7 +75,7 @@ def test_each_token_of_the_longest_completion_reads_the_weights():
 
 
 def test_the_host_takes_its_time_for_each_sequence():
-    """Of a small model with many completions: 33 us for each in each step, and 2.5 ms for one that runs alone."""
+    """Of a small model with many completions: 33 us for each in a step, 2.5 ms for one alone."""
     setup = plan("one_gpu", "--plan_completion_tokens 500 --plan_gpu H100-80GB --plan_prompt_tokens 1")
     assert running_sequences(setup) == 512
     tokens, alone = 512 * 500, 1024 - 500
@@ -102,7 +102,7 @@ def test_mean_lengths_are_half_of_the_limits_unless_given():
 
 @pytest.mark.parametrize(("length", "expected"), [(3000, 32), (1024, 10), (256, 3)])
 def test_micro_batches_hold_whole_sequences(length, expected):
-    """256 completions on 8 GPUs, caps of 4096 tokens: one of 3000 alone; else half a sequence of room is left."""
+    """256 completions on 8 GPUs, caps of 4096 tokens; half a sequence of room is left, if several fit."""
     caps = "--max_prompt_tokens 1024 --max_completion_tokens 3072 --micro_batch_tokens 4096 --prompts_per_step 32"
     means = f"--plan_prompt_tokens 128 --plan_completion_tokens {length - 128}"
     assert time.micro_batches(plan("short", f"{caps} {means}")) == expected
@@ -113,9 +113,6 @@ def test_partial_rollouts_pay_where_a_few_completions_are_long(mean, is_faster):
     ways = (f"--plan_completion_tokens {mean}", f"--plan_completion_tokens {mean} --partial_rollouts")
     without, partial = (step_seconds(plan("long", way)) for way in ways)
     assert partial < 0.8 * without if is_faster else partial == pytest.approx(without)
-
-
-# Generation servers: whose memory is whose, who waits for whom --------------------------------------------------------
 
 
 def test_ranks_hold_no_engine_and_servers_nothing_of_the_trainer():
@@ -151,7 +148,7 @@ def test_a_step_ahead_takes_the_time_of_the_slower_side():
     setup = plan("servers", SERVERS + "--steps_ahead 1")
     seconds = phase_seconds(setup)
     train = sum(seconds.values()) - seconds["rollout"] - seconds["sync"]
-    assert step_seconds(setup) == pytest.approx(max(seconds["rollout"], train) + seconds["sync"]), "in which both wait"
+    assert step_seconds(setup) == pytest.approx(max(seconds["rollout"], train) + seconds["sync"])
     on_policy = replace(setup, run=replace(setup.run, steps_ahead=0))
     assert step_seconds(on_policy) == pytest.approx(sum(seconds.values()))
 
@@ -165,10 +162,8 @@ def test_in_flight_two_steps_ahead_nobody_waits_for_the_longest():
     assert "on 2 + 6 x H100-80GB" in text and "6 servers of 1 GPU," in text
 
 
-# Copies of the policy (--shard_ranks): what GPUs and nodes hold, which way the collectives go ------------------------
-
-
 def copies(more: str = "") -> Setup:
+    """With --shard_ranks there are several."""
     setup = plan("copies", more)
     return replace(setup, hardware=replace(setup.hardware, network_speed=10e9))
 
@@ -178,7 +173,7 @@ def test_a_gpu_holds_its_share_of_one_copy_which_is_written_once(shard_ranks):
     found = copies(f"--shard_ranks {shard_ranks}")
     assert found.hardware.gpus == 16
     parts = gpu_phases(found)["optimizer"]
-    expected = {"parameters": 4, "gradients": 4, "optimizer": 8, "reference": 2}  # bytes of a parameter
+    expected = {"parameters": 4, "gradients": 4, "optimizer": 8, "reference": 2}  # bytes
     assert {name: parts[name] * shard_ranks / PARAMETERS for name in expected} == expected
     assert report_of(found)["completions_per_update_and_gpu"] == 2048 / 16, "each GPU trains its own"
     assert checkpoint_bytes(found) == checkpoint_bytes(copies()) == PARAMETERS * (2 + 4 + 8)

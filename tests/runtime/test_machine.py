@@ -1,4 +1,4 @@
-"""A rank's share of its machine: cores, memory, network; what a CPU announces but cannot do is left alone."""
+"""A rank's share of its machine: cores, memory, network, what its CPU can do."""
 
 import os
 import socket

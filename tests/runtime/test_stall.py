@@ -1,4 +1,4 @@
-"""A rank knows its phase, and leaves its stacks in a file of its own if it makes no progress; never without that."""
+"""A rank knows its phase, and leaves its stacks in a file if it makes no progress."""
 
 import faulthandler
 import signal
@@ -30,7 +30,7 @@ hang()
 
 
 def test_a_rank_that_hangs_leaves_its_stacks(tmp_path):
-    """Work of more than a stall's seconds leaves nothing as long as it has a beat; nor does the run end by a stall."""
+    """Longer work leaves nothing as long as it has a beat; nor does the run end by a stall."""
     command = [sys.executable, "-c", HANGS, tmp_path / "ranks"]
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE)
     file = tmp_path / "ranks" / "rank_3.txt"

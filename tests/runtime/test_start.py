@@ -1,4 +1,4 @@
-"""A rank that fails leaves at once, whoever has launched it; its reason is its own, not that others have gone."""
+"""A rank that fails leaves at once, whoever has launched it, and with its own reason."""
 
 import os
 import subprocess
@@ -113,7 +113,7 @@ LOST = [
 
 @pytest.mark.parametrize(("said", "words"), OWN + [(each, None) for each in LOST])
 def test_an_error_of_a_rank_is_told_from_the_loss_of_the_others(said, words, tmp_path):
-    """A loss goes to a file of the rank; an error of its own stays on the screen, with NCCL's last words as reason."""
+    """A loss goes to a file of the rank; an error of its own, with NCCL's last words, to the screen."""
     program = f"{BEGINS}class DistBackendError(RuntimeError): pass\nraise DistBackendError({said!r})"
     done = run_command([sys.executable, "-c", program], environment(tmp_path) | {"TMPDIR": str(tmp_path)})
     has_lost = "rank 0 has lost the others; its traceback is in" in done.stderr

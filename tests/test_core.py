@@ -67,17 +67,12 @@ def test_train_grpo_trains_without_extras_plan_and_reports(whole, tree, tmp_path
 
 
 @pytest.mark.parametrize(("flags", "folder"), [
-    ("--lora_rank 4", "extras/models"),
-    ("--policy_loss gspo_token", "extras/losses"),
-    ("--kl_over vocabulary --kl_coef 1", "extras/teacher"),
-    ("--hint_column @group --kl_coef 1", "extras/teacher"),
-    ("--partial_rollouts --rollout_correction none", "extras/samplers"),
-    ("--drop_solved 0.9", "extras/samplers"),
+    ("--lora_rank 4", "extras/models"), ("--image_column images", "extras/models"),
+    ("--router_replay", "extras/models"), ("--policy_loss gspo_token", "extras/losses"),
+    ("--kl_over vocabulary --kl_coef 1", "extras/teacher"), ("--hint_column @group --kl_coef 1", "extras/teacher"),
+    ("--partial_rollouts --rollout_correction none", "extras/samplers"), ("--drop_solved 0.9", "extras/samplers"),
     ("--tools docs/environments/calculator.py:calculator", "extras/turns"),
-    ("--engine server --generation_gpus 0", "extras/servers"),
-    ("--router_replay", "extras/models"),
-    ("--image_column images", "extras/models"),
-    ("--dry_run", "plan"),
+    ("--engine server --generation_gpus 0", "extras/servers"), ("--dry_run", "plan"),
 ])  # fmt: skip
 def test_a_flag_that_needs_a_part_says_which_folder_is_missing(flags, folder, tree, tmp_path):
     done = run_copy(tree, "train_grpo.py", *FLAGS, "--out_dir", str(tmp_path / "run"), *flags.split())

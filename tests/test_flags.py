@@ -8,16 +8,14 @@ from helpers.made_up import flags
 from schedule import make_plan
 
 
-def test_the_length_of_a_run_is_in_epochs_or_episodes():
-    """Rounded down to whole steps."""
+def test_the_length_of_a_run_is_in_epochs():
+    """Rounded down to whole steps. In episodes: test_setups.py (tulu8b_rlvr_7plus1)."""
     args = flags(prompts_per_step=1024, epochs=12, total_steps=None, keep_last=True)
     plan = make_plan(args, num_rows=8_532)
     assert plan.steps_per_epoch == 8532 / 1024
     assert plan.total_steps == 100, "12 epochs are 99.98 steps: the last one reaches into the next epoch"
     args.keep_last = False
     assert make_plan(args, num_rows=8_532).total_steps == 96
-    args = flags(prompts_per_step=14, group_size=16, prompts_per_update=7, total_episodes=10_000_000, total_steps=None)
-    assert make_plan(args, num_rows=1000).total_steps == 44_642
     with pytest.raises(ValueError, match="--stop_after 7 is beyond the last step, 6; leave it out"):
         make_plan(flags(total_steps=6, stop_after=7), num_rows=1000)
     assert make_plan(flags(total_steps=6, stop_after=6), num_rows=1000).total_steps == 6

@@ -47,7 +47,6 @@ def setup(values: dict, **changes: object) -> Setup:
 
 
 def on_nodes(host_bytes: float, values: dict) -> Setup:
-    """The setup on nodes with this much RAM."""
     usual = setup(values)
     return replace(usual, hardware=replace(usual.hardware, host_bytes=host_bytes))
 
@@ -313,8 +312,7 @@ def test_the_text_tells_the_verdict(capsys):
     fits, _, does_not = capsys.readouterr().out.partition("\ndry run:")
     assert "\nfits: rollout needs" in fits and "does not fit:\nGPU, rollout: needs" in does_not
     assert " s per step: " in fits and "time        none is estimated, because the run does not fit\n" in does_not
-    update = r"GPU, update: needs \d+\.\d GiB of 79\.0, \d+\.\d GiB too many; lower --micro_batch_tokens"
-    assert re.search(update, does_not)
+    assert re.search(r"GPU, update: needs \d+\.\d GiB of 79\.0, \d+\.\d GiB too many; lower --micro", does_not)
     assert not re.search(r"-\d+\.\d", does_not), "no part takes less than nothing"
 
 

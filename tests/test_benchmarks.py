@@ -33,8 +33,7 @@ def run(script: str, arguments: str = "", num_ranks: int = 1) -> dict[str, objec
 ])  # fmt: skip
 def test_a_ratio_is_measured_beside_its_goal(script, arguments, num_ranks, goal):
     found = run(script, arguments, num_ranks)
-    assert found["goal"] == goal
-    assert found["ratio"] > 0 and found.get("ours, prompts shared", 1) > 0
+    assert found["goal"] == goal and found["ratio"] > 0 and found.get("ours, prompts shared", 1) > 0
 
 
 class WarmProgram(psutil.Process):
@@ -99,8 +98,7 @@ def test_the_plans_of_published_runs_stay_within_their_bounds():
     """The errors are of all runs, and of those held out."""
     found = run("plan_vs_published.py")
     assert (found["goal"], found["runs"]) == ([0.15, 0.3], 17)
-    assert found["all_median"] <= 0.15 and found["all_worst"] <= 0.3
-    assert found["held_out_median"] <= 0.15
+    assert found["all_median"] <= 0.15 and found["all_worst"] <= 0.3 and found["held_out_median"] <= 0.15
 
 
 def test_the_curves_of_methods_come_from_complete_runs(tmp_path, monkeypatch, capsys):

@@ -6,7 +6,6 @@ import json
 import os
 import pkgutil
 import re
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from flags import EngineSettings, Sampling
 from fsdp_utils import World, begin_gather, fill_from_main
 from gate.agreement import program_files
 from helpers.programs import GPUS
-from helpers.runs import GUARD_SECONDS, PROGRAMS, ROOT, torchrun
+from helpers.runs import PROGRAMS, ROOT, said, torchrun
 from plan.dry_run import config_of
 from smoke_inputs import SETUPS, make_model
 from test_setups import launched
@@ -69,14 +68,9 @@ def resolved(tmp_path_factory) -> dict[str, dict]:
     (folder / "engines.json").write_text(json.dumps(engines))
     environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
-    started = {}
     for rank, kind in enumerate(GPUS):
         command = [sys.executable, PROGRAMS, "resolved", kind, folder / "engines.json", folder / kind]
-        options = {"cwd": ROOT, "env": environment | {"RANK": str(rank)}, "text": True}
-        started[kind] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
-    for kind, process in started.items():
-        said, _ = process.communicate(timeout=GUARD_SECONDS)
-        assert process.returncode == 0, f"{kind}:\n{said[-6000:]}"
+        said(command, environment | {"RANK": str(rank)})
     return {kind: json.loads((folder / kind).read_text()) for kind in GPUS}
 
 
@@ -200,8 +194,7 @@ def test_weights_wake_before_the_transfer_and_the_cache_after_it(rollout, monkey
     with pytest.raises(AssertionError, match="asleep"):
         engine.sample([], None, (1,))
     engine.sync([("name", torch.ones(1))])
-    assert llm.calls == CHANGES
-    assert llm.weights == {"name": torch.ones(1)}
+    assert llm.calls == CHANGES and llm.weights == {"name": torch.ones(1)}
     with pytest.raises(InterruptedError, match="may sample"):
         engine.sample([], None, (1,))
     monkeypatch.setattr(llm, "wake_up", lambda tags: False)

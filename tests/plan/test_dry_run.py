@@ -131,8 +131,7 @@ def test_a_hybrid_has_keys_in_some_layers_and_states_in_the_others():
     full, adapted = setup(values, plan_gpus=8), setup(values, plan_gpus=8, lora_rank=16)
     model = full.model
     state = 32 * 128 * 128 + 3 * (2 * 16 + 32) * 128  # a matrix a head, the convolution's inputs
-    assert model.kv_per_token == 8 * 2 * 4 * 256
-    assert model.state_bytes == 4 * state * (2 * 24 + 8)
+    assert model.kv_per_token == 8 * 2 * 4 * 256 and model.state_bytes == 4 * state * (2 * 24 + 8)
     sequence = full.engine.max_model_len * model.kv_per_token * 2 + model.state_bytes
     assert memory.sequences_at_once(full) == pytest.approx(engine_parts(full)["KV cache"] / sequence)
     assert forward_flops(model, 100, 0) == 2 * 100 * 32 * model.layer_matrices + 2 * 8 * 4096 * 100**2

@@ -1,6 +1,4 @@
-"""Checkpoints on one rank: saved whole or not at all, restored to the bit with the state of the loop; missing and short
-files, a disk that is full, the best one.
-"""
+"""Checkpoints on one rank: whole or not at all; short files, a full disk. Bits: test_reshard.py."""
 
 import json
 import os
@@ -30,12 +28,12 @@ def tokenizer(policy):  # all tiny policies have it
     return AutoTokenizer.from_pretrained(policy)
 
 
-def trained(path, seed: int = 1):
+def trained(path):
     """A policy and its optimizer after a step on random gradients."""
     model = load_policy(path)
     model.dtype = torch.bfloat16  # the engine's
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    torch.manual_seed(seed)
+    torch.manual_seed(1)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
@@ -43,15 +41,13 @@ def trained(path, seed: int = 1):
 
 
 @pytest.fixture(scope="module")
-def pair(policy):
-    """Such a policy and its optimizer, which no test changes."""
+def pair(policy):  # which no test changes
     return trained(policy)
 
 
-def writer(out_dir, tokenizer, said: list[str] | None = None, **saving: object) -> checkpoint.Writer:
+def writer(out_dir, *companions: object, say=print, **saving: object) -> checkpoint.Writer:
     out_dir.mkdir(exist_ok=True)
-    saving = Saving(**{"keep_checkpoints": 0} | saving)
-    return checkpoint.Writer(out_dir, [tokenizer], saving, ALONE, print if said is None else said.append)
+    return checkpoint.Writer(out_dir, companions, Saving(**{"keep_checkpoints": 0} | saving), ALONE, say)
 
 
 def log(out_dir: Path, step: int, metrics: dict[str, object]) -> None:
@@ -59,25 +55,13 @@ def log(out_dir: Path, step: int, metrics: dict[str, object]) -> None:
         file.write(json.dumps({"step": step} | metrics) + "\n")
 
 
-def latest(out_dir, said: list[str] | None = None):
-    return checkpoint.latest(out_dir, ALONE, print if said is None else said.append)
-
-
-def test_saving_and_loading_keeps_every_bit(policy, pair, tokenizer, tmp_path):
-    """What was saved comes back to the bit, with the state of the loop."""
-    model, optimizer = pair
-    writer(tmp_path, tokenizer).save(7, model, optimizer, {"prompts_drawn": 56})
-    other, other_optimizer = trained(policy, seed=2)
-    assert checkpoint.load(tmp_path / "step_7", other, other_optimizer) == {"prompts_drawn": 56}
-    for (name, expected), found in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert found.equal(expected), name
-        for key, value in optimizer.state[expected].items():
-            assert other_optimizer.state[found][key].equal(value), f"{key} of {name}"
+def latest(out_dir, say=print):
+    return checkpoint.latest(out_dir, ALONE, say)
 
 
 @pytest.mark.parametrize("name", ["policy", "qwen3_policy", "untied_qwen3_policy"])
 def test_the_exported_policy_is_the_trained_one(name, request, tokenizer, tmp_path):
-    """The exported policy is the trained one, in the dtype of the engine."""
+    """In the dtype of the engine."""
     model, optimizer = trained(request.getfixturevalue(name))
     writer(tmp_path, tokenizer).save(1, model, optimizer, {})
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "step_1")
@@ -104,15 +88,16 @@ def test_the_exported_policy_ends_where_it_was_sampled_to_end(pair, tokenizer, t
         ("base", [], [3, 5]), ("base", [5, stop], [3, 5, stop]), ("absent", [stop], [config.eos_token_id, stop]),
         ("invalid", [5, stop], [2, 5, stop]),
     ), start=1):  # fmt: skip
-        companions = [tokenizer, load_generation_config(str(tmp_path / name), config, ids)]
-        checkpoint.Writer(tmp_path, companions, Saving(keep_checkpoints=0), ALONE, print).save(step, *pair, {})
+        generation = load_generation_config(str(tmp_path / name), config, ids)
+        writer(tmp_path, tokenizer, generation).save(step, *pair, {})
         found = json.loads((tmp_path / f"step_{step}" / "generation_config.json").read_text())
         assert found["eos_token_id"] == expected and ("temperature" in found) == (name == "base")
         assert found.get("repetition_penalty") == (1.1 if name == "invalid" else None)
 
 
 def test_a_policy_of_which_nothing_is_finite_is_not_saved(tokenizer, tmp_path):
-    saving = writer(tmp_path / "run", tokenizer, said := [])
+    said = []
+    saving = writer(tmp_path / "run", tokenizer, say=said.append)
     saving.save(3, None, None, {"is_broken": True})
     assert re.fullmatch("warning: step 3 is not saved, .* the start is the last checkpoint[.]", said[0])
     with pytest.raises(RunError, match="none of its updates was finite.*--learning_rate"):
@@ -121,7 +106,6 @@ def test_a_policy_of_which_nothing_is_finite_is_not_saved(tokenizer, tmp_path):
 
 
 def test_only_the_newest_and_the_final_checkpoint_are_kept(pair, tokenizer, tmp_path):
-    """Only the newest checkpoints are kept, and the one that `final` points to."""
     (tmp_path / "unfinished_step_1").mkdir()  # a killed run has left it
     assert latest(tmp_path) == (0, None)
     saving = writer(tmp_path, tokenizer, keep_checkpoints=2)
@@ -130,13 +114,10 @@ def test_only_the_newest_and_the_final_checkpoint_are_kept(pair, tokenizer, tmp_
         if step == 1:
             checkpoint.set_link(tmp_path / "final", tmp_path / "step_1")
     (tmp_path / "step_x").mkdir()
-    assert [step for step, _ in checkpoints(tmp_path)] == [1, 9, 10], "the order of the steps, not of the names"
+    assert [step for step, _ in checkpoints(tmp_path)] == [1, 9, 10], "not in the order of the names"
     assert latest(tmp_path) == (10, tmp_path / "step_10") and not list(tmp_path.glob("unfinished*"))
     checkpoint.set_link(tmp_path / "final", tmp_path / "step_10")
     assert (tmp_path / "final").resolve() == (tmp_path / "step_10").resolve()
-
-
-# Damage ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +133,7 @@ def run_folder(pair, tokenizer, tmp_path_factory):
 
 
 @pytest.fixture
-def folder(run_folder, tmp_path):
-    """A copy of it, to be damaged."""
+def folder(run_folder, tmp_path):  # a copy, to be damaged
     return shutil.copytree(run_folder, tmp_path / "run", symlinks=True)
 
 
@@ -163,17 +143,16 @@ def cut(file: Path, at: float = 0.5) -> None:
 
 @pytest.mark.parametrize("damage", [cut, partial(cut, at=0), Path.unlink])
 def test_damage_is_named_and_the_checkpoint_before_is_used(damage, run_folder, tmp_path):
-    """Damage to any file is found and named, and the checkpoint before is used."""
-    names = [str(path.relative_to(run_folder / "step_2")) for path in (run_folder / "step_2").rglob("*")]
-    files = [name for name in names if (run_folder / "step_2" / name).is_file()]
+    last = run_folder / "step_2"
+    files = [str(path.relative_to(last)) for path in last.rglob("*") if path.is_file()]
     expected = {"model.safetensors", "config.json", "tokenizer.json", "trainer/.metadata", "trainer/__0_0.distcp"}
     assert expected | {"trainer/progress.json", "sizes.json"} <= set(files)
-    assert len({(run_folder / "step_2" / name).stat().st_mode for name in files}) == 1, "who reads one reads all"
+    assert len({(last / name).stat().st_mode for name in files}) == 1, "who reads one reads all"
     for number, name in enumerate(files):
         folder, said = tmp_path / str(number), []
         shutil.copytree(run_folder, folder, symlinks=True)
         damage(folder / "step_2" / name)
-        assert latest(folder, said) == (1, folder / "step_1"), name
+        assert latest(folder, said.append) == (1, folder / "step_1"), name
         (line,) = said
         assert f"{folder}/step_2 is damaged: " in line and f"It is now {folder}/damaged_step_2" in line
         assert name in line
@@ -181,7 +160,6 @@ def test_damage_is_named_and_the_checkpoint_before_is_used(damage, run_folder, t
 
 
 def test_with_damaged_checkpoints_alone_nothing_starts_again(run_folder, folder):
-    """Where every checkpoint is damaged, nothing starts again from scratch."""
     for step in (1, 2):
         cut(folder / f"step_{step}" / "model.safetensors")
     for _ in range(2):  # also at the next start
@@ -197,17 +175,13 @@ def test_with_damaged_checkpoints_alone_nothing_starts_again(run_folder, folder)
     assert latest(folder) == (0, None)
 
 
-# Shards of another policy, code in files ------------------------------------------------------------------------------
-
-
 def test_shards_of_another_policy_are_refused(folder, qwen3_policy):
     with pytest.raises(DiskError, match="step_2 cannot be loaded: Size mismatch between saved"):
         checkpoint.load(folder / "step_2", *trained(qwen3_policy))
 
 
 def test_a_model_folder_with_code_is_refused(policy, tmp_path, monkeypatch):
-    """A folder with code of its own is refused, whatever a terminal answers."""
-    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # whatever a terminal answers
     model = shutil.copytree(policy, tmp_path / "model")
     (model / "evil.py").write_text(f"import os\nos.system('touch {tmp_path}/executed')\nclass C: pass\n")
     for name, key in (("tokenizer_config.json", "AutoTokenizer"), ("config.json", "AutoConfig")):
@@ -222,16 +196,10 @@ def test_a_model_folder_with_code_is_refused(policy, tmp_path, monkeypatch):
     assert not (tmp_path / "executed").exists()
 
 
-# A full disk ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("fails_in", "limit"), [("the shards", 1_000_000), ("the policy", 100_000)])
-def test_a_full_disk_costs_only_a_checkpoint_that_may_be_missed(
-    fails_in, limit, pair, tokenizer, tmp_path, monkeypatch
-):
-    """A full disk costs a checkpoint, but not the one that must be there."""
-    folder = tmp_path / "run"
-    saving = writer(folder, tokenizer, said := [], keep_checkpoints=1, save_every=10)
+def test_a_full_disk_costs_a_checkpoint_that_may_be_missed(fails_in, limit, pair, tokenizer, tmp_path, monkeypatch):
+    folder, said = tmp_path / "run", []
+    saving = writer(folder, tokenizer, say=said.append, keep_checkpoints=1, save_every=10)
     saving.save(10, *pair, {})
     if fails_in == "the policy":  # safetensors of 0.2 MB; the shards, of 1.5 MB, come first
         monkeypatch.setattr(checkpoint.dcp, "save", lambda *_, **__: None)
@@ -249,11 +217,7 @@ def test_a_full_disk_costs_only_a_checkpoint_that_may_be_missed(
     assert [path.name for path in folder.iterdir()] == ["step_30"] and len(said) == 1
 
 
-# The best -------------------------------------------------------------------------------------------------------------
-
-
 def test_the_best_checkpoint_is_kept_and_linked_across_a_resume(pair, tokenizer, tmp_path):
-    """The best checkpoint by validation is kept and linked, also after a resume."""
     metric, accuracies = "eval/set/avg@4", {1: 0.5, 2: 0.8, 3: 0.8, 4: 0.6, 5: None, 6: 0.9, 7: 0.1}
     kept = {}
     for step, accuracy in accuracies.items():
@@ -269,13 +233,12 @@ def test_the_best_checkpoint_is_kept_and_linked_across_a_resume(pair, tokenizer,
 
 
 def test_a_checkpoint_is_whole_even_if_the_best_cannot_be_told(pair, tokenizer, tmp_path, monkeypatch, capsys):
-    for trouble in ("the log is damaged", "the link cannot be made"):
-        run = tmp_path / trouble
-        saving = writer(run, tokenizer, keep_best="eval/set/avg@4")
+    for trouble in ("damaged log", "no link"):
+        saving = writer(run := tmp_path / trouble, tokenizer, keep_best="eval/set/avg@4")
         log(run, 1, {"eval/set/avg@4": 0.5})
-        if trouble == "the log is damaged":
+        if trouble == "damaged log":
             (run / "metrics.jsonl").write_text('{"step: 1}\n')
-        if trouble == "the link cannot be made":
+        else:
             monkeypatch.setattr(checkpoint, "set_link", Mock(side_effect=OSError(28, "No space left on device")))
         saving.save(1, *pair, {}, is_required=True)
         assert latest(run)[0] == 1 and capsys.readouterr().out.count("/best could not be written") == 1

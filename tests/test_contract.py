@@ -1,7 +1,4 @@
-"""What the CUDA branches rely on, as far as it can be known without a GPU: how vLLM resolves our options on faked ones,
-in which order the engine takes memory back and what follows when it cannot, the signatures of what is called, and that
-a sleeping engine loses nothing that it does not get again.
-"""
+"""What the CUDA branches rely on, without a GPU: how vLLM resolves our options on faked ones; sleep; signatures."""
 
 import ast
 import inspect
@@ -9,8 +6,8 @@ import json
 import os
 import pkgutil
 import re
-import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -32,33 +29,31 @@ from flags import EngineSettings, Sampling
 from fsdp_utils import World, begin_gather, fill_from_main
 from gate.agreement import program_files
 from helpers.programs import GPUS
-from helpers.runs import GUARD_SECONDS, PROGRAMS, ROOT, torchrun
+from helpers.runs import PROGRAMS, ROOT, said, torchrun
 from plan.dry_run import config_of
 from smoke_inputs import SETUPS, make_model
 from test_setups import launched
 
 # How vLLM resolves our options ----------------------------------------------------------------------------------------
 
-ENGINES = {  # set-up -> ranks per engine, sequences that it runs at a time: its share of a step, at most 512
+ENGINES = {  # set-up -> ranks per engine, sequences at a time: its share of a step, at most 512
     "qwq32b_8xh100": (8, 512),  # 2,560 in all
     "deepseek32b_lora_8gpu": (4, 32),
     "qwen25vl72b_lora_8xa100": (8, 8),
     "tulu8b_rlvr_7plus1": (1, 32),
     "qwen7b_simplerl_2x8xh100": (2, 512),  # 1,024 in all
+    "replay": (2, 128),  # no set-up; vLLM returns routes by its runner V2 alone
 }
 FP32_LOGITS = ("qwen7b_simplerl_2x8xh100", "qwen25vl72b_lora_8xa100")  # are given --head_dtype float32 here
-ARCHITECTURES = {
-    "qwen2": "Qwen2ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
-}
+VISION = "Qwen2_5_VLForConditionalGeneration"
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "qwen2_5_vl": VISION}
 
 
 @pytest.fixture(scope="module")
 def resolved(tmp_path_factory) -> dict[str, dict]:
-    """Kind of GPU -> what `resolved` of tests/helpers/programs.py found for the engine of each documented set-up."""
+    """Kind of GPU -> what `resolved` of tests/helpers/programs.py found for each of `ENGINES`."""
     folder, engines = tmp_path_factory.mktemp("resolved"), {}
-    for name in ENGINES:
+    for name in ENGINES.keys() - {"replay"}:
         num_nodes, num_ranks, flags = launched(name)
         flags += ["--head_dtype", "float32"] if name in FP32_LOGITS else []
         flags += ["--engine", "colocated", "--steps_ahead", "0"] if "--engine" in flags else []
@@ -73,14 +68,9 @@ def resolved(tmp_path_factory) -> dict[str, dict]:
     (folder / "engines.json").write_text(json.dumps(engines))
     environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
-    started = {}
     for rank, kind in enumerate(GPUS):
         command = [sys.executable, PROGRAMS, "resolved", kind, folder / "engines.json", folder / kind]
-        options = {"cwd": ROOT, "env": environment | {"RANK": str(rank)}, "text": True}
-        started[kind] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
-    for kind, process in started.items():
-        said, _ = process.communicate(timeout=GUARD_SECONDS)
-        assert process.returncode == 0, f"{kind}:\n{said[-6000:]}"
+        said(command, environment | {"RANK": str(rank)})
     return {kind: json.loads((folder / kind).read_text()) for kind in GPUS}
 
 
@@ -91,40 +81,24 @@ def test_vllm_makes_of_our_options_what_the_engine_relies_on(name, kind, resolve
     tp_size, sequences = ENGINES[name]
     captured = found.pop("captured")
     assert found == {
-        "runner": 2,
-        "is_asynchronous": True,
-        "graphs": "FULL_AND_PIECEWISE",
-        "sequences": sequences,
-        "batched_tokens": {"H100": 16384, "A100": 8192}[kind],
-        "has_prefix_cache": True,
-        "sleeps": True,
+        "runner": 2, "is_asynchronous": True, "graphs": "FULL_AND_PIECEWISE", "sequences": sequences,
+        "batched_tokens": {"H100": 16384, "A100": 8192}[kind], "has_prefix_cache": True, "sleeps": True,
         "logprobs": "processed_logprobs",
         "head_dtype": "torch.float32" if name in FP32_LOGITS else "torch.bfloat16",
-        "tries_flashinfer": False,
-        "experts": "triton",
-        "linear_attention": "triton",
-        "fuses_all_reduce": False,
-        "has_custom_all_reduce": True,
-        "executor": "external_launcher",
-        "worker": "vllm.v1.worker.gpu_worker.Worker",
-        "tp_size": tp_size,
-        "returns_routes": False,
-    }
+        "tries_flashinfer": False, "experts": "triton", "linear_attention": "triton", "fuses_all_reduce": False,
+        "has_custom_all_reduce": True, "executor": "external_launcher",
+        "worker": "vllm.v1.worker.gpu_worker.Worker", "tp_size": tp_size, "returns_routes": name == "replay",
+    }  # fmt: skip
     assert sequences in captured, "a batch of all sequences has a CUDA graph of its own size"
     assert captured[-1] <= 512
-
-
-@pytest.mark.parametrize("kind", GPUS)
-def test_vllm_returns_routes_with_our_options(kind, resolved):
-    """It refuses to by its runner V1, or without a prefix cache, for example."""
-    found = resolved[kind]["replay"]
-    assert (found["returns_routes"], found["runner"], found["has_prefix_cache"], found["tp_size"]) == (True, 2, True, 2)
+    assert resolved[kind]["log level"] == "ERROR"
+    assert not resolved[kind]["adds with FlashInfer"], "it would look for nvcc"
 
 
 @pytest.mark.parametrize("is_changed", [True, False])
 @pytest.mark.usefixtures("rollout")  # vLLM is imported as an engine does
 def test_each_rank_of_an_engine_keeps_routes(is_changed, monkeypatch):
-    """By itself vLLM keeps them on the first rank alone, where its other executors have their one scheduler."""
+    """By itself vLLM keeps them on the first rank alone, where other executors have a scheduler."""
     worker = pkgutil.resolve_name("vllm.distributed.aux_output_connector.worker")
     monkeypatch.setattr(worker, "get_tp_group", lambda: SimpleNamespace(is_first_rank=False))
     if is_changed:
@@ -134,23 +108,12 @@ def test_each_rank_of_an_engine_keeps_routes(is_changed, monkeypatch):
     monkeypatch.setattr(worker, "RoutedExpertsCapturer", lambda **_: capturer)
     monkeypatch.setattr(worker, "bind_routed_experts_capturer", lambda model, capturer: None)
     monkeypatch.setattr(worker, "resolve_kv_cache_block_sizes", lambda *_: (16, 16))
-    config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=8, max_num_seqs=2),
-        aux_output_config=SimpleNamespace(max_bytes=None),
-        max_concurrent_batches=2,
-    )
-    cache = SimpleNamespace(num_blocks=4)
+    scheduler = SimpleNamespace(max_num_batched_tokens=8, max_num_seqs=2)
+    config = SimpleNamespace(scheduler_config=scheduler, max_concurrent_batches=2)
+    config.aux_output_config, cache = SimpleNamespace(max_bytes=None), SimpleNamespace(num_blocks=4)
     connector = worker.AuxOutputWorkerConnector(vllm_config=config, model=torch.nn.Module(), kv_cache_config=cache)
     assert (connector._buffer is not None) == is_changed  # which is asked at each step
     connector.close()
-
-
-def test_vllm_tells_errors_alone_and_adds_without_flashinfer(resolved):
-    """Engines sum over their ranks with kernels that come compiled. FlashInfer's all-reduce would look for nvcc at its
-    first call, and end the engine where there is none.
-    """
-    assert {kind: found["log level"] for kind, found in resolved.items()} == {"H100": "ERROR", "A100": "ERROR"}
-    assert not any(found["adds with FlashInfer"] for found in resolved.values())
 
 
 @pytest.mark.parametrize(("found", "words"), [(["bfloat16"], "in bfloat16; leave"), ([], "no layer that knows it")])
@@ -164,10 +127,6 @@ def test_an_engine_that_has_no_logits_of_head_dtype_is_refused(found, words, rol
 # Sleep, wake-up and new weights ---------------------------------------------------------------------------------------
 
 CHANGES = ["sleep(2)", "wake_up(weights)", "reload_weights", "wake_up(kv_cache)"]
-
-
-class GoesOn(Exception):
-    """The engine is allowed to sample, which is as far as these tests go."""
 
 
 class RecordedLLM:
@@ -200,7 +159,7 @@ class RecordedLLM:
 
     def reset_prefix_cache(self) -> bool:
         assert not self.queue, "the step holds blocks of the cache"
-        raise GoesOn("the engine goes on to sample")
+        raise InterruptedError("the engine may sample, which is as far as these tests go")
 
 
 @pytest.fixture(scope="module")
@@ -211,8 +170,8 @@ def rollout() -> ModuleType:
 
 
 def engine_on_cuda(rollout: ModuleType, llm: object, monkeypatch: pytest.MonkeyPatch, **settings: object) -> object:
-    """The real `Engine` around the stand-in."""
-    monkeypatch.setattr(rollout, "LLM", lambda **options: llm)
+    """The real `Engine` around the stand-in, or what a function returns for it."""
+    monkeypatch.setattr(rollout, "LLM", lambda **options: llm() if callable(llm) else llm)
     monkeypatch.setattr("engine.options.load_config", lambda path: Qwen2Config())
     world = World(trainer_rank=0, num_trainers=1, tp_size=1, device=torch.device("cuda", 0))
     return rollout.Engine("m", None, world, EngineSettings(64, **settings))
@@ -224,7 +183,6 @@ def change(engine: object) -> None:
 
 
 def test_weights_wake_before_the_transfer_and_the_cache_after_it(rollout, monkeypatch):
-    """Weights get their memory back before the transfer, and the cache after it."""
     llm = RecordedLLM()
     engine = engine_on_cuda(rollout, llm, monkeypatch)
     engine.sync([("name", torch.zeros(1))])
@@ -236,9 +194,8 @@ def test_weights_wake_before_the_transfer_and_the_cache_after_it(rollout, monkey
     with pytest.raises(AssertionError, match="asleep"):
         engine.sample([], None, (1,))
     engine.sync([("name", torch.ones(1))])
-    assert llm.calls == CHANGES
-    assert llm.weights == {"name": torch.ones(1)}
-    with pytest.raises(GoesOn, match="goes on to sample"):
+    assert llm.calls == CHANGES and llm.weights == {"name": torch.ones(1)}
+    with pytest.raises(InterruptedError, match="may sample"):
         engine.sample([], None, (1,))
     monkeypatch.setattr(llm, "wake_up", lambda tags: False)
     with pytest.raises(AssertionError, match="wait for ever"):  # vLLM only warns where a tag does not sleep
@@ -247,7 +204,7 @@ def test_weights_wake_before_the_transfer_and_the_cache_after_it(rollout, monkey
 
 @pytest.mark.parametrize("call", CHANGES)
 def test_an_engine_whose_change_has_failed_never_samples_again(call, rollout, monkeypatch):
-    """Also where it would be tried again: a second reload would mix the weights of both (reload/layerwise.py)."""
+    """Nor is it tried again: a second reload would mix the weights of both (reload/layerwise.py)."""
     llm = RecordedLLM(call, RuntimeError("NCCL has lost a rank"))
     engine = engine_on_cuda(rollout, llm, monkeypatch)
     with pytest.raises(RuntimeError, match="NCCL has lost a rank"):
@@ -261,20 +218,15 @@ def test_an_engine_whose_change_has_failed_never_samples_again(call, rollout, mo
 
 
 def test_memory_segments_expand_only_after_graph_capture(rollout, monkeypatch):
-    """Memory segments may expand when the graphs are captured, and not before. Custom all-reduce cannot register
-    graphs over them (vLLM issue 42609); `init_world` switches them off.
-    """
+    """Custom all-reduce cannot register graphs over them (vLLM issue 42609)."""
     order = []
-    monkeypatch.setattr(rollout, "LLM", lambda **options: order.append("captured") or RecordedLLM())
-    monkeypatch.setattr("engine.options.load_config", lambda path: Qwen2Config())
     monkeypatch.setattr(rollout, "set_allocator", lambda is_expandable: order.append(f"expandable {is_expandable}"))
-    world = World(trainer_rank=0, num_trainers=1, tp_size=1, device=torch.device("cuda", 0))
-    rollout.Engine("m", None, world, EngineSettings(64, gpu_memory_utilization=0.4, enforce_eager=False))
+    engine_on_cuda(rollout, lambda: order.append("captured") or RecordedLLM(), monkeypatch, enforce_eager=False)
     assert order == ["captured", "expandable True"]
 
 
 def test_an_engine_that_lacks_memory_at_the_start_says_so(monkeypatch):
-    """An engine that cannot start for lack of memory says so, and other errors are left alone."""
+    """Other errors are left alone."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10 * 2**30, 80 * 2**30))
     free = "Free memory on device cuda:0 (10.0/80.0 GiB) on startup is less than desired GPU memory utilization"
@@ -286,60 +238,31 @@ def test_an_engine_that_lacks_memory_at_the_start_says_so(monkeypatch):
             raise error
 
 
+def test_an_engine_of_llama_loses_nothing_in_its_sleep(tmp_path):
+    """Qwen2: tests/test_rollout.py; Qwen2.5-VL: tests/extras/test_vision.py."""
+    make_model(SETUPS["tulu8b_rlvr_7plus1"], tmp_path / "model")
+    arguments = "engines:hidden", 1, 2, tmp_path / "found.pt", tmp_path / "model"
+    done = torchrun(1, "tests/helpers/distributed.py", *arguments)
+    assert "WARNING" not in done.stdout, "vLLM's warnings are shown"
+    found = torch.load(tmp_path / "found.pt")
+    assert found["hidden"] == [] and [name.rpartition(".")[2] for name in found["planted"]] == ["planted"]
+
+
 # Signatures -----------------------------------------------------------------------------------------------------------
 
-# What only CUDA runs: how our code writes a call -> where it is defined. The tests on CPU run the rest, by the same
-# versions. Calls of torch.cuda need no place: their names are it.
-CALLS = {
+FOREIGN = {"vllm", "torch", "transformers", "pebble", "peft", "safetensors"}
+WORKER, RUNNER = "vllm.v1.worker.gpu_worker:Worker", "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+# Methods that only CUDA runs: how our code writes a call -> where it is defined.
+METHODS = {
     "self.llm.sleep": ["vllm.entrypoints.llm:LLM.sleep"],
     "self.llm.wake_up": ["vllm.entrypoints.llm:LLM.wake_up"],
-    "engine_core.reset_encoder_cache": [
-        "vllm.v1.engine.core_client:InprocClient.reset_encoder_cache",
-        "vllm.v1.worker.gpu_worker:Worker.reset_encoder_cache",
-        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.reset_encoder_cache",
+    "self.llm.llm_engine.engine_core.reset_encoder_cache": [
+        f"{kind}.reset_encoder_cache" for kind in ("vllm.v1.engine.core_client:InprocClient", WORKER, RUNNER)
     ],
-    "varlen_attn": ["torch.nn.attention.varlen:varlen_attn"],
-    "pin_memory": ["torch.cuda._pin_memory_utils:pin_memory"],
-    "activate_flash_attention_impl": ["torch.nn.attention:activate_flash_attention_impl"],
-    "reload_weights": [  # the worker of CUDA and its runners (V2, V1), which take the keywords of `collective_rpc`
-        "vllm.v1.worker.gpu_worker:Worker.reload_weights",
-        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.reload_weights",
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights",
+    "reload_weights": [  # the worker and its runners (V2, V1), with the keywords of `collective_rpc`
+        f"{kind}.reload_weights" for kind in (WORKER, RUNNER, "vllm.v1.worker.gpu_model_runner:GPUModelRunner")
     ],
 }
-
-
-def calls() -> Iterator[tuple[str, str, int, list[str]]]:
-    """(file:line, function, number of positional arguments, keywords) of each call in the program."""
-    for path in program_files():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call):
-                continue
-            name, keywords = ast.unparse(node.func), {keyword.arg: keyword.value for keyword in node.keywords}
-            # The number of `*ends` is not in the source: two everywhere (varlen_attn's lengths of queries and keys).
-            num_positional = sum(2 if isinstance(each, ast.Starred) else 1 for each in node.args)
-            if name == "self.llm.collective_rpc":  # tells the workers what to call
-                name, num_positional = node.args[0].value, 0
-                keywords = {key.value: None for key in keywords["kwargs"].keys}
-            yield f"{path.name}:{node.lineno}", name, num_positional, list(keywords)
-
-
-@pytest.mark.usefixtures("rollout")  # which imports vLLM as the program does
-def test_what_we_call_takes_what_we_give():
-    missing = set(CALLS)
-    for where, name, num_positional, keywords in calls():
-        known = next((each for each in CALLS if name == each or ("." in each and name.endswith(f".{each}"))), None)
-        missing.discard(known)
-        for place in CALLS[known] if known else [name] * name.startswith("torch.cuda."):
-            count = num_positional + ("." in place.partition(":")[2])  # self
-            try:
-                inspect.signature(pkgutil.resolve_name(place)).bind(*[None] * count, **dict.fromkeys(keywords))
-            except (TypeError, AttributeError, ImportError) as error:  # the last two: it is gone
-                pytest.fail(f"{where} does not fit {place}: {error}")
-    assert not missing, "no line calls it: take it out of the list"
-
-
-FOREIGN = {"vllm", "torch", "transformers", "pebble", "peft", "safetensors"}
 # What only objects have: class -> names that we read, and methods that we call or take the place of, with their first
 # parameters.
 OBJECTS = {
@@ -401,9 +324,9 @@ OBJECTS = {
 
 
 def foreign_uses() -> Iterator[tuple[str, str, ast.Call | None]]:
-    """(file:line, place, call) of what the program imports of `FOREIGN`, and of each call under such a name."""
+    """(file:line, place, call) of imports of `FOREIGN`, calls of what they name, calls of `METHODS`."""
     for path in program_files():
-        places, tree = {}, ast.parse(path.read_text())  # the name here -> "module:" or "module:name."
+        places, tree = {}, ast.parse(path.read_text())  # own name -> "module:" or "module:name."
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
                 places |= {each.asname or each.name: f"{node.module}:{each.name}." for each in node.names}
@@ -411,10 +334,16 @@ def foreign_uses() -> Iterator[tuple[str, str, ast.Call | None]]:
                 places |= {each.asname or each.name: f"{each.name}:" for each in node.names}
         places = {own: place for own, place in places.items() if re.split("[.:]", place)[0] in FOREIGN}
         yield from ((path.name, place[:-1], None) for place in places.values())
-        for node in ast.walk(tree):
-            own, _, rest = ast.unparse(node.func).partition(".") if isinstance(node, ast.Call) else ("", "", "")
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            where, name = f"{path.name}:{call.lineno}", ast.unparse(call.func)
+            own, _, rest = name.partition(".")
             if own in places and "(" not in rest:
-                yield f"{path.name}:{node.lineno}", (places[own] + rest).strip("."), node
+                yield where, (places[own] + rest).strip("."), call
+            if name == "self.llm.collective_rpc":  # tells the workers what to call
+                keywords = [ast.keyword(key.value) for key in call.keywords[0].value.keys]
+                name, call = call.args[0].value, ast.Call(call.func, [], keywords)
+            bound = ast.Call(call.func, [ast.Name("self"), *call.args], call.keywords)
+            yield from ((where, place, bound) for place in METHODS.get(name, []))
 
 
 def resolved_name(place: str) -> object:
@@ -427,23 +356,27 @@ def resolved_name(place: str) -> object:
 @pytest.mark.usefixtures("rollout")
 def test_what_we_import_is_there_and_takes_what_we_give():
     """An upgrade that moves a name, or a parameter that we give, is told here by file and line."""
-    faults, num_bound = [], 0
+    faults, bound = [], Counter()
     for where, place, call in foreign_uses():
         try:
             found = resolved_name(place)
-            if call is None or any(isinstance(each, ast.Starred) for each in call.args):
+            starred = {ast.unparse(each) for each in (call.args if call else []) if isinstance(each, ast.Starred)}
+            if call is None or starred - {"*ends"}:  # whose lengths are not in the source
                 continue
             signature = inspect.signature(found)
             keywords = [keyword.arg for keyword in call.keywords]
+            given = [*call.args, *starred]  # the ends, of queries and of keys, are two
             bind = signature.bind_partial if None in keywords else signature.bind
-            bind(*call.args, **dict.fromkeys(filter(None, keywords)))
-            num_bound += 1
+            bind(*given, **dict.fromkeys(filter(None, keywords)))
+            bound[place] += 1
         except ValueError:  # written in C, without a signature
             continue
         except (TypeError, AttributeError, ImportError) as error:
             faults.append(f"{where}: {place}: {error}")
     assert not faults, "\n".join(faults)
-    assert num_bound > 100
+    assert bound.total() > 100
+    unused = {place for places in METHODS.values() for place in places} - bound.keys()
+    assert not unused, "no line calls it: take it out of the list"
 
 
 @pytest.mark.parametrize("place", OBJECTS)
@@ -465,26 +398,19 @@ def test_objects_have_what_we_read_and_call(place):
         assert own[: len(wanted)] == wanted, f"{name} takes {own}"
 
 
-# Names ----------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("rollout")
 def test_what_we_name_in_vllm_is_there():
-    """The option that scripts/check_gpu.sh tries."""
     version = next(line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("vllm=="))
     assert f"vLLM {version.split()[0].removeprefix('vllm==')}," in vllm_setup.__doc__, "look at each line of it again"
-    assert pkgutil.resolve_name("vllm.engine.arg_utils:EngineArgs").sleep_mode_offload_cudagraph is False
+    tried = pkgutil.resolve_name("vllm.engine.arg_utils:EngineArgs")  # by scripts/check_gpu.sh
+    assert tried.sleep_mode_offload_cudagraph is False
     sampling = Sampling(num_samples=2, temperature=0.6, max_completion_tokens=9, top_p=0.95).for_vllm(7)
-    inspect.signature(pkgutil.resolve_name("vllm:SamplingParams")).bind(
-        **sampling, stop_token_ids=[], flat_logprobs=True
-    )
-
-
-# Copies ---------------------------------------------------------------------------------------------------------------
+    signature = inspect.signature(pkgutil.resolve_name("vllm:SamplingParams"))
+    signature.bind(**sampling, stop_token_ids=[], flat_logprobs=True)
 
 
 class Copies(TorchDispatchMode):
-    """Notes each copy to another device: (dtype before, dtype after, whether the host waits for it)."""
+    """Notes each copy to another device: (dtype before, dtype after, whether the host waits)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -499,15 +425,11 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_weights_cross_the_bus_in_the_dtype_that_they_have(num_ranks):
-    """Weights cross the bus in the dtype that they have, and are converted behind it. In one blocking step torch
-    converts on the host: slowly, and to twice the bytes. "meta" stands for the GPU.
-    """
+    """In one blocking step torch would convert on the host. "meta" stands for the GPU."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     mesh = init_device_mesh("cpu", (num_ranks,))
-    on_host, on_gpu = (
-        DTensor.from_local(torch.ones(4, 3, device=device), mesh, [Shard(0)], run_check=False)
-        for device in ("cpu", "meta")
-    )
+    parts = [torch.ones(4, 3, device=device) for device in ("cpu", "meta")]
+    on_host, on_gpu = (DTensor.from_local(part, mesh, [Shard(0)], run_check=False) for part in parts)
     mesh._device_type = "meta"
     try:
         with Copies() as copies:
@@ -517,17 +439,3 @@ def test_weights_cross_the_bus_in_the_dtype_that_they_have(num_ranks):
     finally:
         dist.destroy_process_group()
     assert copies.found == [(torch.float32, torch.float32, False)] + 2 * [(torch.bfloat16, torch.bfloat16, False)]
-
-
-# Sleep of level 2 -----------------------------------------------------------------------------------------------------
-
-
-def test_an_engine_of_llama_loses_nothing_in_its_sleep(tmp_path):
-    """Qwen2: tests/test_rollout.py; Qwen2.5-VL: tests/extras/test_vision.py, which start such an engine anyway."""
-    make_model(SETUPS["tulu8b_rlvr_7plus1"], tmp_path / "model")
-    arguments = "engines:hidden", 1, 2, tmp_path / "found.pt", tmp_path / "model"
-    done = torchrun(1, "tests/helpers/distributed.py", *arguments)
-    assert "WARNING" not in done.stdout, "vLLM's warnings are shown"
-    found = torch.load(tmp_path / "found.pt")
-    assert found["hidden"] == []
-    assert len(found["planted"]) == 1 and found["planted"][0].endswith(".planted"), "the scan finds what there is"

@@ -1,7 +1,4 @@
-"""The borders: without the rooms that may be deleted it still trains, to the last digit; and no number rises.
-
-`scripts/density.py` measures; core_numbers.json has the highest that each may be, and is lowered when it has fallen.
-"""
+"""The borders: without the rooms that may be deleted it still trains; and no number rises."""
 
 import ast
 import json
@@ -37,7 +34,7 @@ def whole(tmp_path_factory) -> list[dict[str, float]]:
 
 
 def copied(folder: Path, modules: set[str]) -> Path:
-    """The folder with these modules, the launcher with what it imports, and the tables beside the code."""
+    """The folder with these modules, the launcher and what it imports, the tables beside the code."""
     launcher = ROOT / "scripts" / "launch.py"
     needed = set().union(*map(closure, imports_of(ast.parse(launcher.read_text()).body)))
     sources = [launcher, *(files()[module] for module in modules | needed)]
@@ -49,7 +46,7 @@ def copied(folder: Path, modules: set[str]) -> Path:
 
 
 def test_what_minimal_imports_trains_alone(whole, tmp_path):
-    """In an empty folder with nothing but that, two steps have the rewards, losses and norms of the whole tree."""
+    """Two steps have the rewards, losses and norms of the whole tree."""
     said = trained(copied(tmp_path, closure("minimal")), "minimal.py", "--out_dir", "-")
     form = r"^step \d/6 \| reward (\S+) \| loss (\S+) \| grad (\S+) \| gap \S+$"
     steps = re.findall(form, said, flags=re.MULTILINE)
@@ -70,17 +67,12 @@ def test_train_grpo_trains_without_extras_plan_and_reports(whole, tree, tmp_path
 
 
 @pytest.mark.parametrize(("flags", "folder"), [
-    ("--lora_rank 4", "extras/models"),
-    ("--policy_loss gspo_token", "extras/losses"),
-    ("--kl_over vocabulary --kl_coef 1", "extras/teacher"),
-    ("--hint_column @group --kl_coef 1", "extras/teacher"),
-    ("--partial_rollouts --rollout_correction none", "extras/samplers"),
-    ("--drop_solved 0.9", "extras/samplers"),
+    ("--lora_rank 4", "extras/models"), ("--image_column images", "extras/models"),
+    ("--router_replay", "extras/models"), ("--policy_loss gspo_token", "extras/losses"),
+    ("--kl_over vocabulary --kl_coef 1", "extras/teacher"), ("--hint_column @group --kl_coef 1", "extras/teacher"),
+    ("--partial_rollouts --rollout_correction none", "extras/samplers"), ("--drop_solved 0.9", "extras/samplers"),
     ("--tools docs/environments/calculator.py:calculator", "extras/turns"),
-    ("--engine server --generation_gpus 0", "extras/servers"),
-    ("--router_replay", "extras/models"),
-    ("--image_column images", "extras/models"),
-    ("--dry_run", "plan"),
+    ("--engine server --generation_gpus 0", "extras/servers"), ("--dry_run", "plan"),
 ])  # fmt: skip
 def test_a_flag_that_needs_a_part_says_which_folder_is_missing(flags, folder, tree, tmp_path):
     done = run_copy(tree, "train_grpo.py", *FLAGS, "--out_dir", str(tmp_path / "run"), *flags.split())
@@ -95,7 +87,7 @@ def test_the_core_imports_no_room_when_it_loads():
 def test_no_number_rises():
     """Each is lowered when it has fallen by 2 %. A new capability is paid for in its own room."""
     allowed = json.loads(NUMBERS.read_text())
-    found = measured()
+    found = measured()  # by scripts/density.py
     assert found.keys() == allowed.keys()
     assert {name: number for name, number in found.items() if number > allowed[name]} == {}
     assert {name: number for name, number in found.items() if number < 0.98 * allowed[name]} == {}, "lower these"

@@ -1,4 +1,4 @@
-"""The launcher, with small programs of the standard library as ranks; whole runs under it are in test_kills.py."""
+"""The launcher, with small programs as ranks; whole runs under it are in test_kills.py."""
 
 import json
 import os
@@ -50,7 +50,7 @@ for step in steps[start - 1]: print('{"step": %d, "loss": 1}' % step, file=open(
 
 
 def launch(folder: Path, num_ranks: int, body: str, options: str = "") -> subprocess.Popen[str]:
-    """Starts so many ranks that run this body, which knows `rank`, `folder`, `ready`; 0: one without a launcher."""
+    """Ranks that run this body, which knows `rank`, `folder`, `ready`; 0: one without a launcher."""
     (program := folder / "program.py").write_text(PROGRAM + body)
     launcher = [*LAUNCHER, "--ranks", str(num_ranks), *options.split()] if num_ranks else [sys.executable]
     return subprocess.Popen(
@@ -66,9 +66,8 @@ def pids(folder: Path, num_ranks: int = 2) -> list[int]:
 
 
 def test_ranks_know_their_place_and_end_with_the_launcher(tmp_path, monkeypatch):
-    """Ranks know their place and read UTF-8, and their end is the launcher's."""
     monkeypatch.setenv("LC_ALL", "C")
-    monkeypatch.setenv("PYTHONUTF8", "0")
+    monkeypatch.setenv("PYTHONUTF8", "0")  # they read UTF-8 all the same
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     said = f"json.dumps([os.environ[name] for name in {names}] + sys.argv[1:] + [sys.flags.utf8_mode]) + chr(10)"
     body = f"sys.stdout.write({said})"  # in one write: two ranks share the pipe
@@ -87,7 +86,7 @@ def test_wrong_numbers_are_refused():
 
 
 def test_no_rank_outlives_its_launcher(tmp_path):
-    """Also one that does not ask for it: what it is started with holds at once; and one that asks when it is late."""
+    """Also one that does not ask for it, and one that asks when it is late."""
     launcher = launch(tmp_path, 2, "join_launcher() if rank else 0; ready(); time.sleep(3600)")
     ranks = pids(tmp_path)
     launcher.kill()
@@ -106,13 +105,11 @@ def test_no_rank_outlives_its_launcher(tmp_path):
     (STALLED + EXITS, "no progress (stacks: FOLDER/ranks); then rank 1 ended with exit status 3."),
 ])  # fmt: skip
 def test_the_last_line_is_the_reason_of_the_first_failed_rank(body, last_line, tmp_path):
-    """The last line is the reason of the first rank that failed, and all ranks are ended. With its place and the
-    stall before. Also of a rank that does not end; a killed one, not what others say then.
-    """
-    (tmp_path / "ranks").mkdir()
-    (tmp_path / "ranks" / "rank_0.txt").touch()
-    (tmp_path / "ranks" / "rank_1.txt").write_text("Timeout (0:10:00)!")
-    os.utime(tmp_path / "ranks" / "rank_1.txt", (0, 0))
+    """With its place, and the stall before; of a killed rank, not what others say then."""
+    (stacks := tmp_path / "ranks").mkdir()
+    (stacks / "rank_0.txt").touch()
+    (stacks / "rank_1.txt").write_text("Timeout (0:10:00)!")
+    os.utime(stacks / "rank_1.txt", (0, 0))
     out, _ = (done := launch(tmp_path, 2, f"join_launcher(); ready()\n{body}")).communicate(timeout=GUARD_SECONDS)
     assert done.returncode == 1 and not any(map(is_running, pids(tmp_path)))
     last_line = last_line.replace("FOLDER", str(tmp_path))
@@ -135,11 +132,10 @@ def test_the_launcher_says_in_the_runs_status_why_it_failed(writes, then, now, t
 
 def test_only_a_later_signal_is_a_second_one(monkeypatch):
     """A terminal and a launcher may both send the same one, and Slurm sends two."""
-    times = iter([100.0, 100.4, 104.9, 100.6, 105.1])
+    times, signals = iter([100.0, 100.4, 104.9, 100.6, 105.1]), SignalRecord()
     monkeypatch.setattr("runtime.start.time", SimpleNamespace(monotonic=lambda: next(times)))  # not all threads' clock
-    signals = SignalRecord()
-    assert [signals.classify(number) for number in (SIGTERM, SIGTERM, SIGUSR1)] == ["first", "again", "again"]
-    assert [signals.classify(number) for number in (SIGTERM, SIGUSR1)] == ["second", "second"]
+    found = [signals.classify(number) for number in (SIGTERM, SIGTERM, SIGUSR1, SIGTERM, SIGUSR1)]
+    assert found == ["first", "again", "again", "second", "second"]
 
 
 @pytest.mark.parametrize(("num_ranks", "begin", "seconds", "signals", "status", "said"), [
@@ -157,8 +153,8 @@ def test_a_signal_asks_every_rank_to_save_and_to_end(num_ranks, begin, seconds, 
     launcher = launch(tmp_path, num_ranks, f"seconds = {seconds}; join_launcher(); {begin or 0}; ready()\n{SAVES}")
     ranks = pids(tmp_path, num_ranks or 1)
     for each in signals:
-        if each in ("rank 0", "rank 1"):
-            os.kill(ranks[int(each[-1])], SIGTERM)
+        if each == "rank 1":
+            os.kill(ranks[1], SIGTERM)
         elif each == "wait":  # a second one of the same kind counts half a second after the first
             wait_for(lambda: len([*tmp_path.glob("asked_*")]) == (num_ranks or 1))
             time.sleep(1.5)

@@ -1,6 +1,4 @@
-"""The rules of the house that a reader relies on: who imports whom, what a function takes, how long the loop is; that
-every flag works, that the pins move together.
-"""
+"""The rules of the house: who imports whom, what a function takes; flags and pins."""
 
 import ast
 import graphlib
@@ -26,32 +24,21 @@ FLOORS = (
     "evaluate plan", "train_grpo",
 )  # fmt: skip
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names.split()}
-PROGRAM = [file for module, file in files().items() if module != "extras"]
-
-
-def module_of(path: Path) -> str:
-    """`run.py` -> run, `runtime/files.py` -> runtime.files, `extras/losses/__init__.py` -> extras.losses."""
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
-SOURCES = {module_of(path): path.read_text() for path in PROGRAM}
+SOURCES = {module: file.read_text() for module, file in files().items() if module != "extras"}
 TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
 NODES = {name: list(ast.walk(tree)) for name, tree in TREES.items()}
 
 
 def imports(nodes: list[ast.AST]) -> set[str]:
-    """Full names of the modules, and of what is taken out of them, also inside functions and for types alone."""
-    found = set()
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        if isinstance(node, ast.ImportFrom):
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    """Modules, and what is taken out of them, also inside functions and for types alone."""
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    for node in (node for node in nodes if isinstance(node, ast.ImportFrom)):
+        found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found
 
 
 def has_encoding(call: ast.Call) -> bool:
-    """Whether a call that reads or writes a text file names its encoding: the locale's is not always UTF-8."""
+    """Whether a call on a text file names its encoding: the locale's is not always UTF-8."""
     name = getattr(call.func, "attr", getattr(call.func, "id", ""))
     values = {each.value for each in call.args if isinstance(each, ast.Constant)}
     is_named = "encoding" in {each.arg for each in call.keywords} or "utf-8" in values
@@ -62,9 +49,9 @@ def has_encoding(call: ast.Call) -> bool:
 
 
 def test_every_text_file_is_opened_with_its_encoding():
-    left_out = {"runtime.machine"}  # which reads files of the kernel
-    calls = [(name, node) for name, nodes in NODES.items() for node in nodes if isinstance(node, ast.Call)]
-    assert [(x, ast.unparse(call)) for x, call in calls if x not in left_out and not has_encoding(call)] == []
+    names = NODES.keys() - {"runtime.machine"}  # which reads files of the kernel
+    calls = [(name, node) for name in names for node in NODES[name] if isinstance(node, ast.Call)]
+    assert [(name, ast.unparse(call)) for name, call in calls if not has_encoding(call)] == []
 
 
 def top(module: str) -> str:
@@ -82,19 +69,15 @@ NEVER |= {"watch.reference": LIGHT, "algorithm": LIGHT, "flags": LIGHT, "command
 
 def test_nobody_imports_a_higher_floor_also_not_for_a_type():
     assert FLOOR.keys() == set(map(top, TREES))
-    climbs = [
-        f"{name} imports {other}"
-        for name, imported in OURS.items()
-        for other in imported
-        if top(other) != top(name) and FLOOR[top(other)] >= FLOOR[top(name)]
-    ]
-    assert climbs == []
+    for name, imported in OURS.items():
+        outside = [other for other in imported if top(other) != top(name)]
+        assert [other for other in outside if FLOOR[top(other)] >= FLOOR[top(name)]] == [], name
     graphlib.TopologicalSorter(OURS).prepare()  # nor is there a circle within a room
 
 
 @pytest.mark.parametrize("room", NEVER)
 def test_what_must_start_fast_imports_no_heavy_package(room):
-    """What must start fast, or in many processes, imports no heavy package."""
+    """Or start in many processes."""
     for name in (name for name in TREES if room in (name, top(name))):
         assert not PACKAGES[name] & NEVER[room], name
 
@@ -106,8 +89,7 @@ def visitors(room: str) -> dict[str, set[str]]:
 
 
 def test_rooms_are_entered_by_their_doors():
-    """Nothing imports what stands beside the program, and rooms are entered by their doors."""
-    beside = {"benchmarks", "scripts", "tests"}
+    beside = {"benchmarks", "scripts", "tests"}  # the program, which imports nothing of them
     assert [name for name, packages in PACKAGES.items() if packages & beside] == []
     assert visitors("reports").keys() == {"report"}
     assert visitors("plan") == {}, "gate/command.py finds it by name, for --dry_run"
@@ -121,18 +103,10 @@ def test_the_algorithm_imports_torch_and_the_batch():
 
 def test_vllm_and_the_process_group_have_their_files():
     rooms = {top(name) for name in TREES if "vllm" in PACKAGES[name]}
-    assert rooms <= {"rollout", "engine", "extras.servers", "extras.models"}
-    assert "vllm" in PACKAGES["rollout"]
+    assert {"rollout"} <= rooms <= {"rollout", "engine", "extras.servers", "extras.models"}
     distributed = {name for name, source in SOURCES.items() if "torch.distributed" in source}
     # Beside the readers: a process group of the main rank and the workers of a generation server.
     assert distributed <= {"fsdp_utils", "checkpoint", "runtime.start", "extras.servers.weights"}
-
-
-def parameters(function: ast.FunctionDef) -> list[ast.arg]:
-    """What a caller passes: without self, cls and autograd's ctx; `*args` counts as one."""
-    found = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-    found += [each for each in (function.args.vararg, function.args.kwarg) if each]
-    return [each for each in found if each.arg not in ("self", "cls", "ctx")]
 
 
 SEES_FLAGS = {"train_grpo", "flags", "schedule", "algorithm", "command_line", "gate", "plan.dry_run"}
@@ -140,17 +114,20 @@ SEES_FLAGS = {"train_grpo", "flags", "schedule", "algorithm", "command_line", "g
 
 @pytest.mark.parametrize("name", TREES)
 def test_functions_take_at_most_7_parameters_and_no_namespace(name):
+    """Without self, cls and autograd's ctx; `*args` counts as one."""
     sees_all = {name, top(name)} & SEES_FLAGS
     for function in NODES[name]:
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-            given, where = parameters(function), f"{name}:{function.lineno} {function.name}"
+            found = [each for each in ast.walk(function.args) if isinstance(each, ast.arg)]
+            given = [each for each in found if each.arg not in ("self", "cls", "ctx")]
+            where = f"{name}:{function.lineno} {function.name}"
             assert len(given) <= 7, where
             annotations = " ".join(ast.unparse(each.annotation) for each in given if each.annotation)
             assert sees_all or function.name == "main" or "Namespace" not in annotations, where
 
 
 def test_main_is_short_and_its_loop_has_numbered_phases():
-    """The function main() has at most 100 lines, and its loop has numbered phases and no rank."""
+    """Of at most 100 lines, without a rank."""
     (main,) = [node for node in TREES["train_grpo"].body if getattr(node, "name", "") == "main"]
     assert main.end_lineno - main.lineno + 1 <= 100
     loops = [node for node in ast.walk(main) if isinstance(node, ast.For)]
@@ -163,24 +140,19 @@ def test_main_is_short_and_its_loop_has_numbered_phases():
 
 def test_the_readme_is_short():
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 170
-    assert len(text.split()) <= 1500
+    assert len(text.splitlines()) <= 170 and len(text.split()) <= 1500
     assert max(map(len, text.splitlines())) <= 120
 
 
 def test_broad_excepts_are_only_around_code_of_others():
-    """Broad excepts are only around code of the user or of a tracker, and `Any` is nowhere. The linter asks for a
-    `noqa` at each; code of others may raise anything, and must be told in a sentence.
-    """
+    """The linter asks for a `noqa` at each; code of others may raise anything, and must be told in a sentence."""
     broad = r"except(?:\b[^:\n]*\b(?:Base)?Exception\b|:)"
     found = Counter(name for name, source in SOURCES.items() for _ in re.findall(broad, source))
-    around_users = {"data": 1, "algorithm": 1, "update": 1, "grading.pool": 1, "extras.turns.tools": 2}
-    around_users["model.optimizer"] = 1
-    assert found == around_users | {"watch.after_step": 1, "watch.tracker": 1}
+    assert found == {
+        "data": 1, "algorithm": 1, "update": 1, "grading.pool": 1, "extras.turns.tools": 2, "model.optimizer": 1,
+        "watch.after_step": 1, "watch.tracker": 1,
+    }  # fmt: skip
     assert [name for name, found in IMPORTS.items() if "typing.Any" in found] == []
-
-
-# Flags, pins ----------------------------------------------------------------------------------------------------------
 
 
 def test_every_flag_is_documented_and_used(capsys):

@@ -1,4 +1,4 @@
-"""scripts/slurm_example.sh with stand-ins for Slurm's commands: it passes signals on, and queues itself again."""
+"""scripts/slurm_example.sh with stand-ins for Slurm's commands."""
 
 import os
 import signal
@@ -19,7 +19,6 @@ echo "$@" >> "$OUT"
 PYTHON = """#!/usr/bin/env bash
 echo "$CUDA_VISIBLE_DEVICES ${#VLLM_API_KEY} $*" >> "$OUT.servers"
 """
-RUN_SH = "scripts/run.sh"
 RUN = """echo "$@" > "$OUT.flags"
 trap 'echo saved >> "$OUT"; exit ${STATUS_ON_SIGNAL:-0}' USR1
 echo "$NNODES $NODE_RANK $MASTER_ADDR $MASTER_PORT" >> "$OUT"
@@ -32,14 +31,15 @@ exit "${STATUS:-0}"
 def job(tmp_path):
     for folder in (".venv/bin", "scripts"):
         (tmp_path / folder).mkdir(parents=True)
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), (RUN_SH, RUN), (".venv/bin/python", PYTHON)):
+    programs = {"srun": SRUN, "scontrol": SCONTROL, "scripts/run.sh": RUN, ".venv/bin/python": PYTHON}
+    for name, text in programs.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
 
     def start(*before: str, **environment: str) -> subprocess.Popen[bytes]:
         slurm = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "123456"}
         place = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path / "out")}
-        command = ["bash", str(ROOT / "scripts" / "slurm_example.sh"), *before, str(tmp_path / RUN_SH)]
+        command = ["bash", ROOT / "scripts" / "slurm_example.sh", *before, tmp_path / "scripts/run.sh"]
         everything = os.environ | slurm | place | environment
         return subprocess.Popen([*command, "--steps_ahead", "2"], cwd=tmp_path, env=everything)
 
@@ -47,7 +47,7 @@ def job(tmp_path):
 
 
 SEEDS = [str(ROOT / "scripts" / "seeds.sh"), "3"]
-# The last task of an array has the array's own number, by which Slurm would queue all of its tasks again.
+# The last task of an array has the array's own number, by which Slurm would queue all of them.
 ARRAY = {"SLURM_ARRAY_JOB_ID": "123456", "SLURM_ARRAY_TASK_ID": "2"}
 
 
@@ -73,13 +73,12 @@ def test_a_run_that_has_ended_ends_the_job_with_its_status(status, job, tmp_path
 
 
 def test_the_last_nodes_of_a_job_serve_one_server_for_each_gpu(job, tmp_path):
-    """The last nodes sample on a server for each GPU, with a secret of the job."""
+    """With a secret of the job."""
     process = job(SECONDS_OF_RUN="2", SERVER_NODES="1", SLURM_GPUS_PER_NODE="2", SERVE="--model m --max_model_len 64")
     assert process.wait(GUARD_SECONDS) == 0
     assert (tmp_path / "out").read_text().splitlines() == ["1 1 node7 23456"]
     urls = "http://node8:23457 http://node8:23458"
     assert (tmp_path / "out.flags").read_text() == f"--steps_ahead 2 --engine server --server_urls {urls}\n"
-    program = tmp_path / "scripts" / ".." / "scripts" / "serve.py"
-    assert sorted((tmp_path / "out.servers").read_text().splitlines()) == [
-        f"{gpu} 64 {program} --host 0.0.0.0 --port {23457 + gpu} --model m --max_model_len 64" for gpu in (0, 1)
-    ]
+    begun = f"64 {tmp_path}/scripts/../scripts/serve.py --host 0.0.0.0"  # the secret has 64 characters
+    servers = [f"{gpu} {begun} --port {23457 + gpu} --model m --max_model_len 64\n" for gpu in (0, 1)]
+    assert sorted((tmp_path / "out.servers").open()) == servers

@@ -66,25 +66,33 @@ def cooler(*flags: str) -> None:
 
 
 def late_start(first: str, second: str) -> None:
-    """On two ranks: the main process comes late, and the nodes do not share a folder."""
-    from fsdp_utils import close_world, init_world
+    """On two ranks: the main process comes when the other has waited for three hours, and the nodes do not share a
+    folder. An hour goes by on the clock of the other rank each time that it waits.
+    """
+    import fsdp_utils
     from gate import agreement
 
-    rank, waits = int(os.environ["RANK"]), Path(first).parent / "waits"
+    rank, has_waited, waits = int(os.environ["RANK"]), Path(first).parent / "has_waited", []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            has_waited.touch()
+        time.sleep(seconds)
+
     if rank == 0:
-        while not waits.exists():
+        while not has_waited.exists():
             time.sleep(0.05)
-        time.sleep(8)  # it downloads weights, say
-    start = time.monotonic()
-    waits.touch()
-    init_world(tp_size=1, timeout_minutes=0.1)  # 6 seconds
-    assert rank == 0 or time.monotonic() - start > 5
+    else:
+        fsdp_utils.time = SimpleNamespace(sleep=wait, monotonic=lambda: 3600.0 * len(waits))
+    fsdp_utils.init_world(tp_size=1, timeout_minutes=1)
+    fsdp_utils.time = time
     agreement.SHOWN_SECONDS = 0.5
     try:
         agreement.check_shared(Path((first, second)[rank]))
     except ValueError as error:
         (Path(first) / f"error_of_rank_{rank}").write_text(str(error))
-    close_world()
+    fsdp_utils.close_world()
 
 
 # vLLM on GPUs that are not there --------------------------------------------------------------------------------------

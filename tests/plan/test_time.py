@@ -1,4 +1,4 @@
-"""Times: what cache, lengths, GPUs, servers and copies of the policy do to a step, and what is counted as work."""
+"""Times: what cache, lengths, GPUs, servers and copies of the policy do to a step."""
 
 import functools
 import itertools
@@ -11,19 +11,12 @@ from command_line import parse_flags
 from engine.options import EngineDemand, engine_options
 from flags import EngineSettings
 from model.sizes import MOST_ON_GPU
+from plan import time
 from plan.dry_run import config_of, setup_of
 from plan.memory import ENGINE, cache_bytes_per_token, checkpoint_bytes, gpu_phases, host_phases, without
 from plan.setup import Setup
 from plan.table import report_of, text_of
-from plan.time import (
-    link_speed,
-    micro_batches,
-    phase_seconds,
-    rollout_seconds,
-    running_sequences,
-    step_seconds,
-    traffic,
-)
+from plan.time import phase_seconds, rollout_seconds, running_sequences, step_seconds, traffic
 
 COMMON = "--train_data x#10000 --out_dir o --total_steps 1 --gradient_checkpointing --kl_coef 0.01 --plan_gpus 8 "
 SETUPS = {
@@ -56,9 +49,7 @@ def test_more_cache_is_never_slower(name):
 
 
 def test_compile_leaves_a_third_of_the_bytes_between_products():
-    """With --compile a third of the bytes between the layers' matrix products is left. By hand, of a 7B model in
-    bf16 with recomputed layers: four passes of bytes, of which two thirds go.
-    """
+    """By hand, of 7B in bf16 with recomputed layers: four passes of bytes, of which two thirds go."""
     lengths = "--plan_prompt_tokens 200 --plan_completion_tokens 800 --plan_gpu H100-80GB"
     eager, compiled = (phase_seconds(plan("short", f"{lengths} {flag}")) for flag in ("", "--compile"))
     position_bytes = 28 * (84 * 3584 + 20 * (3584 + 512) + 10 * 18944)
@@ -71,12 +62,8 @@ def test_compile_leaves_a_third_of_the_bytes_between_products():
 
 
 def test_each_token_of_the_longest_completion_reads_the_weights():
-    """A full engine reads the weights for each token of its longest completion, while the host prepares the next one.
-    32 completions of 8 GPUs that all fit: as many steps as the longest completion has tokens; no step is skipped.
-    Without CUDA graphs the host is the slower of the two.
-    """
-    lengths = "--plan_completion_tokens 256 --plan_prompt_tokens 1024"
-    setup = plan("few", lengths)
+    """32 completions on 8 GPUs all fit; without CUDA graphs the host, which prepares them, is slower."""
+    setup = plan("few", "--plan_completion_tokens 256 --plan_prompt_tokens 1024")
     eager = replace(setup, engine=replace(setup.engine, enforce_eager=True))
     assert running_sequences(setup) == 32
     weights = 1024 * 2 * setup.model.parameters / 8 / (0.6 * 3.35e12)
@@ -88,9 +75,7 @@ def test_each_token_of_the_longest_completion_reads_the_weights():
 
 
 def test_the_host_takes_its_time_for_each_sequence():
-    """A small model with many completions waits for the host: 33 us for each of them in each step, and 2.5 ms for one
-    that runs alone.
-    """
+    """Of a small model with many completions: 33 us for each in a step, 2.5 ms for one alone."""
     setup = plan("one_gpu", "--plan_completion_tokens 500 --plan_gpu H100-80GB --plan_prompt_tokens 1")
     assert running_sequences(setup) == 512
     tokens, alone = 512 * 500, 1024 - 500
@@ -99,9 +84,7 @@ def test_the_host_takes_its_time_for_each_sequence():
 
 @pytest.mark.parametrize(("prompts", "running"), [(8, 64), (1024, MOST_ON_GPU)])
 def test_the_plan_has_the_sequences_that_the_engine_starts_with(prompts, running, monkeypatch):
-    """The engine is planned with the number of sequences that it is started with. Not vLLM's default, which
-    depends on the GPU (256 on an A100, 1,024 on an H100).
-    """
+    """Not vLLM's default, which depends on the GPU (256 on an A100, 1,024 on an H100)."""
     monkeypatch.setattr("engine.options.load_config", lambda path: Qwen2Config())
     for gpu in ("A100-80GB", "H100-80GB"):
         short = "--max_prompt_tokens 64 --max_completion_tokens 64"
@@ -111,7 +94,6 @@ def test_the_plan_has_the_sequences_that_the_engine_starts_with(prompts, running
 
 
 def test_mean_lengths_are_half_of_the_limits_unless_given():
-    """Mean lengths are half of the limits, unless they are given."""
     half, given = plan("long"), plan("long", "--plan_prompt_tokens 100 --plan_completion_tokens 3000.5")
     assert (half.run.mean_prompt_tokens, half.run.mean_completion_tokens) == (512, 8192)
     assert (given.run.mean_prompt_tokens, given.run.mean_completion_tokens) == (100, 3000.5)
@@ -120,20 +102,17 @@ def test_mean_lengths_are_half_of_the_limits_unless_given():
 
 @pytest.mark.parametrize(("length", "expected"), [(3000, 32), (1024, 10), (256, 3)])
 def test_micro_batches_hold_whole_sequences(length, expected):
-    """256 completions on 8 GPUs, caps of 4096 tokens: one of 3000 alone; else half a sequence of room is left."""
-    cap = "--max_prompt_tokens 1024 --max_completion_tokens 3072 --micro_batch_tokens 4096 --prompts_per_step 32"
+    """256 completions on 8 GPUs, caps of 4096 tokens; half a sequence of room is left, if several fit."""
+    caps = "--max_prompt_tokens 1024 --max_completion_tokens 3072 --micro_batch_tokens 4096 --prompts_per_step 32"
     means = f"--plan_prompt_tokens 128 --plan_completion_tokens {length - 128}"
-    assert micro_batches(plan("short", f"{cap} {means}")) == expected
+    assert time.micro_batches(plan("short", f"{caps} {means}")) == expected
 
 
 @pytest.mark.parametrize(("mean", "is_faster"), [(2000, True), (16384, False)])
 def test_partial_rollouts_pay_where_a_few_completions_are_long(mean, is_faster):
-    ways = [plan("long", f"--plan_completion_tokens {mean} {more}") for more in ("", "--partial_rollouts")]
-    without, partial = map(step_seconds, ways)
+    ways = (f"--plan_completion_tokens {mean}", f"--plan_completion_tokens {mean} --partial_rollouts")
+    without, partial = (step_seconds(plan("long", way)) for way in ways)
     assert partial < 0.8 * without if is_faster else partial == pytest.approx(without)
-
-
-# Generation servers: whose memory is whose, who waits for whom --------------------------------------------------------
 
 
 def test_ranks_hold_no_engine_and_servers_nothing_of_the_trainer():
@@ -149,9 +128,9 @@ def test_ranks_hold_no_engine_and_servers_nothing_of_the_trainer():
     assert moved == [6 * setup.model.parameters * 2, 0], "the main rank sends to each server"
 
 
-@pytest.mark.parametrize(
-    ("more", "gpus"), [("--generation_gpus 2 3 4 5", 4), ("--dry_run --server_urls http://localhost:1", 2), ("", 2)]
-)
+@pytest.mark.parametrize(("more", "gpus"), [
+    ("--generation_gpus 2 3 4 5", 4), ("--dry_run --server_urls http://localhost:1", 2), ("", 2),
+])  # fmt: skip
 def test_servers_are_counted_by_gpus_by_urls_or_by_their_number(more, gpus):
     setup = plan("servers", f"--engine server --tensor_parallel_size 2 {more}")
     assert (setup.hardware.gpus, setup.hardware.generation_gpus, setup.num_engines) == (2, gpus, gpus // 2)
@@ -159,15 +138,13 @@ def test_servers_are_counted_by_gpus_by_urls_or_by_their_number(more, gpus):
 
 @pytest.mark.parametrize(("more", "share"), [("", 0.9), ("--gpu_memory_utilization 0.5", 0.5)])
 def test_a_server_has_its_gpus_alone(more, share):
-    """A server takes 0.9 of its GPUs, unless it is told otherwise; beside a trainer an engine takes 0.6."""
     server = gpu_phases(plan("servers", SERVERS + more))["server"]
     engine = sum(size for part, size in server.items() if part in ENGINE and part != "weights arriving")
     assert engine == pytest.approx(share * 79 * 2**30)
-    assert plan("servers").engine.gpu_memory_utilization == 0.6
+    assert plan("servers").engine.gpu_memory_utilization == 0.6, "beside a trainer"
 
 
 def test_a_step_ahead_takes_the_time_of_the_slower_side():
-    """With sampling a step ahead, a step takes as long as the slower of the two sides, and the sync."""
     setup = plan("servers", SERVERS + "--steps_ahead 1")
     seconds = phase_seconds(setup)
     train = sum(seconds.values()) - seconds["rollout"] - seconds["sync"]
@@ -177,9 +154,7 @@ def test_a_step_ahead_takes_the_time_of_the_slower_side():
 
 
 def test_in_flight_two_steps_ahead_nobody_waits_for_the_longest():
-    """With --in_flight and two steps ahead, nobody waits for the longest completion. One step ahead it does not
-    help: the step after is begun when this one is complete.
-    """
+    """One step ahead it does not help: the step after is begun when this one is complete."""
     ways = ("--steps_ahead 1", "--steps_ahead 1 --in_flight", "--steps_ahead 2", "--steps_ahead 2 --in_flight")
     one, one_in_flight, two, two_in_flight = (rollout_seconds(plan("servers", SERVERS + way)) for way in ways)
     assert one == one_in_flight == two > 1.2 * two_in_flight
@@ -187,12 +162,10 @@ def test_in_flight_two_steps_ahead_nobody_waits_for_the_longest():
     assert "on 2 + 6 x H100-80GB" in text and "6 servers of 1 GPU," in text
 
 
-# Copies of the policy (--shard_ranks): what GPUs and nodes hold, which way the collectives go ------------------------
-
-
-def copies(more: str = "", network: float = 50e9) -> Setup:
+def copies(more: str = "") -> Setup:
+    """With --shard_ranks there are several."""
     setup = plan("copies", more)
-    return replace(setup, hardware=replace(setup.hardware, network_speed=network))
+    return replace(setup, hardware=replace(setup.hardware, network_speed=10e9))
 
 
 @pytest.mark.parametrize("shard_ranks", [8, 2])
@@ -200,7 +173,7 @@ def test_a_gpu_holds_its_share_of_one_copy_which_is_written_once(shard_ranks):
     found = copies(f"--shard_ranks {shard_ranks}")
     assert found.hardware.gpus == 16
     parts = gpu_phases(found)["optimizer"]
-    expected = {"parameters": 4, "gradients": 4, "optimizer": 8, "reference": 2}  # bytes of a parameter
+    expected = {"parameters": 4, "gradients": 4, "optimizer": 8, "reference": 2}  # bytes
     assert {name: parts[name] * shard_ranks / PARAMETERS for name in expected} == expected
     assert report_of(found)["completions_per_update_and_gpu"] == 2048 / 16, "each GPU trains its own"
     assert checkpoint_bytes(found) == checkpoint_bytes(copies()) == PARAMETERS * (2 + 4 + 8)
@@ -222,12 +195,7 @@ def test_a_copy_exchanges_gradients_and_weights_within_its_ranks():
     assert shared["sync"] == pytest.approx(2 * PARAMETERS * 7 / 8)
 
 
-@pytest.mark.parametrize(
-    ("members", "speed"),
-    [
-        (8, 450e9),  # a node: NVLink
-        (16, 8 * 10e9 * 2 * 15 / 16),  # both nodes: 8 cards carry the half that each node lacks
-    ],
-)
-def test_a_collective_is_as_fast_as_what_it_goes_over(members, speed):
-    assert link_speed(copies(network=10e9), members) == pytest.approx(0.7 * speed)
+def test_a_collective_is_as_fast_as_what_it_goes_over():
+    both = 8 * 10e9 * 2 * 15 / 16  # 8 cards carry the half that each node lacks
+    for members, speed in ((8, 450e9), (16, both)):  # a node: NVLink
+        assert time.link_speed(copies(), members) == pytest.approx(0.7 * speed)

@@ -12,7 +12,7 @@ LINE = json.dumps({"text": "x" * 30_000}) + "\n"
 
 
 def test_a_refused_line_that_must_be_written_ends_the_run(tmp_path):
-    """A line that must be written and is refused leaves no half line, and ends the run with a sentence."""
+    """It leaves no half line."""
     file = tmp_path / "metrics.jsonl"
     with largest_file(100_000):
         for number in range(3):
@@ -29,7 +29,6 @@ def test_a_refused_line_that_must_be_written_ends_the_run(tmp_path):
 
 
 def test_a_refused_whole_file_leaves_the_old_one_alone(tmp_path):
-    """A whole file that is refused leaves the old file as it was, and nothing beside it."""
     write(tmp_path / "a.jsonl", "old")
     with largest_file(20_000):
         with pytest.raises(OSError, match="File too large"):
@@ -40,7 +39,7 @@ def test_a_refused_whole_file_leaves_the_old_one_alone(tmp_path):
 
 
 def test_what_a_run_can_miss_is_reported_once(tmp_path, capsys):
-    """The failure to write a file that a run can miss is reported once, and other mistakes are raised."""
+    """Other mistakes are raised."""
     for name in ("a.png", "a.png", "b.png"):
         with best_effort(str(tmp_path / name), ValueError):
             raise ValueError("damaged") if name == "b.png" else OSError(errno.EDQUOT, "Disk quota exceeded")
@@ -53,7 +52,6 @@ def test_what_a_run_can_miss_is_reported_once(tmp_path, capsys):
 
 
 def test_the_systems_reason_is_found_below_a_librarys():
-    """The reason that the system gives is found below that of a library."""
     error = RuntimeError("unexpected pos 704 vs 598\nsecond line")
     assert cause(error) == "unexpected pos 704 vs 598"
     error.__context__ = OSError(errno.ENOSPC, "No space left on device")  # as of what is raised in an `except`

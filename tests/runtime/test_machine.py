@@ -1,4 +1,4 @@
-"""A rank's share of its machine: cores, memory, network; what a CPU announces but cannot do is left alone."""
+"""A rank's share of its machine: cores, memory, network, what its CPU can do."""
 
 import os
 import socket
@@ -7,85 +7,59 @@ import pytest
 import torch
 
 import fsdp_utils
-from fsdp_utils import allocator_settings
 from helpers.runs import PROGRAMS, run_command, torchrun
 from runtime import machine
-from runtime.machine import choose_interface, interface_of, prepare_cpu
-
-GIB = 2**30
-
-
-@pytest.fixture
-def eight_ranks(monkeypatch):
-    """torchrun's start of 8 ranks, of which this is the fourth."""
-    for name, value in (("WORLD_SIZE", "8"), ("LOCAL_WORLD_SIZE", "8"), ("LOCAL_RANK", "3")):
-        monkeypatch.setenv(name, value)
 
 
 def test_allocators_keep_the_users_settings(monkeypatch):
-    """Allocators keep the user's settings, and expand their segments only after the engine is built."""
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:512")
     for is_expandable in (False, True):
-        settings = allocator_settings(is_expandable)
+        settings = fsdp_utils.allocator_settings(is_expandable)
         assert {f"expandable_segments:{is_expandable}", "max_split_size_mb:512"} <= set(settings.split(","))
         assert "pinned" not in settings, "with it torch 2.13 hands out blocks that are too small"
         torch._C._accelerator_setAllocatorSettings(settings)  # the names are known to this torch
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")  # by the user
-    assert "expandable_segments:False" in allocator_settings(is_expandable=True)
+    assert "expandable_segments:False" in fsdp_utils.allocator_settings(is_expandable=True)
     torch._C._accelerator_setAllocatorSettings("")
 
 
-def test_threads_of_a_gpu_rank_are_its_share_of_the_cores(eight_ranks, monkeypatch):
-    """The threads of a rank on GPUs are its share of the cores, not torchrun's one."""
-    chosen = []
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+def test_a_gpu_rank_sets_its_allocator_its_device_and_as_threads_its_share_of_the_cores(monkeypatch):
+    """Of torchrun's 8 ranks, of which this is the fourth on its node."""
+    called, sizes = [], {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "3", "RANK": "0"}
+    for name, value in (sizes | {"OMP_NUM_THREADS": "1"}).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # by torchrun
-    machine.use_all_cores()
-    assert os.environ["OMP_NUM_THREADS"] == "8" and chosen == [8], "vLLM respects the variable"
-
-
-def test_a_gpu_rank_sets_its_allocator_its_threads_and_device(eight_ranks, monkeypatch):
-    """A rank on a GPU starts with its allocator, threads and device."""
-    called = []
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(torch, "set_num_threads", called.append)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: called.append(str(device)))
     monkeypatch.setattr(fsdp_utils, "set_allocator", lambda is_expandable: called.append(is_expandable))
-    monkeypatch.setattr(fsdp_utils, "use_all_cores", lambda: called.append("cores"))
     monkeypatch.setattr(fsdp_utils, "meeting_point", lambda rank, size: torch.distributed.HashStore())
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **_: called.append(backend))
     world = fsdp_utils.init_world(tp_size=1, timeout_minutes=1)
-    assert called == ["cuda:3", False, "cores", "cpu:gloo,cuda:nccl"]
+    assert called == ["cuda:3", False, 8, "cpu:gloo,cuda:nccl"]
+    assert os.environ["OMP_NUM_THREADS"] == "8", "vLLM respects the variable"
     assert world.device == torch.device("cuda", 3)
 
 
 def test_a_silent_gpu_driver_does_not_mean_a_cpu_installation(tmp_path):
-    """A driver that does not answer is no reason to install for the CPU."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
-    program.chmod(0o755)
-    for device, status, error in (
-        ("", 2, "says: Failed to initialize NVML: Driver/library version mismatch. Mend the driver, or set DEVICE=cpu"),
-        ("cpu", 0, ""),
-    ):
+    said = "Failed to initialize NVML: Driver/library version mismatch"
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{said}'\nexit 18\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    for device, status, error in (("", 2, f"says: {said}. Mend the driver, or set DEVICE=cpu"), ("cpu", 0, "")):
         environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "DEVICE": device}
         done = run_command(["bash", "scripts/setup.sh"], environment)
         assert done.returncode == status and error in done.stderr
 
 
-# Several nodes ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def nodes(monkeypatch):
     """A start on two nodes of which this is one."""
-    monkeypatch.setenv("WORLD_SIZE", "16")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        monkeypatch.setenv(variable, "")  # restored after the test
-        monkeypatch.delenv(variable)
+    for name, value in (("WORLD_SIZE", "16"), ("LOCAL_WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, value)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
 
 
 @pytest.mark.parametrize(("environment", "chosen"), [
@@ -94,29 +68,26 @@ def nodes(monkeypatch):
     ({"MASTER_ADDR": "first-node"}, "eth7"),  # under a name of the loopback: its real interface
 ])  # fmt: skip
 def test_nodes_talk_over_the_interface_to_the_first_node(environment, chosen, nodes, monkeypatch):
-    """Nodes talk over the interface that leads to the first one."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if environment["MASTER_ADDR"] == "first-node":
         answers = {"first-node": "127.0.0.1", "192.0.2.1": "10.0.0.5"}
         monkeypatch.setattr(machine, "own_address", answers.__getitem__)
         monkeypatch.setattr(machine, "interface_of", {"10.0.0.5": "eth7", "127.0.0.1": "lo"}.__getitem__)
-    choose_interface()
+    machine.choose_interface()
     assert os.environ["GLOO_SOCKET_IFNAME"] == chosen
     assert os.environ["NCCL_SOCKET_IFNAME"] == f"={chosen}", "NCCL reads the beginning of a name, but for this"
 
 
 def test_an_unreachable_main_address_is_refused(nodes, monkeypatch):
-    """An address that leads nowhere is refused, and interfaces are found by their address."""
     monkeypatch.setenv("MASTER_ADDR", "no-such-node.invalid")
     with pytest.raises(ValueError, match="MASTER_ADDR=no-such-node.invalid cannot be reached from"):
-        choose_interface()
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("198.51.100.7") is None
+        machine.choose_interface()
+    assert (machine.interface_of("127.0.0.1"), machine.interface_of("198.51.100.7")) == ("lo", None)
 
 
 def test_a_late_main_process_is_waited_for(tmp_path):
-    """A late main process is waited for beyond the time-out, and a folder that a node lacks is named."""
+    """Beyond the time-out; and a folder that a node lacks is named."""
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     torchrun(2, PROGRAMS, "late_start", tmp_path / "first", tmp_path / "second")
@@ -127,16 +98,13 @@ def test_a_late_main_process_is_waited_for(tmp_path):
         assert error == f"--out_dir: {other}; it must be on a file system that all nodes share."
 
 
-# The CPU ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("given", [None, "AVX2", "AVX512_CORE_AMX"])
 def test_amx_is_left_alone_unless_the_user_names_it(given, monkeypatch):
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", given or "")
     if not given:
         monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    prepare_cpu()
+    machine.prepare_cpu()
     assert torch.cpu._is_amx_tile_supported() is (given == "AVX512_CORE_AMX")
     assert os.environ["ONEDNN_MAX_CPU_ISA"] == (given or "AVX512_CORE_BF16")
     assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == os.environ["LRU_CACHE_CAPACITY"] == "64"

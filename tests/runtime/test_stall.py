@@ -1,4 +1,4 @@
-"""A rank knows its phase, and leaves its stacks in a file of its own if it makes no progress; never without that."""
+"""A rank knows its phase, and leaves its stacks in a file if it makes no progress."""
 
 import faulthandler
 import signal
@@ -20,10 +20,8 @@ def work() -> None:
     for _ in range(15):
         time.sleep(0.1)
         beat()
-
 def hang() -> None:
     time.sleep(600)
-
 watch(Path(sys.argv[1]), 3, timeout_minutes=1 / 48)  # its stacks come after a second
 work()
 print("has worked", flush=True)
@@ -32,7 +30,7 @@ hang()
 
 
 def test_a_rank_that_hangs_leaves_its_stacks(tmp_path):
-    """Work of more than a stall's seconds leaves nothing as long as it has a beat; nor does the run end by a stall."""
+    """Longer work leaves nothing as long as it has a beat; nor does the run end by a stall."""
     command = [sys.executable, "-c", HANGS, tmp_path / "ranks"]
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE)
     file = tmp_path / "ranks" / "rank_3.txt"
@@ -40,7 +38,7 @@ def test_a_rank_that_hangs_leaves_its_stacks(tmp_path):
     assert file.read_text() == ""
     wait_for(lambda: "in <module>" in file.read_text())
     stacks = file.read_text()
-    assert stacks.startswith("Timeout (0:00:01)!") and ", line 12 in hang" in stacks and "in work" not in stacks
+    assert stacks.startswith("Timeout (0:00:01)!") and ", line 11 in hang" in stacks and "in work" not in stacks
     assert process.poll() is None
     process.kill()
     assert process.wait() == -signal.SIGKILL
@@ -65,8 +63,7 @@ def test_phases_nest_and_that_of_an_exception_stays(place):
 
 
 def test_the_stacks_come_before_the_collectives_time_out(place, tmp_path):
-    limits = {30: 600, 1: 48}
-    for timeout_minutes, seconds in limits.items():
+    for timeout_minutes, seconds in ((30, 600), (1, 48)):
         watch(tmp_path, 0, timeout_minutes)
         assert place.stall_seconds == seconds
     faulthandler.cancel_dump_traceback_later()

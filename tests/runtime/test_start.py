@@ -1,6 +1,4 @@
-"""A rank that fails leaves at once, whatever its libraries do at exit and whoever has launched it; its reason is what
-its own libraries said, not that others have gone.
-"""
+"""A rank that fails leaves at once, whoever has launched it, and with its own reason."""
 
 import os
 import subprocess
@@ -8,7 +6,7 @@ import sys
 
 import pytest
 
-from helpers.runs import GUARD_SECONDS, ROOT
+from helpers.runs import ROOT, run_command
 from runtime.start import FOLDER, reason_file
 
 BEGINS = """
@@ -18,16 +16,13 @@ from runtime.start import RunError, join_launcher
 from command_line import exit_with_error
 join_launcher()
 """.replace("{root}", str(ROOT))
-FAILS = (
-    BEGINS
-    + """
+FAILS = f"""{BEGINS}
 import torch
 torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 atexit.register(time.sleep, 3600)  # as NCCL's destroy waits for ranks that wait for this one
 lock = multiprocessing.get_context("spawn").Lock()  # as the grading workers have; somebody else puts it away
 print("said before")
 """
-)
 ENDS = ["raise OSError('no room')", "exit_with_error(MemoryError('no room'))"]
 
 
@@ -36,8 +31,12 @@ def environment(folder: object = None) -> dict[str, str]:
     return os.environ | {"RANK": "0", "PYTHONUNBUFFERED": ""} | ({FOLDER: str(folder)} if folder else {})
 
 
+def begin(program: str, folder: object = None) -> subprocess.Popen[bytes]:
+    command, pipes = [sys.executable, "-c", program], {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=environment(folder), **pipes)
+
+
 def status_of(process: subprocess.Popen[bytes], within: float) -> int:
-    """The exit status of a process that ends within so many seconds."""
     try:
         return process.wait(within)
     finally:
@@ -47,9 +46,7 @@ def status_of(process: subprocess.Popen[bytes], within: float) -> int:
 @pytest.mark.parametrize("is_launched", [True, False])
 @pytest.mark.parametrize("end", ENDS)
 def test_a_rank_that_fails_alone_leaves_without_the_others(end, is_launched, tmp_path):
-    """A rank that fails alone does not wait for the others at its exit."""
-    command, given = [sys.executable, "-c", FAILS + end], environment(tmp_path if is_launched else None)
-    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=GUARD_SECONDS, check=False)
+    done = run_command([sys.executable, "-c", FAILS + end], environment(tmp_path if is_launched else None))
     assert (done.returncode, done.stdout) == (1, "said before\n")
     assert "resource_tracker" not in done.stderr
     assert "no room" in (reason_file(tmp_path, 0).read_text() if is_launched else done.stderr)
@@ -59,27 +56,24 @@ def test_a_rank_that_fails_alone_leaves_without_the_others(end, is_launched, tmp
 @pytest.mark.parametrize("end", [*ENDS, "raise RuntimeError('gloo: Connection closed by peer')"])
 def test_a_rank_whose_output_nobody_reads_any_more_leaves_too(end, tmp_path):
     """Python tells a closed pipe by an exception, at the first flush: here after the failure."""
-    command = [sys.executable, "-c", FAILS + end]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(command, env=environment(tmp_path), **pipes)
+    process = begin(FAILS + end, tmp_path)
     process.stdout.close()
     process.stderr.close()
-    assert status_of(process, within=60) == 1
-    assert reason_file(tmp_path, 0).exists()
+    assert status_of(process, within=60) == 1 and reason_file(tmp_path, 0).exists()
 
 
 def test_torchrun_learns_of_a_failed_rank_within_seconds(tmp_path):
-    """Within seconds torchrun learns that one rank of two has failed. The other one is in a collective, for up to
-    30 minutes. torchrun itself takes some seconds.
-    """
-    (program := tmp_path / "program.py").write_text(
-        BEGINS
-        + "import os, torch\ntorch.distributed.init_process_group('gloo')\n"
-        + "if os.environ['RANK'] == '1':\n    torch.distributed.barrier()\n"
-        + "atexit.register(time.sleep, 3600)\nexit_with_error(RunError('no room'))\n"
-    )
+    """The other rank is in a collective, for up to 30 minutes."""
+    (program := tmp_path / "program.py").write_text(f"""{BEGINS}
+import os, torch
+torch.distributed.init_process_group("gloo")
+if os.environ["RANK"] == "1":
+    torch.distributed.barrier()
+atexit.register(time.sleep, 3600)
+exit_with_error(RunError("no room"))
+""")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=GUARD_SECONDS, check=False)
+    done = run_command(command)
     assert done.returncode == 1 and "error: no room\n" in done.stderr
 
 
@@ -118,14 +112,9 @@ LOST = [
 
 @pytest.mark.parametrize(("said", "words"), OWN + [(each, None) for each in LOST])
 def test_an_error_of_a_rank_is_told_from_the_loss_of_the_others(said, words, tmp_path):
-    """A loss goes to a file of the rank; an error of its own stays on the screen, with NCCL's last words as reason."""
-    command = [
-        sys.executable,
-        "-c",
-        f"{BEGINS}class DistBackendError(RuntimeError): pass\nraise DistBackendError({said!r})",
-    ]
-    given = environment(tmp_path) | {"TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=GUARD_SECONDS, check=False)
+    """A loss goes to a file of the rank; an error of its own, with NCCL's last words, to the screen."""
+    program = f"{BEGINS}class DistBackendError(RuntimeError): pass\nraise DistBackendError({said!r})"
+    done = run_command([sys.executable, "-c", program], environment(tmp_path) | {"TMPDIR": str(tmp_path)})
     has_lost = "rank 0 has lost the others; its traceback is in" in done.stderr
     assert has_lost == (words is None) and ("Traceback" in done.stderr) != has_lost
     reason = reason_file(tmp_path, 0).read_text()
@@ -136,8 +125,7 @@ def test_an_error_of_a_rank_is_told_from_the_loss_of_the_others(said, words, tmp
 def test_a_signal_ends_a_rank_whose_output_nobody_reads_any_more(is_armed, status):
     """It is heard in a thread, which an exception would end alone."""
     program = f"{BEGINS}from runtime.start import arm, listen\nlisten()\n{'arm(0.2)' * is_armed}\nprint(flush=True)\n"
-    command = [sys.executable, "-c", program + "time.sleep(3600)"]
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = begin(program + "time.sleep(3600)")
     process.stdout.readline()
     process.stderr.close()
     process.terminate()

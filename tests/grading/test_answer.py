@@ -1,9 +1,8 @@
 """Which part of a completion is its final answer: one rule, whatever stands before the mark and behind it."""
 
-import gc
-import json
 import time
-from collections.abc import Callable
+import timeit
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,9 @@ import pytest
 from grading import Case
 from grading.answer import read_answer
 from grading.verifiers import load_verifier
+from helpers.runs import lines
 
-CASES = [json.loads(line) for line in (Path(__file__).parent / "answer_cases.jsonl").read_text().splitlines()]
+CASES = lines(Path(__file__).with_name("answer_cases.jsonl"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["completion"])
@@ -36,21 +36,11 @@ LONG += ["Final answer x" * 70_000]
 @pytest.mark.parametrize("text", LONG, ids=lambda text: text[:20].strip() or "blank")
 def test_a_megabyte_of_text_is_read_in_linear_time(text):
     """16 times the text takes about 16 times the time; where a reader is quadratic, it would take 256 times."""
-    short = text[: len(text) // 16]
     for name in ("math", "gsm8k", "exact", "format", "think_format"):
-        verifier = load_verifier(name)
-        once = max(seconds_of(verifier, short), 0.002)  # below, the clock decides
-        assert seconds_of(verifier, text) < 64 * once, name
-        assert verifier(Case(text, "4"))[0] == 0.0 or name == "think_format"
-
-
-def seconds_of(verifier: Callable[[Case], tuple], text: str) -> float:
-    """The least of three: seconds of this process, without the garbage of other tests."""
-    gc.disable()
-    seconds = []
-    for _ in range(3):
-        start = time.process_time()
-        verifier(Case(text, "4"))
-        seconds.append(time.process_time() - start)
-    gc.enable()
-    return min(seconds)
+        verify = load_verifier(name)
+        once, long = (  # the least of three: seconds of this process, without the garbage of other tests
+            min(timeit.repeat(partial(verify, Case(each, "4")), number=1, repeat=3, timer=time.process_time))
+            for each in (text[: len(text) // 16], text)
+        )
+        assert long < 64 * max(once, 0.002), name  # below, the clock decides
+        assert verify(Case(text, "4"))[0] == 0.0 or name == "think_format"

@@ -1,14 +1,14 @@
 """Answer keys that are lists: what they say, which completions meet them, which of them cannot be met."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from grading import Case, key_text
 from grading.score import RewardWorker
+from helpers.runs import lines
 
-CASES = [json.loads(line) for line in (Path(__file__).parent / "key_cases.jsonl").read_text().splitlines()]
+CASES = lines(Path(__file__).with_name("key_cases.jsonl"))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "value" in case], ids=str)

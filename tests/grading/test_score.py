@@ -24,7 +24,7 @@ def test_a_weighted_sum_adds_up_and_names_its_parts():
 
 
 def test_the_verifier_of_a_row_is_the_one_that_its_column_names():
-    rows = [{"dataset": "gsm8k"}, {"dataset": "MATH"}, {"dataset": "ifeval"}, {"dataset": "poems"}]
+    rows = [{"dataset": name} for name in ("gsm8k", "MATH", "ifeval", "poems")]
     keys = ["#### 4", "(x+1)^2", json.dumps({"func_name": "validate_no_commas"}), "4"]
     completions = ["2+2 is 4", "\\boxed{x^2+2x+1}", "a, b", "4"]
     cases = [Case(*each) for each in zip(completions, keys, rows, strict=True)]
@@ -44,7 +44,7 @@ def two_functions(tmp_path: Path) -> tuple[str, str]:
 
 
 def test_sub_scores_of_different_functions_stay_apart(tmp_path):
-    """A sub-score hides neither a verifier's score nor another function's sub-score."""
+    """Nor does one hide a verifier's score."""
     one, all_ = two_functions(tmp_path)
     (grade,) = graded(f"{one},exact", Case("4", "4"))
     assert grade.parts == {one: 0.5, "brevity": 1.0, f"{one}/exact": 9.0, "exact": 1.0}
@@ -58,7 +58,6 @@ def test_sub_scores_of_different_functions_stay_apart(tmp_path):
 
 @pytest.mark.parametrize("first", range(3))
 def test_the_first_verifier_says_whether_a_completion_is_correct(first, tmp_path):
-    """The first verifier of the reward says whether a completion is correct."""
     one, all_ = two_functions(tmp_path)
     names = [one, all_, "exact"]
     names.insert(0, names.pop(first))
@@ -71,15 +70,10 @@ def test_the_first_verifier_says_whether_a_completion_is_correct(first, tmp_path
 
 
 @pytest.mark.parametrize(("spec", "words"), [
-    ("exakt", "neither built in .math, gsm8k"),
-    ("math:x", "weight 'x' of math"),
-    ("math:0", "weight '0' of math"),
-    ("math,,format", "'' is neither built in"),
-    ("math,math:2", "twice"),
-    ("missing.py:score", "does not exist"),
+    ("exakt", "neither built in .math, gsm8k"), ("math:x", "weight 'x' of math"), ("math:0", "weight '0' of math"),
+    ("math,,format", "'' is neither built in"), ("math,math:2", "twice"), ("missing.py:score", "does not exist"),
 ])  # fmt: skip
 def test_a_wrong_reward_text_is_explained_before_loading(spec, words):
-    """A wrong --reward is refused with the reason before anything is loaded."""
     with pytest.raises((ValueError, FileNotFoundError), match=words):
         parse_reward(spec)
 
@@ -92,9 +86,9 @@ def test_a_wrong_reward_text_is_explained_before_loading(spec, words):
 ])  # fmt: skip
 def test_a_reward_file_that_cannot_be_loaded_says_why(code, words, tmp_path):
     (tmp_path / "my_reward.py").write_text(code)
+    pool = Pool("grading.score:RewardWorker", (f"{tmp_path}/my_reward.py:score", None), 1, 60.0)
+    pool.submit(0, ("inputs", None))
     with pytest.raises(ValueError, match=words):
-        pool = Pool("grading.score:RewardWorker", (f"{tmp_path}/my_reward.py:score", None), 1, 5.0)
-        pool.submit(0, ("inputs", None))
         pool.collect()
 
 

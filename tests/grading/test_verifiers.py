@@ -1,25 +1,25 @@
 """What each built-in verifier says of a completion."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from grading import Case
 from grading.verifiers import load_verifier
+from helpers.runs import lines
 
 
 def scored(verifier: str, completion: str, answer: str = "", **more: object) -> float:
     return load_verifier(verifier)(Case(completion, answer, **more))[0]
 
 
-CASES = [json.loads(line) for line in (Path(__file__).parent / "verifier_cases.jsonl").read_text().splitlines()]
-
-
 def test_exact_compares_the_whole_final_answer():
     assert scored("exact", "<think>1+1=2</think>2", " 2 ") == 1.0
     assert scored("exact", "<think>1+1=2</think>22", "2") == 0.0
     assert scored("exact", "", "2") == 0.0
+
+
+CASES = lines(Path(__file__).with_name("verifier_cases.jsonl"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['verifier']} {case['completion'][:40]!r}")

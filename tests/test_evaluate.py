@@ -53,8 +53,7 @@ def test_every_figure_has_its_standard_error_over_problems():
     assert figures["pass@2"] == pytest.approx(((1 - 1 / 6 + 0 + 1) / 3, np.std([5 / 6, 0, 1], ddof=1) / math.sqrt(3)))
     assert figures["pass@4"][0] == pytest.approx(2 / 3)
     assert figures["maj@4"][0] == pytest.approx((0.5 + 0 + 1) / 3)
-    assert figures["tokens_mean"] == (5.0, 0.0)
-    assert figures["frac_failed"][0] == pytest.approx(1 / 12)
+    assert figures["tokens_mean"] == (5.0, 0.0) and figures["frac_failed"][0] == pytest.approx(1 / 12)
     metrics = Result(held_out("math500", "1", "2", "3"), Sampling(4, 1.0, 10), figures).metrics()
     found = metrics["eval/math500/avg@4"], metrics["eval/math500/stderr"], metrics["eval/math500/pass@2_stderr"]
     assert found == (*figures["avg@4"], figures["pass@2"][1])
@@ -94,20 +93,18 @@ def test_evaluation_is_due_every_few_steps_after_the_last_and_before_the_first_i
     ("--environment a.py:A --tools b.py:f", "an environment calls its tools itself"),
     ("--max_turns 3", "--max_turns 3 has no effect here, only with --environment or --tools"),
     ("--data a/test.jsonl b/test.jsonl", "test, test are reported under their names"),
-    ("--published 1 2", "--published has 2 numbers for 1 sets"),
+    ("--published 1 2", "--published has 2 numbers for 1 sets"), ("--reward maths", "neither built in"),
     ("--max_completion_tokens 1000", "beyond the context of --model .*, 128 tokens"),
-    ("--reward maths", "neither built in"),
+    (f"--out_dir {ROOT}", "is there already and not empty"),
     ("--like ./nowhere", "--like ./nowhere has no config.json; name"),
     ("--reward exact,pairs.py:score", "--samples 1: --reward 'exact,pairs.py:score' takes all completions of a prompt"),
     ("--reward pairs.py:score --samples 2 --max_prompt_tokens 4", "all 16 prompts are longer than"),
     ("--model run", "--model 'run' is the folder of a run, not of a model; give its final"),
-    (f"--out_dir {ROOT}", "is there already and not empty"),
 ])  # fmt: skip
 def test_the_command_tells_mistakes_in_one_line(given, words, policy, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pairs.py").write_text("def score(completions):\n    return [0.0 for _ in completions]\n")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text('{"out_dir": "run"}')
+    write_lines(tmp_path / "run" / "config.json", [{"out_dir": "run"}])
     (tmp_path / "run" / "final").symlink_to(policy)
     flags = f"--model {policy} --data {policy}/heldout.jsonl --max_prompt_tokens 8 --max_completion_tokens 12 {given}"
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *flags.split()])
@@ -120,7 +117,7 @@ def test_the_command_tells_mistakes_in_one_line(given, words, policy, tmp_path, 
 def test_like_a_run_is_evaluated_as_it_trains(tmp_path, monkeypatch):
     """And the results are not in the checkpoint."""
     run = vars(flags(reward="math:2,length", prompt_suffix=" Go.", max_completion_tokens=7, eval_samples=2))
-    (tmp_path / "config.json").write_text(json.dumps(run))
+    write_lines(tmp_path / "config.json", [run])
     (tmp_path / "step_3").mkdir()
     (tmp_path / "best").symlink_to("step_3")
     command = ["evaluate.py", "--model", str(tmp_path / "best"), "--data", "d", "--like", str(tmp_path)]
@@ -140,13 +137,12 @@ def test_the_script_of_six_sets_reports_its_completions(policy, tmp_path):
     problems = lines(policy / "heldout.jsonl")
     for name in ("math500", "gsm8k", "minerva", "olympiadbench", "aime24", "amc23"):
         write_lines(tmp_path / f"{name}.jsonl", problems)
-    command, out = ["bash", "scripts/eval_qwen7b_simplerl.sh", *SHORT, "--out_dir", f"{tmp_path}/out"], tmp_path / "out"
-    done = run_script(command, ENVIRONMENT | {"NGPU": "2", "MODEL": str(policy), "DATA": str(tmp_path)})
+    out, environment = tmp_path / "out", ENVIRONMENT | {"NGPU": "2", "MODEL": str(policy), "DATA": str(tmp_path)}
+    done = run_script(["bash", "scripts/eval_qwen7b_simplerl.sh", *SHORT, "--out_dir", str(out)], environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    shown = done.stdout
-    cells = {row[0]: row for row in map(str.split, shown.splitlines()) if row}
+    cells = {row[0]: row for row in map(str.split, done.stdout.splitlines()) if row}
     assert [cells[name][-1] for name in ("math500", "aime24", "amc23")] == ["78.2", "15.6", "62.5"]
-    assert cells["aime24"][2] == "32" and "published" in shown and "±" in shown
+    assert cells["aime24"][2] == "32" and "published" in done.stdout and "±" in done.stdout
     results, rows = json.loads((out / "results.json").read_text()), lines(out / "aime24.jsonl")
     found, suffix = results["sets"]["aime24"], results["flags"]["prompt_suffix"]
     expected = [(f"<user>{row['problem']}{suffix}<assistant>", row["answer"]) for row in problems for _ in range(32)]

@@ -66,10 +66,8 @@ def test_the_run_folder_describes_itself(finished_run, policy):
     assert started["world_size"] == 2 and started["resumed_from"] == 0
     samples = lines(finished_run / "samples.jsonl")
     assert {sample["step"] for sample in samples} == {1, 2, 3, 4}
-    assert samples[0].keys() == {
-        "step", "advantage", "row", "prompt", "answer", "completion", "reward", "reward_parts", "reward_status",
-        "is_correct", "read_as", "num_tokens", "is_truncated",
-    }  # fmt: skip
+    grade = "reward reward_parts reward_status is_correct read_as num_tokens is_truncated"
+    assert samples[0].keys() == {"step", "advantage", "row", "prompt", "answer", "completion", *grade.split()}
     assert (finished_run / "curves.png").stat().st_size > 10_000
     assert sorted(path.name for path in finished_run.glob("*step_*")) == ["step_2", "step_4"]
     assert (finished_run / "final").resolve() == (finished_run / "step_4").resolve()
@@ -116,23 +114,19 @@ def test_a_single_process_needs_no_launcher_and_shows_its_progress(alone):
     assert "policy/kl_ref" not in metrics_of(run)[1], "without a KL term there is no reference"
 
 
-def test_a_reward_that_sometimes_fails_costs_those_completions(alone, policy):
-    """And the failures are reported. On a busy machine others may run out of time, too."""
+def test_a_reward_that_sometimes_fails_costs_those_completions(alone):
+    """On a busy machine others may run out of time, too."""
     run, said, _ = alone
     kept, failures = read_table(rollouts_file(run, 1)).to_pylist(), lines(run / "reward_failures.jsonl")
     statuses = [failure["reward_status"].partition(" ")[0] for failure in failures]
     for status, failure in zip(statuses, failures, strict=True):
         assert status in ("timeout", FAILS.get(kind_of(failure["completion"]))), failure
     must_fail, failed = (sum(kind_of(row["completion"]) in FAILS for row in rows) for rows in (kept, failures))
-    assert must_fail == failed > 0
+    assert must_fail == failed > 0 and set(statuses) == {"timeout", "error:"}
     metrics = metrics_of(run)[1]
-    assert metrics["reward/timeouts"] + metrics["reward/errors"] == failed
-    assert metrics["reward/mean"] == pytest.approx(0.5 * (32 - failed) / 32)
-    assert set(statuses) == {"timeout", "error:"}
-    assert all(failure["row"].startswith(str(policy / "train.jsonl")) for failure in failures)
-    assert any("KeyError" in failure["reward_status"] for failure in failures)
-    told = [f"step 1: reward {failure['reward_status']}, of {failure['row']}" for failure in failures[:3]]
-    assert all(text in said for text in [*told, "all are in reward_failures.jsonl"])
+    assert metrics["reward/timeouts"] + metrics["reward/errors"] == len(failures)
+    assert metrics["reward/mean"] == pytest.approx(0.5 * (32 - len(failures)) / 32)
+    assert "all are in reward_failures.jsonl" in said
 
 
 def test_the_final_policy_agrees_in_transformers_and_vllm(finished_run):
@@ -210,8 +204,8 @@ def test_a_complete_run_may_be_prolonged_on_other_ranks(policy, finished_run, re
     assert "is complete: it has a checkpoint of step 4" in done.stdout
     assert (finished_run / "final" / "model.safetensors").exists()
     assert (finished_run / "metrics.jsonl").read_bytes() == before
-    flags = training_flags(policy, finished_run, reward=reward, total_steps=5, shard_ranks=2)
-    done = torchrun(4, "train_grpo.py", *flags)
+    changes = {"reward": reward, "total_steps": 5, "shard_ranks": 2}
+    done = torchrun(4, "train_grpo.py", *training_flags(policy, finished_run, **changes))
     assert "4 ranks on cpu, 2 copies of the policy, 4 engines of 1" in done.stdout
     assert (finished_run / "metrics.jsonl").read_bytes().startswith(before), "the log is only appended to"
     metrics = metrics_of(finished_run)

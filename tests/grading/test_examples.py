@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flags import Grading
-from grading import Case, verifiers
+from grading import Case, Grade, verifiers
 from grading.score import RewardWorker
 from helpers.grades import graded
 from helpers.runs import ENVIRONMENT, ROOT, said
@@ -19,11 +19,16 @@ from reward import Grader
 
 DOCS = ROOT / "docs"
 EXAMPLES = DOCS / "rewards"
+UNIT_TESTS = f"{EXAMPLES}/unit_tests.py:score"
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
-def test_an_example_has_at_most_forty_lines(path):
-    assert len(path.read_text().splitlines()) <= 40
+def test_an_example_has_at_most_forty_lines():
+    sizes = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
+    assert len(sizes) > 5 and max(sizes.values()) <= 40, sizes
+
+
+def grade_of(reward: str, *case: object) -> Grade:
+    return RewardWorker(reward, None)(("grade", Case(*case)))
 
 
 def test_a_roman_numeral_verifier_takes_under_ten_lines(monkeypatch):
@@ -32,9 +37,8 @@ def test_a_roman_numeral_verifier_takes_under_ten_lines(monkeypatch):
     assert len(code.splitlines()) < 10
     exec(compile(code, "roman", "exec"), vars(verifiers))
     monkeypatch.setitem(verifiers.BUILT_IN, "roman", "grading.verifiers:verify_roman")
-    handle = RewardWorker("roman", None)
     completions = {"\\boxed{XIV}": 1.0, "The answer is XIV.": 1.0, "\\boxed{XVI}": 0.0, "\\boxed{14}": 0.0}
-    assert {text: handle(("grade", Case(text, "14"))).reward for text in completions} == completions
+    assert {text: grade_of("roman", text, "14").reward for text in completions} == completions
 
 
 CALLS = '[{"Action": "b", "Action_Input": "{\\"x\\": 1}"}, {"Action": "a", "Action_Input": "{}"}]'
@@ -55,8 +59,7 @@ CALL_A, CALL_B = "Action: a\nAction Input: {}", 'Action: b\nAction Input: {"x": 
      {f"{CALL_A}\n{CALL_B}": 1, CALL_B: 0, f"{CALL_A}\n{CALL_B}\n{CALL_B}": 0, "Action Input: {x}": 0, "": 0}),
 ])  # fmt: skip
 def test_the_reward_of_a_set_up_is_its_sources(name, answer, columns, rewards):
-    handle = RewardWorker(str(EXAMPLES / name), None)
-    grades = {text: handle(("grade", Case(text, answer, columns))) for text in rewards}
+    grades = {text: grade_of(f"{EXAMPLES}/{name}", text, answer, columns) for text in rewards}
     assert {text: grade.reward for text, grade in grades.items()} == pytest.approx(rewards)
     if "box" in name:
         boxes = {text: next(value for part, value in grade.parts.items() if part.endswith("box"))
@@ -178,14 +181,12 @@ CHEATS = (
 
 @pytest.mark.parametrize(("code", "reward"), [*((code, 1.0) for code in HONEST), *((code, 0.0) for code in CHEATS)])
 def test_unit_tests_are_run_on_generated_code(code, reward):
-    handle = RewardWorker(f"{EXAMPLES}/unit_tests.py:score", None)
-    grade = handle(("grade", Case(f"So:\n```python\n{code}\n```", "assert double(2) == 4\nassert double(3) == 6")))
-    assert grade.reward == reward and grade.parts["has_code"] == 1.0
+    grade = grade_of(UNIT_TESTS, f"So:\n```python\n{code}\n```", "assert double(2) == 4\nassert double(3) == 6")
+    assert grade.parts == {UNIT_TESTS: reward, "has_code": 1.0}
 
 
 def test_a_text_without_code_gets_nothing():
-    name = f"{EXAMPLES}/unit_tests.py:score"
-    assert RewardWorker(name, None)(("grade", Case("no code", "assert True"))).parts == {name: 0.0, "has_code": 0.0}
+    assert grade_of(UNIT_TESTS, "no code", "assert True").parts == {UNIT_TESTS: 0.0, "has_code": 0.0}
 
 
 def test_the_reasoning_gym_example_makes_data_as_documented(tmp_path):

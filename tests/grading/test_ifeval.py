@@ -78,47 +78,38 @@ def test_a_row_as_it_comes_from_the_hub_is_read():
 
 
 WORDS, FIRST = "length_constraints:number_words", "length_constraints:nth_paragraph_first_word"
-NTH = {"num_paragraphs": 2, "nth_paragraph": 0, "first_word": "a"}
+COMMA, NTH = "punctuation:no_comma", {"num_paragraphs": 2, "nth_paragraph": 0, "first_word": "a"}
 LETTERS, LEAST = {"let_frequency": 1, "let_relation": "at least"}, {"relation": "at least"}
 
 
 @pytest.mark.parametrize(("instruction", "kwargs", "words"), [
     ("keywords:existance", {}, "column instruction_id_list names 'keywords:existance', which is none of"),
-    (7, {}, "instruction_id_list names 7, "),
+    (7, {}, "instruction_id_list names 7, "), (FIRST, NTH, "number from 1"),
     ("keywords:existence", {"keywords": None}, r"takes the arguments \['keywords'\], but the row gives \[\]"),
     ("keywords:existence", {"keywords": []}, r"keywords = \[\], which must be a list of texts"),
     ("keywords:existence", {"keywords": "river"}, "must be a list of texts"),
     ("keywords:existence", {"keywords": ["river", 3]}, "none blank"),
     ("keywords:existence", [1], r"has the arguments \[1\], which are not a dict"),
     ("keywords:existence", "{", "kwargs '{' is not a JSON text"),
-    ("punctuation:no_comma", {"num_words": 3}, r"takes the arguments \[\], but the row gives \['num_words'\]"),
+    (COMMA, {"num_words": 3}, r"takes the arguments \[\], but the row gives \['num_words'\]"),
     (WORDS, {"num_words": 3, "relation": "exactly"}, "'exactly', which must be one of .'less than', 'at least'"),
     (WORDS, {"num_words": 2.5} | LEAST, "num_words = 2.5, which must be a whole number"),
-    (WORDS, {"num_words": -1} | LEAST, "whole number"),
-    (WORDS, {"num_words": True} | LEAST, "whole number"),
-    (WORDS, {"num_words": "3"} | LEAST, "whole number"),
-    (WORDS, {"num_words": float("inf")} | LEAST, "whole number"),
-    (FIRST, NTH, "number from 1"),
+    *[(WORDS, {"num_words": value} | LEAST, "whole number") for value in (-1, True, "3", float("inf"))],
     ("keywords:letter_frequency", {"letter": "ab"} | LETTERS, "letter = 'ab', .* one character"),
     ("language:response_language", {"language": "Spanish"}, "language = 'Spanish', which must be one of .'af'"),
     ("startend:end_checker", {"end_phrase": " "}, "end_phrase = ' ', which must be a text that is not blank"),
 ])  # fmt: skip
 def test_a_bad_instruction_is_refused_with_what_is_wrong(instruction, kwargs, words):
-    with pytest.raises(ValueError, match=words):
-        benchmark_instructions(instruction, kwargs)
-
-
-COMMA = ["punctuation:no_comma"]
+    pytest.raises(ValueError, benchmark_instructions, instruction, kwargs).match(words)
 
 
 @pytest.mark.parametrize(("answer", "columns", "words"), [
     ("", {"instruction_id_list": [], "kwargs": []}, "at least one instruction"),
-    ("", {"instruction_id_list": "punctuation:no_comma", "kwargs": [{}]}, "must be a list"),
-    ("", {"instruction_id_list": COMMA, "kwargs": []}, "a list of 1 dicts"),
-    ("", {"instruction_id_list": COMMA}, "column kwargs = None must be a list"),
-    ("", {"instruction_id_list": COMMA, "kwargs": "[" * 100_000}, "column kwargs .* is not a JSON text"),
-    ("72 apples", {}, "is not a JSON text"),
-    ("72", {}, "func_name is None, which is none of"),
+    ("", {"instruction_id_list": COMMA, "kwargs": [{}]}, "must be a list"),
+    ("", {"instruction_id_list": [COMMA], "kwargs": []}, "a list of 1 dicts"),
+    ("", {"instruction_id_list": [COMMA]}, "column kwargs = None must be a list"),
+    ("", {"instruction_id_list": [COMMA], "kwargs": "[" * 100_000}, "column kwargs .* is not a JSON text"),
+    ("72 apples", {}, "is not a JSON text"), ("72", {}, "func_name is None, which is none of"),
     ('{"func_name": "verify_bullets", "N": 1}', {}, "func_name is 'verify_bullets', which is none of"),
     ('{"func_name": ["a"]}', {}, r"func_name is \['a'\], which is none of"),
     ('{"func_name": "verify_bullet_points", "N": "2"}', {}, "has N = '2', which must be a whole number"),
@@ -127,8 +118,7 @@ COMMA = ["punctuation:no_comma"]
     ('{"func_name": "validate_choice", "options": " / "}', {}, "options = ' / ', which must be a list of texts"),
 ])  # fmt: skip
 def test_a_row_that_cannot_be_read_is_refused_with_what_is_wrong(answer, columns, words):
-    with pytest.raises(ValueError, match=words):
-        read_instructions(answer, columns)
+    pytest.raises(ValueError, read_instructions, answer, columns).match(words)
 
 
 SIZE = 2**18

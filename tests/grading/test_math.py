@@ -36,7 +36,7 @@ def grades_of(grader: Grader, timeout: float, cases: list[tuple[str, str]]) -> l
     return graded(grader, [Case(*case) for case in cases])
 
 
-def test_the_written_cases_are_graded_as_a_careful_reader_would(grader):
+def test_the_written_cases_are_graded_as_a_careful_reader_would_and_every_key_can_be_used(grader):
     wrong, num_failed = [], {}
     for is_hostile, timeout in ((False, GUARD), (True, TIMEOUT)):
         cases = [case for case in CASES if (case["kind"] == "hostile_size") == is_hostile]
@@ -47,9 +47,6 @@ def test_the_written_cases_are_graded_as_a_careful_reader_would(grader):
     assert len(paid) <= 1, paid
     assert len(wrong) <= 0.033 * len(CASES), [(case["answer"], case["completion"][-80:]) for case in wrong]
     assert num_failed[False] == 0 and num_failed[True] <= 3
-
-
-def test_every_key_of_the_written_cases_can_be_used(grader):
     assert not grader.bad_keys([Case("", answer) for answer in {case["answer"] for case in CASES}])
 
 

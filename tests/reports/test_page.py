@@ -27,11 +27,6 @@ from reports.samples import pack_samples
 from runtime.history import History, read_config, read_metrics
 from watch.reference import published_curves
 
-FLAGS = [
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update",
-]  # fmt: skip
-
 
 def write(file: Path, *runs: Path) -> Path:
     histories = [History(run, read_config(run), read_metrics(run)) for run in runs]
@@ -40,17 +35,21 @@ def write(file: Path, *runs: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def three_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """500 steps each. a and b differ by their seed, c by a flag and its code. a has 10,000 completions of 50 steps."""
+def big_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of runs a, b and c beside it, of 500 steps. a and b differ by their seed, c by a flag and its code. a has 10,000
+    completions of 50 steps.
+    """
     root = tmp_path_factory.mktemp("runs")
     runs = [make_run(root / "a", 1), make_run(root / "b", 2), make_run(root / "c", 3, patch=HOSTILE, clip_high=0.28)]
     make_rollouts(runs[0], list(range(10, 501, 10)), prompts=25, tokens=300, vocabulary=make_vocabulary(151_000))
-    return runs
+    return write(root / "report.html", *runs)
 
 
-@pytest.fixture(scope="module")
-def big_page(three_runs: list[Path]) -> Path:
-    return write(three_runs[0].parent / "report.html", *three_runs)
+def small_run(folder: Path, steps: list[int]) -> Path:
+    """With the completions of these steps."""
+    run = make_run(folder, steps=5)
+    make_rollouts(run, steps, prompts=2, tokens=30, vocabulary=make_vocabulary(400))
+    return run
 
 
 def header_of(packed: str) -> dict:
@@ -73,9 +72,8 @@ def test_ten_thousand_completions_take_less_than_20_MB(big_page):
 
 
 @pytest.mark.parametrize(("budget", "fewest", "kept"), [(9_000_000, 20, 25), (1_000_000, 15, 3)])
-def test_over_the_budget_whole_groups_of_all_the_run_are_kept(three_runs, budget, fewest, kept):
-    """Over the budget, whole groups are kept, of steps from the whole run."""
-    found, chunks = pack_samples(three_runs[0], budget)
+def test_over_the_budget_whole_groups_of_all_the_run_are_kept(big_page, budget, fewest, kept):
+    found, chunks = pack_samples(big_page.with_name("a"), budget)
     assert (found["num_steps"], found["num_groups"], found["groups"]) == (50, 25, kept)
     steps = found["steps"]
     assert fewest <= len(steps) < 50 and steps[-1] == 500 and steps[0] <= 50
@@ -87,8 +85,7 @@ def test_over_the_budget_whole_groups_of_all_the_run_are_kept(three_runs, budget
 
 
 def test_files_that_cannot_be_read_are_left_out_and_named(tmp_path, capsys):
-    run = make_run(tmp_path / "run", steps=5)
-    make_rollouts(run, [1, 2, 3, 4], prompts=2, tokens=30, vocabulary=make_vocabulary(400))
+    run = small_run(tmp_path / "run", [1, 2, 3, 4])
     files = {step: run / "rollouts" / f"step_{step}.parquet" for step in range(1, 5)}
     content = bytearray(files[2].read_bytes())
     content[len(content) // 3] ^= 255
@@ -108,12 +105,9 @@ def test_runs_that_differ_by_their_seed_alone_are_one_group():
         return {"config": config, "code": {"commit": commit}}
 
     assert seed_groups([run(1), run(2), run(11)]) == [[0, 1, 2]]
-    for other_seeds in (
-        run(2, kl_coef=0.2), run(2, commit="b"),
-        run(2, model="runs/policy_seed21"), run(2, model="Qwen2-4B"),  # there the 2 is no seed
-        {"config": {}, "code": {}},
-    ):  # fmt: skip
-        assert seed_groups([run(1), other_seeds]) == [[0], [1]]
+    others = [run(2, kl_coef=0.2), run(2, commit="b"), {"config": {}, "code": {}}]
+    others += [run(2, model="runs/policy_seed21"), run(2, model="Qwen2-4B")]  # there the 2 is no seed
+    assert [seed_groups([run(1), other]) for other in others] == [[[0], [1]]] * 5
 
 
 def test_training_does_not_pay_for_the_page():
@@ -171,8 +165,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         pytest.skip(reason)
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
-    for flag in [*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
-        options.add_argument(flag)
+    flags = "headless=new no-sandbox disable-gpu disable-quic no-first-run disable-sync disable-background-networking"
+    for flag in [*flags.split(), "disable-component-update", f"user-data-dir={tmp_path_factory.mktemp('profile')}"]:
+        options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options, webdriver.ChromeService(chromedriver))
     yield Browser(driver)
@@ -186,24 +181,23 @@ def opened(request, browser, big_page) -> tuple[Browser, int]:
     return browser, request.param
 
 
-def test_tokens_are_coloured_by_the_stored_log_probs(opened, three_runs):
+def test_tokens_are_coloured_by_the_stored_log_probs(opened, big_page):
     browser, _ = opened
-    row = pq.read_table(three_runs[0] / "rollouts" / "step_500.parquet").slice(2, 1).to_pylist()[0]
+    row = pq.read_table(big_page.with_name("a") / "rollouts" / "step_500.parquet").slice(2, 1).to_pylist()[0]
     spans = "document.querySelectorAll('.tokens')[2].querySelectorAll('span')"
     classes = browser.run(f"return [...{spans}].map((span) => span.className)")
-    levels = {"l0": (0.91, 1), "l1": (0.51, 0.89), "l3": (0.06, 0.19), "l4": (0.011, 0.049)}
-    for level, (low, high) in levels.items():
+    for level, low, high in (("l0", 0.91, 1), ("l1", 0.51, 0.89), ("l3", 0.06, 0.19), ("l4", 0.011, 0.049)):
         shown = [name for name, x in zip(classes, row["rollout_logprobs"], strict=True) if low < np.exp(x) < high]
         assert set(shown) <= {level}, level
     assert {"l0", "l1", "l2", "l3"} <= set(classes)
     browser.find(".tokens", 2).send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    shown = browser.find("#tip").text
-    assert float(re.search(r"log-prob (\S+),", shown)[1]) == pytest.approx(row["rollout_logprobs"][1], abs=0.02)
+    assert float(re.search(r"log-prob (\S+),", browser.find("#tip").text)[1]) == pytest.approx(
+        row["rollout_logprobs"][1], abs=0.02
+    )
     browser.check()
 
 
 def test_a_models_text_is_shown_and_never_runs_as_code(opened):
-    """What a model has written is shown as text and never runs."""
     browser, _ = opened
     hostile, smiling = browser.all(".tokens")[:2]
     assert hostile.startswith(HOSTILE)
@@ -220,9 +214,8 @@ def test_a_models_text_is_shown_and_never_runs_as_code(opened):
 
 def test_overview_curves_and_differences_are_shown(opened):
     browser, width = opened
-    titles = " ".join(browser.all("figure h3"))
     for word in ("Reward", "eval/math500/avg@4", "KL", "Entropy", "MFU", "reward/part/format", "Another metric"):
-        assert word in titles
+        assert word in " ".join(browser.all("figure h3"))
     assert len(browser.all(".chart canvas")) == len(browser.all("figure"))
     # a and b are one line with a band, c is another: with standard errors of reward and evaluation, without of the KL.
     lines = "return [0, 1, 4].map((i) => charts[i].plot.series.length - 1)"
@@ -247,8 +240,8 @@ def test_overview_curves_and_differences_are_shown(opened):
     flags = browser.all("#differences .scroll:first-of-type tbody tr")
     assert flags[1:3] == ["--seed123", "--clip_high0.20.20.28"]
     assert re.fullmatch("uncommitted changesnonenone[0-9a-f]{10}", flags[3])
-    page_color = browser.run("return getComputedStyle(document.body).backgroundColor")
-    assert page_color == ("rgb(20, 23, 27)" if width == 360 else "rgb(246, 247, 249)")
+    color = browser.run("return getComputedStyle(document.body).backgroundColor")
+    assert color == ("rgb(20, 23, 27)" if width == 360 else "rgb(246, 247, 249)")
     browser.check()
 
 
@@ -288,8 +281,7 @@ def test_a_completion_of_300000_tokens_is_shown_whole(opened):
 
 
 def test_a_column_that_a_file_lacks_costs_no_completion(browser, tmp_path, capsys):
-    run = make_run(tmp_path / "run", steps=3)
-    make_rollouts(run, [1], prompts=2, tokens=30, vocabulary=make_vocabulary(400))
+    run = small_run(tmp_path / "run", [1])
     file = run / "rollouts" / "step_1.parquet"
     lacking = ["reward", "reward_parts", "reward_status", "is_correct", "prompt", "answer", "row", "is_trained"]
     pq.write_table(pq.read_table(file).drop_columns(lacking), file)
@@ -303,13 +295,14 @@ def test_a_column_that_a_file_lacks_costs_no_completion(browser, tmp_path, capsy
 
 def test_what_is_missing_is_said(browser, tmp_path):
     (tmp_path / "empty").mkdir()
-    alone = make_run(tmp_path / "alone", steps=3)
-    make_rollouts(alone, [1], prompts=2, tokens=30, vocabulary=make_vocabulary(400))
+    alone = small_run(tmp_path / "alone", [1])
     (alone / "rollouts" / "tokens.parquet").unlink()
-    for runs in ([tmp_path / "empty"], [alone, tmp_path / "empty"]):
+    for runs, missing in (
+        ([tmp_path / "empty"], ("No step is logged", "no config.json", "No completions")),
+        ([alone, tmp_path / "empty"], ["no rollouts/tokens.parquet"]),
+    ):
         browser.open(write(tmp_path / f"{len(runs)}.html", *runs))
         notes = " ".join(browser.all(".note, #samples p"))
-        missing = "No step is logged", "no config.json", "No completions"
-        assert all(words in notes for words in (missing if len(runs) == 1 else ["no rollouts/tokens.parquet"]))
+        assert all(words in notes for words in missing)
         browser.check()
     assert browser.all(".tokens")[0].startswith(HOSTILE), "without its tokens it is the stored text"

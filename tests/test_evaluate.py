@@ -53,7 +53,8 @@ def test_every_figure_has_its_standard_error_over_problems():
     assert figures["pass@2"] == pytest.approx(((1 - 1 / 6 + 0 + 1) / 3, np.std([5 / 6, 0, 1], ddof=1) / math.sqrt(3)))
     assert figures["pass@4"][0] == pytest.approx(2 / 3)
     assert figures["maj@4"][0] == pytest.approx((0.5 + 0 + 1) / 3)
-    assert figures["tokens_mean"] == (5.0, 0.0) and figures["frac_failed"][0] == pytest.approx(1 / 12)
+    assert figures["tokens_mean"] == (5.0, 0.0)
+    assert figures["frac_failed"][0] == pytest.approx(1 / 12)
     metrics = Result(held_out("math500", "1", "2", "3"), Sampling(4, 1.0, 10), figures).metrics()
     found = metrics["eval/math500/avg@4"], metrics["eval/math500/stderr"], metrics["eval/math500/pass@2_stderr"]
     assert found == (*figures["avg@4"], figures["pass@2"][1])
@@ -78,7 +79,7 @@ def held_out(name: str, *answers: str) -> PromptData:
     return PromptData(name, [Row([message], answer, {}, f"{name}, line {i}") for i, answer in enumerate(answers)])
 
 
-def test_evaluation_is_due_every_few_steps_after_the_last_and_before_the_first_if_asked_for(tmp_path):
+def test_evaluation_is_due_every_few_steps_and_after_the_last_and_may_be_before_the_first(tmp_path):
     for every, is_first, due in ((3, False, [3, 6, 7]), (3, True, [0, 3, 6, 7]), (0, True, [0]), (0, False, [])):
         evaluator = Evaluator([], [], None, tmp_path, every, is_first, seed=1)
         assert [step for step in range(8) if evaluator.is_due(step, is_last=step == 7)] == due
@@ -133,12 +134,13 @@ SHORT = ["--max_prompt_tokens", "100", "--max_completion_tokens", "12"]
 
 
 def test_the_script_of_six_sets_reports_its_completions(policy, tmp_path):
-    """On two ranks, which share the problems: each is sampled by one of them, and has its own grade."""
+    """On two ranks, which share the problems; each completion has its own grade."""
     problems = lines(policy / "heldout.jsonl")
     for name in ("math500", "gsm8k", "minerva", "olympiadbench", "aime24", "amc23"):
         write_lines(tmp_path / f"{name}.jsonl", problems)
-    out, environment = tmp_path / "out", ENVIRONMENT | {"NGPU": "2", "MODEL": str(policy), "DATA": str(tmp_path)}
-    done = run_script(["bash", "scripts/eval_qwen7b_simplerl.sh", *SHORT, "--out_dir", str(out)], environment)
+    out, given = tmp_path / "out", {"NGPU": "2", "MODEL": str(policy), "DATA": str(tmp_path)}
+    command = ["bash", "scripts/eval_qwen7b_simplerl.sh", *SHORT, "--out_dir", str(out)]
+    done = run_script(command, ENVIRONMENT | given)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     cells = {row[0]: row for row in map(str.split, done.stdout.splitlines()) if row}
     assert [cells[name][-1] for name in ("math500", "aime24", "amc23")] == ["78.2", "15.6", "62.5"]
@@ -170,12 +172,12 @@ def engine_that_says(*texts: str) -> SimpleNamespace:
     return SimpleNamespace(Engine=lambda *_: SimpleNamespace(sample=sample, close=lambda: None))
 
 
-def test_the_script_of_three_verifiers_grades_each_set_by_its_own(policy, tmp_path, monkeypatch, capsys):
+def test_the_script_of_three_verifiers_gives_each_set_its_own(policy, tmp_path, monkeypatch, capsys):
     """What it starts, with an engine that is right once of two times."""
     sets = {
         "gsm8k": ({"question": "1+1", "answer": "It is <<1+1=2>>2.\n#### 2"}, "#### 2", "87.6"),
         "math": ({"problem": "1+1", "answer": "2"}, "\\boxed{\\frac42}", "43.7"),
-        "ifeval": ({"prompt": "?", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"num_words": None}]},
+        "ifeval": ({"prompt": "?", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"letter": None}]},
                    "none", "82.4"),
     }  # fmt: skip
     files = {name.upper(): write_lines(tmp_path / f"{name}.jsonl", [row] * 2) for name, (row, *_) in sets.items()}

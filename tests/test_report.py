@@ -80,7 +80,8 @@ COMPARED = "--compare RUN -- RUN"
     ("config.json", '{"model_type": "qwen2"}', "RUN", "is no run"),
     ("config.json", "{}", "--compare a b", "on both sides"),
 ])  # fmt: skip
-def test_what_is_no_run_or_damaged_is_told_in_a_sentence(file, content, arguments, said, tmp_path, monkeypatch, capsys):
+def test_what_is_no_run_is_told(file, content, arguments, said, tmp_path, monkeypatch, capsys):
+    """Or is damaged; in a sentence."""
     run = write_run(tmp_path / "run", {"seed": 1}, RECORDS)
     (run / file).write_text(content) if content else (run / file).unlink()
     if said == "is no run":

@@ -110,14 +110,16 @@ class Server(ThreadingHTTPServer):
         pass
 
 
-def asked(name: str, folder: Path, kind: type[Judge], cases: list[Case], late: list[Case], **settings: str) -> list:
-    """The grades by an example that asks a server at URL, many at a time; and those of cases that are late."""
+def asked(name: str, folder: Path, kind: type, cases: list, late: list, **settings: str) -> list[Grade]:
+    """The grades by an example that asks a server at URL; those of late cases come last."""
     server = Server(("127.0.0.1", 0), kind)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    settings = {key: x.replace("URL", f"http://127.0.0.1:{server.server_port}") for key, x in settings.items()}
+    url = f"http://127.0.0.1:{server.server_port}"
+    settings = {key: value.replace("URL", url) for key, value in settings.items()}
     code = f"import os\nos.environ |= {settings}\n"  # the workers' environment is that of an earlier test
     (folder / name).write_text(code + (EXAMPLES / name).read_text())
-    grader = Grader(Grading(f"{folder}/{name}:score", reward_timeout=60.0, reward_in_flight=20), num_workers=1)
+    grading = Grading(f"{folder}/{name}:score", reward_timeout=60.0, reward_in_flight=20)
+    grader = Grader(grading, num_workers=1)
     graded(grader, cases[:1])  # the worker loads
     started = time.monotonic()
     graded(grader, cases[:1])
@@ -140,7 +142,8 @@ def test_a_judge_gets_parallel_requests_and_may_talk_nonsense_or_be_late(tmp_pat
 
 
 def test_a_reward_model_gets_parallel_requests_and_may_refuse_one(tmp_path):
-    cases = [Case("7" * length, "7", prompt="2+5?") for length in range(40)] + [Case("7", "7", prompt="another")]
+    cases = [Case("7" * length, "7", prompt="2+5?") for length in range(40)]
+    cases.append(Case("7", "7", prompt="another"))
     grades = asked("reward_model.py", tmp_path, RewardModel, cases, [], REWARD_MODEL_URL="URL")
     assert [grade.reward for grade in grades] == [length - 4.5 for length in range(40)] + [0.0]
     assert grades[40].status.startswith("error: HTTPError: HTTP Error 400")

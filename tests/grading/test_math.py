@@ -20,7 +20,7 @@ from helpers.runs import ROOT, lines
 from reward import Grader
 
 CASES = lines(Path(__file__).with_name("math_cases.jsonl"))
-TIMEOUT, GUARD = 2.0, 60.0  # for hostile answers, and for sound ones, which no busy machine makes late
+TIMEOUT, GUARD = 2.0, 60.0  # for hostile answers, for sound ones on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +37,17 @@ def grades_of(grader: Grader, timeout: float, cases: list[tuple[str, str]]) -> l
 
 
 def test_the_written_cases_are_graded_as_a_careful_reader_would_and_every_key_can_be_used(grader):
-    wrong, num_failed = [], {}
-    for is_hostile, timeout in ((False, GUARD), (True, TIMEOUT)):
-        cases = [case for case in CASES if (case["kind"] == "hostile_size") == is_hostile]
+    hostile = [case for case in CASES if case["kind"] == "hostile_size" and not case["is_right"]]
+    wrong, num_failed = [], []
+    for cases, timeout in (([case for case in CASES if case not in hostile], GUARD), (hostile, TIMEOUT)):
         grades = grades_of(grader, timeout, [(case["completion"], case["answer"]) for case in cases])
-        wrong += [case for case, grade in zip(cases, grades, strict=True) if grade.is_correct != case["is_right"]]
-        num_failed[is_hostile] = sum(grade.is_failed for grade in grades)
+        pairs = zip(cases, grades, strict=True)
+        wrong += [case for case, grade in pairs if grade.is_correct != case["is_right"]]
+        num_failed.append(sum(grade.is_failed for grade in grades))
     paid = [case for case in wrong if not case["is_right"]]
     assert len(paid) <= 1, paid
     assert len(wrong) <= 0.033 * len(CASES), [(case["answer"], case["completion"][-80:]) for case in wrong]
-    assert num_failed[False] == 0 and num_failed[True] <= 3
+    assert num_failed[0] == 0 and num_failed[1] <= 3
     assert not grader.bad_keys([Case("", answer) for answer in {case["answer"] for case in CASES}])
 
 
@@ -64,10 +65,7 @@ def test_hostile_answers_are_wrong_and_cost_at_most_their_time(answer, key, grad
     assert grades_of(grader, GUARD, [(f"\\boxed{{{key}}}", key)])[0].is_correct
 
 
-EQUAL_CASES = lines(Path(__file__).with_name("equal_cases.jsonl"))
-
-
-@pytest.mark.parametrize("case", EQUAL_CASES, ids=lambda case: f"{case['key']} | {case['answer']}")
+@pytest.mark.parametrize("case", lines(Path(__file__).with_name("equal_cases.jsonl")), ids=str)
 def test_what_reviewers_slipped_past_the_comparison(case):
     assert equal(case["key"], case["answer"]) == case["is_equal"]
 

@@ -37,7 +37,7 @@ def own(folder: Path, code: str) -> OwnReward:
     ("data_sources, solution_strs, ground_truths, extra_infos", "[len(s) for s in solution_strs]", [2, 3]),
 ])  # fmt: skip
 def test_the_signature_names_what_a_function_gets(signature, result, rewards, tmp_path):
-    """That of one completion gets its values; that of a group gets lists, and the columns of the data."""
+    """That of a group gets lists, and the columns of the data."""
     reward = own(tmp_path, f"def score({signature}):\n    return {result}\n")
     assert reward(CASES[: len(rewards)]) == [(value, {}, "") for value in rewards]
     assert reward.takes_group == (len(rewards) == 2) and reward.takes_token_ids == ("_ids" in signature)
@@ -94,7 +94,7 @@ def test_one_load_serves_every_spelling_of_a_files_path(name, tmp_path, monkeypa
     ("near_late.py", "def late():\n    import near_late"),
 ])  # fmt: skip
 def test_a_file_that_gets_another_files_neighbour_is_refused(neighbour, statement, tmp_path):
-    """Two versions of a reward, each with its helper: the second one would be graded by the first one's."""
+    """Two versions of a reward, each with its helper: the second would use the first one's."""
     for i, version in enumerate(("v1", "v2")):
         (place := tmp_path / version / neighbour).parent.mkdir(parents=True)
         place.write_text(f"VALUE = {i}\n")
@@ -120,7 +120,8 @@ def test_a_file_that_raises_is_loaded_anew_and_one_that_another_has_imported_is_
     (tmp_path / "second_own.py").write_text("from raises_once import f\n")
     (tmp_path / "first_own.py").write_text("import second_own\nf = second_own.f\n")
     first = load_reference(f"{tmp_path}/first_own.py:f")
-    assert load_reference(f"{tmp_path}/second_own.py:f") is load_reference(f"{file}:f") is first and first() == 10
+    assert load_reference(f"{tmp_path}/second_own.py:f") is load_reference(f"{file}:f") is first
+    assert first() == 10
 
 
 def test_async_functions_are_awaited_and_share_one_event_loop(tmp_path):
@@ -204,7 +205,7 @@ def test_changes_of_a_row_are_seen_by_no_one_else(tmp_path):
 
 
 def test_an_unreadable_neighbour_stops_only_its_own_import(tmp_path):
-    """Python 2 or UTF-16, in a `try`; a folder of data with the name of a library; a package without `__init__.py`."""
+    """Python 2, UTF-16, a folder of data with the name of a library, no `__init__.py`."""
     tried = "try:\n    import old, wide\nexcept (SyntaxError, ValueError):\n    pass\n"
     (tmp_path / "my.py").write_text(f"import datasets\nfrom kit.util import x\n{tried}")
     for folder in ("datasets", "kit"):

@@ -18,9 +18,9 @@ from helpers.runs import ROOT, wait_for
 FAILING = f"{ROOT}/tests/helpers/user_code.py:score"
 
 
-def start(spec: str = FAILING, num_workers: int = 1, timeout: float = 60.0, **settings: float) -> Pool:
+def start(spec: str = FAILING, num_workers: int = 1, timeout: float = 60.0, in_flight: int = 1) -> Pool:
     """By default the time-out is a guard, which no sound item reaches on a busy machine."""
-    return Pool("grading.score:RewardWorker", (spec, None), num_workers, timeout, **settings)
+    return Pool("grading.score:RewardWorker", (spec, None), num_workers, timeout, in_flight)
 
 
 def run(pool: Pool, texts: list[str], answer: str = "") -> list[Outcome]:

@@ -1,5 +1,5 @@
-"""The built-in verifiers: which part of a completion is its final answer (one rule, whatever stands before the mark and
-behind it), what a key that is a list says, and the score.
+"""The built-in verifiers: which part of a completion is its final answer (one rule, whatever stands
+before the mark and behind it), what a key that is a list says, and the score.
 """
 
 import time
@@ -15,7 +15,8 @@ from grading.score import RewardWorker
 from grading.verifiers import load_verifier
 from helpers.runs import lines
 
-READ, KEYS, SCORED = (lines(Path(__file__).with_name(f"{name}_cases.jsonl")) for name in ("answer", "key", "verifier"))
+HERE = Path(__file__).parent
+READ, KEYS, SCORED = (lines(HERE / f"{name}_cases.jsonl") for name in ("answer", "key", "verifier"))
 
 
 @pytest.mark.parametrize("case", READ, ids=lambda case: case["completion"])
@@ -38,7 +39,7 @@ LONG += ["Final answer x" * 70_000]
 
 @pytest.mark.parametrize("text", LONG, ids=lambda text: text[:20].strip() or "blank")
 def test_a_megabyte_of_text_is_read_in_linear_time(text):
-    """16 times the text takes about 16 times the time; where a reader is quadratic, it would take 256 times."""
+    """16 times the text takes about 16 times the time; a quadratic reader would take 256 times."""
     for name in ("math", "gsm8k", "exact", "format", "think_format"):
         verify = load_verifier(name)
         once, long = (  # the least of three: seconds of this process, without the garbage of other tests
@@ -47,9 +48,6 @@ def test_a_megabyte_of_text_is_read_in_linear_time(text):
         )
         assert long < 64 * max(once, 0.002), name  # below, the clock decides
         assert verify(Case(text, "4"))[0] == 0.0 or name == "think_format"
-
-
-# Keys that are lists --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", [case for case in KEYS if "value" in case], ids=str)
@@ -70,9 +68,6 @@ def test_one_of_several_answers_is_required_and_a_key_that_none_can_meet_is_repo
         assert problem is None
     if "reward" in case:
         assert handle(("grade", Case(case["completion"], key))).reward == case["reward"]
-
-
-# Scores ---------------------------------------------------------------------------------------------------------------
 
 
 def scored(verifier: str, completion: str, answer: str = "", **more: object) -> float:

@@ -37,7 +37,7 @@ def test_the_evaluation_before_training_alone_says_nothing():
 
 
 def runs_of(
-    folder: Path, rewards: dict[int, float], num_steps: int = 40, more: dict[str, float] = NO_MORE, **config: object
+    folder: Path, rewards: dict[int, float], num_steps: int = 40, more: dict = NO_MORE, **config: object
 ) -> list[Path]:
     """Folders of runs, seed -> reward; a curve rises to its reward at half the way."""
     paths = []
@@ -101,7 +101,7 @@ def test_how_far_a_run_has_come_is_no_difference(tmp_path):
 
 
 def test_runs_without_a_spread_have_no_interval(tmp_path):
-    """Seeds that say exactly the same are none, and runs of one seed, which differ by rounding, are one draw."""
+    """Seeds that say the same have none; runs of one seed, which differ by rounding, are one draw."""
     for i, (a, b) in enumerate((({1: 0.5, 2: 0.5}, {3: 0.6, 4: 0.6}), ({1: 0.5}, {1: 0.6}), ({1: 0.5}, {2: 0.6}))):
         sides = [[], []]
         for copy in range(2 if i else 1):
@@ -150,7 +150,7 @@ def test_what_is_not_measured_alike_has_no_verdict(flags_of_a, flags_of_b, why_r
 
 
 def test_other_contents_under_the_same_name_are_a_difference(tmp_path):
-    """Of a run's data, reward or weights, by its inputs.json. But what a seed draws is none: `policy_seed1`, `#10`."""
+    """By inputs.json. But what a seed draws is none: `policy_seed1`, `#10`."""
     runs = []
     for seed, digest in ((1, "1f"), (2, "1f"), (3, "2f")):
         runs += runs_of(tmp_path, {seed: 0.5}, model=f"policy_seed{seed}", reward="my.py:f")

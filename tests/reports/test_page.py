@@ -36,8 +36,8 @@ def write(file: Path, *runs: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def big_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of runs a, b and c beside it, of 500 steps. a and b differ by their seed, c by a flag and its code. a has 10,000
-    completions of 50 steps.
+    """Of runs of 500 steps beside it. a and b differ by their seed, c by a flag and its code. a has
+    10,000 completions of 50 steps.
     """
     root = tmp_path_factory.mktemp("runs")
     runs = [make_run(root / "a", 1), make_run(root / "b", 2), make_run(root / "c", 3, patch=HOSTILE, clip_high=0.28)]

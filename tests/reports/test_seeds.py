@@ -10,7 +10,7 @@ import pytest
 
 from helpers.runs import GUARD_SECONDS, ROOT, wait_for
 
-SETUPS = sorted(path.stem for path in ROOT.glob("scripts/*.sh") if '/launch.sh"' in path.read_text())
+SETUPS = sorted(x.stem for x in ROOT.glob("scripts/*.sh") if '/launch.sh"' in x.read_text())
 TELLS = 'echo "$SEED $OUT_DIR $*" >> started\n'
 
 

@@ -76,8 +76,8 @@ def test_quiet_shows_steps_with_an_evaluation_and_its_failures(tmp_path, capsys)
 
 def test_the_console_line_shows_what_was_measured():
     metrics = {
-        "reward/mean": 0.5, "time/sample_s": 1.26, "time/step_s": 2.0, "eval/heldout/avg@4": 0.75,
-        "optim/skipped_updates": 2.0, "time/sync_s": 0.01, "time/rollout_tail_s": 1.0, "perf/update_mfu": 0.4,
+        "reward/mean": 0.5, "time/sample_s": 1.26, "time/step_s": 2.0, "time/sync_s": 0.01, "time/rollout_tail_s": 1.0,
+        "eval/heldout/avg@4": 0.75, "optim/skipped_updates": 2.0, "perf/update_mfu": 0.4,
     }  # fmt: skip
     assert console_line(3, 10, metrics, 14.2) == (
         "step  3/10 | reward 0.500 | MFU 40% | SKIPPED UPDATES: 2 not finite | 2.0s (sample 1.3)"
@@ -139,7 +139,7 @@ for start in TRACKERS.values():
 
 
 def test_each_tracker_shows_one_curve_of_a_continued_run(tmp_path):
-    """Steps 1 to 5, and, after a kill, 4 to 6 again: their values are larger by 3. wandb gets both under one id."""
+    """Steps 1 to 5, and, after a kill, 4 to 6 again, larger by 3. wandb gets both under one id."""
     (tmp_path / "config.json").write_text(json.dumps({"seed": 1}))
     offline = ENVIRONMENT | {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio")}
     for saved, last in (("0", "5"), ("3", "6")):

@@ -14,14 +14,13 @@ from transformers import AutoConfig
 
 from bench_memory import POLICIES
 from flags import FLAGS
-from fsdp_utils import World
+from helpers.made_up import ALONE
 from helpers.runs import PROGRAMS, run_ranks, torchrun, training_flags
 from runtime.ways_out import LARGER_SHARE, WAYS_OUT
 from watch import memory as watch
 from watch.memory import MemoryWatch
 
 GIB, MIB = 2**30, 2**20
-CPU = World(trainer_rank=0, num_trainers=1, tp_size=1, device=torch.device("cpu"))
 
 
 def hold(size: int) -> mmap.mmap:
@@ -33,9 +32,9 @@ def hold(size: int) -> mmap.mmap:
 
 
 def test_each_phase_has_its_own_memory_peak():
-    """And a phase without a figure counts to the one around it. Within 8 MiB: what Python itself takes meanwhile."""
-    memory = MemoryWatch(CPU)
-    watch.restart(CPU.device)
+    """And one without a figure counts to that around it. Within 8 MiB: what Python itself takes."""
+    memory = MemoryWatch(ALONE)
+    watch.restart(ALONE.device)
     block = hold(64 * MIB)  # before the first phase: loading
     with memory.phase("update"):
         block.close()
@@ -62,7 +61,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, taken: int = 0, **stats: int) -> N
 
 
 def test_on_a_gpu_a_phase_leaves_out_what_the_engine_gave_back(monkeypatch):
-    """CUDA has 2 GiB; of an engine of 40, 1 stays; the trainer holds 12 now, 60 at the peak, of which it used 55."""
+    """CUDA has 2 GiB; of an engine of 40, 1 stays; the trainer holds 12, at the peak 60, 55 in use."""
     fake_gpu(monkeypatch, taken=2 + 1 + 12, peak=40 + 60, now=40 + 12, used=40 + 55)
     assert watch.peak(torch.device("cuda")) == ((2 + 1 + 60) * GIB, (2 + 1 + 55) * GIB)
 
@@ -82,9 +81,9 @@ def test_a_node_sums_its_ranks_and_their_child_processes(monkeypatch):
 
 # Memory that runs out -------------------------------------------------------------------------------------------------
 
-RANK_3 = replace(CPU, trainer_rank=3, num_trainers=4)
+RANK_3 = replace(ALONE, trainer_rank=3, num_trainers=4)
 TORCH = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 80.00 GiB"
-CPU_TORCH = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
+CPU_TORCH = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"
 PINNED = "Registering memory failed with cudaError: 2. Consider launching with CUDA_LAUNCH_BLOCKING=1 to debug."
 LOWER_BATCH = "lower --micro_batch_tokens, add --gradient_checkpointing, "
 
@@ -95,7 +94,7 @@ def said(memory: MemoryWatch, phase: str, error: BaseException) -> str:
     return str(raised.value)
 
 
-STAYS = MemoryError("GPU memory ran out while the engine takes new weights; lower --gpu_memory_utilization.")
+STAYS = MemoryError("GPU memory ran out; lower --gpu_memory_utilization.")
 STAYS.__cause__ = torch.OutOfMemoryError(TORCH)
 
 
@@ -121,8 +120,9 @@ def test_each_phase_has_its_flags(phase, error, way, monkeypatch):
 def test_on_a_cpu_only_flags_with_an_effect_are_named():
     """And a phase inside another one reports alone."""
     memory = MemoryWatch(RANK_3)
-    expected = f"memory ran out on rank 3 in phase update; {LOWER_BATCH}or give --param_dtype bfloat16 ({CPU_TORCH})."
-    assert said(memory, "update", RuntimeError(CPU_TORCH)) == expected
+    ways = f"{LOWER_BATCH}or give --param_dtype bfloat16 ({CPU_TORCH})."
+    sentence = said(memory, "update", RuntimeError(CPU_TORCH))
+    assert sentence == f"memory ran out on rank 3 in phase update; {ways}"
     with pytest.raises(MemoryError) as raised, memory.phase("sample"), memory.phase("reward"):
         np.zeros(2**50)
     assert "in phase reward; " in str(raised.value) and "8.00 PiB" in str(raised.value)

@@ -18,7 +18,8 @@ from watch.reference import SAMPLING, belongs_to, judge, judgement, load, names,
 GSM8K, DAPO = "qwen2.5_3b_gsm8k_lora_1gpu", "qwen3_4b_dapo_8gpu"
 ZOO, TULU = "qwen7b_simplerl_2x8xh100", "tulu8b_rlvr_7plus1"
 UNKNOWN = "cannot be judged"
-EVAL, BEFORE, AFTER = "eval/gsm8k_test/avg@1", "GSM8K, 3B, before training", "GSM8K, 3B, after 116 steps"
+EVAL = "eval/gsm8k_test/avg@1"
+BEFORE, AFTER = "GSM8K, 3B, before training", "GSM8K, 3B, after 116 steps"
 
 
 @functools.cache
@@ -166,8 +167,9 @@ def test_figures_of_another_method_are_shown_and_not_judged(tmp_path):
 
 
 def test_published_curves_are_those_of_the_set_up_and_its_model():
+    records = [{"step": 1, "reward/mean": 0.5, EVAL: 0.5}]
     own, *others = (
-        published_curves(History(Path("run"), config_of(GSM8K) | changes, [{"step": 1, "reward/mean": 0.5, EVAL: 0.5}]))
+        published_curves(History(Path("run"), config_of(GSM8K) | changes, records))
         for changes in ({}, {"group_size": 2}, {"model": "Qwen/Qwen2.5-7B-Instruct"})
     )
     assert own[EVAL]["points"][0] == [0, 0.563] and own["reward/mean"]["label"] == "verl's log"

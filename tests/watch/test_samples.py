@@ -19,7 +19,7 @@ def row_of(line: int) -> Row:
 
 
 def sampled(step: int, grades: list[Grade], group_size: int = 2) -> StepRecord:
-    """Completions "a", "b", ... with these grades, two of each row; all but the first group are trained on."""
+    """Completions "a", "b", ..., two of each row; all but the first group are trained on."""
     numbers = range(len(grades))
     rows, texts = [row_of(7 + b // 2) for b in numbers], [chr(ord("a") + b) for b in numbers]
     rollout = replace(make_rollout([2 + b for b in numbers]), texts=texts, rows=rows, grades=grades)
@@ -30,7 +30,8 @@ def sampled(step: int, grades: list[Grade], group_size: int = 2) -> StepRecord:
 
 def test_rows_that_cannot_be_used_are_listed_once(tmp_path):
     tokenizer, file = build_tokenizer(), tmp_path / "excluded_rows.jsonl"
-    train, test = (PromptData(name, [row_of(2)], excluded=[("line 1", "no answer")]) for name in ("train", "test"))
+    excluded = [("line 1", "no answer")]
+    train, test = (PromptData(name, [row_of(2)], excluded=excluded) for name in ("train", "test"))
     for _ in range(2):  # the second start of a run
         said = describe_data([train, test], tokenizer, file)
     assert lines(file) == [{"set": name, "row": "line 1", "reason": "no answer"} for name in ("train", "test")]

@@ -109,8 +109,7 @@ def test_the_command_tells_mistakes_in_one_line(given, words, policy, tmp_path, 
     (tmp_path / "run" / "final").symlink_to(policy)
     flags = f"--model {policy} --data {policy}/heldout.jsonl --max_prompt_tokens 8 --max_completion_tokens 12 {given}"
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *flags.split()])
-    with pytest.raises(SystemExit):
-        main()
+    pytest.raises(SystemExit, main)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and re.search(words, line)
 

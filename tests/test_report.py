@@ -47,11 +47,6 @@ def test_a_locale_of_few_characters_costs_no_traceback(tmp_path):
     assert (tmp_path / "运行" / "report.html").exists()
 
 
-def run_report(monkeypatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["report.py", *arguments])
-    report.main()
-
-
 def test_the_command_prints_what_it_has_found(tmp_path, monkeypatch, capsys):
     run, drawn = str(write_run(tmp_path / "run", {"seed": 1}, RECORDS)), []
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
@@ -62,7 +57,8 @@ def test_the_command_prints_what_it_has_found(tmp_path, monkeypatch, capsys):
         ("--compare", run, "--", run): f"A: {run} (seed 1, to step 2)",
         (run, "--reference", "tiny_cpu"): f"{run} against tiny_cpu: cannot be judged\n",
     }.items():  # fmt: skip
-        run_report(monkeypatch, *arguments)
+        monkeypatch.setattr(sys, "argv", ["report.py", *arguments])
+        report.main()
         assert capsys.readouterr().out.startswith(said)
     assert {"report.html", "x.html"} <= {file.name for file in (tmp_path / "run").iterdir()}
     assert drawn == [Path(run)] * 2
@@ -86,8 +82,8 @@ def test_what_is_no_run_is_told(file, content, arguments, said, tmp_path, monkey
     (run / file).write_text(content) if content else (run / file).unlink()
     if said == "is no run":
         (run / "metrics.jsonl").unlink()
-    with pytest.raises(SystemExit, match="2"):
-        run_report(monkeypatch, *arguments.replace("RUN", str(run)).split())
+    monkeypatch.setattr(sys, "argv", ["report.py", *arguments.replace("RUN", str(run)).split()])
+    pytest.raises(SystemExit, report.main).match("2")
     error = capsys.readouterr().err
     assert said in error and not (run / "report.html").exists()
     assert "RUN" not in arguments or (error.startswith(f"error: {run}") and error.count("\n") == 1)

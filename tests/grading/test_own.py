@@ -147,8 +147,8 @@ def test_a_dict_gives_sub_scores_and_a_number_may_be_of_any_kind(result, value, 
     ("completions", "'ab'", "score returned 'ab' for 2 completions"),
 ])  # fmt: skip
 def test_a_wrong_result_says_what_was_returned(parameter, result, words, tmp_path):
-    with pytest.raises(ValueError, match=words):
-        own(tmp_path, f"def score({parameter}):\n    return {result}\n")(CASES)
+    reward = own(tmp_path, f"def score({parameter}):\n    return {result}\n")
+    pytest.raises(ValueError, reward, CASES).match(words)
 
 
 @pytest.mark.parametrize(("code", "words"), [

@@ -122,8 +122,7 @@ def test_what_speaks_against_a_comparison_is_said(tmp_path):
     assert "A has the same seed twice" in text and "A's runs differ in more than the seed: --group_size." in text
     assert "Not compared, because no step of training has it in every run: policy/kl_ref." in text
     assert "not measured alike: --reward" in text
-    with pytest.raises(ValueError, match="seed1, .*seed1: one run is there twice"):
-        said([b[0], b[0]], b[1:])
+    pytest.raises(ValueError, said, [b[0], b[0]], b[1:]).match("seed1, .*seed1: one run is there twice")
     replay = write_run(tmp_path / "r", {"replay": "runs/x"}, [{"step": 1, "reward/mean": 0.5, "policy/entropy": 1.0}])
     text = said(a[:1], [replay])
     assert f"a replay ({replay}) copies" in text and "reward/" not in text and "policy/entropy" in text

@@ -125,6 +125,7 @@ class Browser:
         self.driver, self.run = driver, driver.execute_script
 
     def open(self, file: Path, width: int = 1280, dark: bool = False) -> None:
+        self.is_dark = dark
         metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -175,109 +176,104 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module", params=[1280, 360])
-def opened(request, browser, big_page) -> tuple[Browser, int]:
+def page(request, browser, big_page) -> Browser:
     """The page of three runs on a wide, light screen and on a narrow, dark one."""
     browser.open(big_page, request.param, dark=request.param == 360)
-    return browser, request.param
+    return browser
 
 
-def test_tokens_are_coloured_by_the_stored_log_probs(opened, big_page):
-    browser, _ = opened
+def test_tokens_are_coloured_by_the_stored_log_probs(page, big_page):
     row = pq.read_table(big_page.with_name("a") / "rollouts" / "step_500.parquet").slice(2, 1).to_pylist()[0]
     spans = "document.querySelectorAll('.tokens')[2].querySelectorAll('span')"
-    classes = browser.run(f"return [...{spans}].map((span) => span.className)")
+    classes = page.run(f"return [...{spans}].map((span) => span.className)")
     for level, low, high in (("l0", 0.91, 1), ("l1", 0.51, 0.89), ("l3", 0.06, 0.19), ("l4", 0.011, 0.049)):
         shown = [name for name, x in zip(classes, row["rollout_logprobs"], strict=True) if low < np.exp(x) < high]
         assert set(shown) <= {level}, level
     assert {"l0", "l1", "l2", "l3"} <= set(classes)
-    browser.find(".tokens", 2).send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    assert float(re.search(r"log-prob (\S+),", browser.find("#tip").text)[1]) == pytest.approx(
+    page.find(".tokens", 2).send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    assert float(re.search(r"log-prob (\S+),", page.find("#tip").text)[1]) == pytest.approx(
         row["rollout_logprobs"][1], abs=0.02
     )
-    browser.check()
+    page.check()
 
 
-def test_a_models_text_is_shown_and_never_runs_as_code(opened):
-    browser, _ = opened
-    hostile, smiling = browser.all(".tokens")[:2]
+def test_a_models_text_is_shown_and_never_runs_as_code(page):
+    hostile, smiling = page.all(".tokens")[:2]
     assert hostile.startswith(HOSTILE)
     assert smiling.startswith(f"{SMILE} is the answer\nand a new line, {SMILE}"), "a character of four tokens is whole"
     for place in (".completion dt", ".completion dd", ".badge", "#samples code", "details .text", "td code", "option"):
-        assert any("<img src=x onerror" in text for text in browser.all(place)), place
-    assert browser.all("img, main script") == [] and browser.run("return window.hacked") is None
-    assert browser.run(r"return make('b', {}, 'a\u202eb\u2066').textContent") == r"a\u202eb\u2066", "turns no text"
-    browser.check()
+        assert any("<img src=x onerror" in text for text in page.all(place)), place
+    assert page.all("img, main script") == [] and page.run("return window.hacked") is None
+    assert page.run(r"return make('b', {}, 'a\u202eb\u2066').textContent") == r"a\u202eb\u2066", "turns no text"
+    page.check()
     code = "const s = document.createElement('script'); s.textContent = 'window.hacked = 1'; document.body.append(s);"
-    assert browser.run(f"{code} return window.hacked") is None, "the page's policy admits its own scripts alone"
-    assert len(browser.driver.get_log("browser")) == 1
+    assert page.run(f"{code} return window.hacked") is None, "the page's policy admits its own scripts alone"
+    assert len(page.driver.get_log("browser")) == 1
 
 
-def test_overview_curves_and_differences_are_shown(opened):
-    browser, width = opened
+def test_overview_curves_and_differences_are_shown(page):
     for word in ("Reward", "eval/math500/avg@4", "KL", "Entropy", "MFU", "reward/part/format", "Another metric"):
-        assert word in " ".join(browser.all("figure h3"))
-    assert len(browser.all(".chart canvas")) == len(browser.all("figure"))
+        assert word in " ".join(page.all("figure h3"))
+    assert len(page.all(".chart canvas")) == len(page.all("figure"))
     # a and b are one line with a band, c is another: with standard errors of reward and evaluation, without of the KL.
     lines = "return [0, 1, 4].map((i) => charts[i].plot.series.length - 1)"
-    assert browser.run(lines) == [3 + 3, 3 + 3, 3 + 1]
-    browser.find("input[type=checkbox]").click()
-    assert browser.run(lines) == [3 * 3, 3 * 3, 3]
-    browser.find(".key", 2).click()
-    assert browser.run(lines) == [2 * 3, 2 * 3, 2]
-    browser.choose("Smoothing", "21")
-    assert browser.run("const y = charts[0].plot.data[1]; return Math.abs(y[300] - y[299])") < 0.02, "no noise"
-    browser.choose("Another metric", "completion/frac_truncated")
-    assert browser.run("return charts.at(-1).plot.data[1].slice(30)") == pytest.approx([0.05] * 470)
-    browser.run("document.querySelectorAll('.chart')[1].focus()")
-    browser.find(".chart", 1).send_keys(Keys.ARROW_LEFT, Keys.ARROW_LEFT)
-    browser.wait("document.querySelector('#tip').textContent.startsWith('step 475')")
-    assert browser.all("section h2") == ["Curves", "Overview", "Differences", "Samples"]
-    assert not browser.run("return document.querySelector('#overview details').open"), "phases are folded"
-    phases = browser.all("#overview details tbody tr")
+    assert page.run(lines) == [3 + 3, 3 + 3, 3 + 1]
+    page.find("input[type=checkbox]").click()
+    assert page.run(lines) == [3 * 3, 3 * 3, 3]
+    page.find(".key", 2).click()
+    assert page.run(lines) == [2 * 3, 2 * 3, 2]
+    page.choose("Smoothing", "21")
+    assert page.run("const y = charts[0].plot.data[1]; return Math.abs(y[300] - y[299])") < 0.02, "no noise"
+    page.choose("Another metric", "completion/frac_truncated")
+    assert page.run("return charts.at(-1).plot.data[1].slice(30)") == pytest.approx([0.05] * 470)
+    page.run("document.querySelectorAll('.chart')[1].focus()")
+    page.find(".chart", 1).send_keys(Keys.ARROW_LEFT, Keys.ARROW_LEFT)
+    page.wait("document.querySelector('#tip').textContent.startsWith('step 475')")
+    assert page.all("section h2") == ["Curves", "Overview", "Differences", "Samples"]
+    assert not page.run("return document.querySelector('#overview details').open"), "phases are folded"
+    phases = page.all("#overview details tbody tr")
     assert re.match(r"sample(20|19.9|20.1) s · 5[23]%", phases[0])
     shares = [int(re.search(r"· (\d+)%", row)[1]) for row in phases]
     assert shares == sorted(shares, reverse=True)
-    flags = browser.all("#differences .scroll:first-of-type tbody tr")
+    flags = page.all("#differences .scroll:first-of-type tbody tr")
     assert flags[1:3] == ["--seed123", "--clip_high0.20.20.28"]
     assert re.fullmatch("uncommitted changesnonenone[0-9a-f]{10}", flags[3])
-    color = browser.run("return getComputedStyle(document.body).backgroundColor")
-    assert color == ("rgb(20, 23, 27)" if width == 360 else "rgb(246, 247, 249)")
-    browser.check()
+    color = page.run("return getComputedStyle(document.body).backgroundColor")
+    assert color == ("rgb(20, 23, 27)" if page.is_dark else "rgb(246, 247, 249)")
+    page.check()
 
 
-def test_samples_are_chosen_filtered_and_searched(opened):  # the last one: it changes what is shown
-    browser, _ = opened
-    assert browser.all("#samples p")[2].startswith("Step 500, group 0")
-    browser.choose("Step", "30")
-    browser.wait_for("200 completions in 25 groups.")
-    browser.choose("Verdict", "incorrect")
-    browser.wait_for("pass the filters")
-    shown = len(browser.all(".completion"))
-    assert len(browser.all(".completion .bad")) == shown < 8 and browser.all(".completion .good") == []
-    browser.choose("Verdict", "any")
-    browser.choose("Length", "truncated")
-    browser.wait_for("50 completions")
-    assert len(browser.all(".completion")) == browser.all(".completion .warn").count("truncated") == 2
-    browser.choose("Length", "any")
-    browser.find("input[type=search]").send_keys("IS THE ANSWER")
-    browser.choose("Step", "all steps")
-    browser.wait_for("50 completions in 50 groups")
-    assert "".join(browser.all(".tokens .found")) in (" is the answer", "is the answer")
-    browser.find("button[title='Next group']").click()
-    assert browser.all("#samples p")[2].startswith("Step 20, group 0")
-    browser.find("input[type=search]").send_keys("no such text")
-    browser.wait_for("0 completions in 0 groups")
-    assert browser.all(".completion") == []
-    browser.check()
+def test_samples_are_chosen_filtered_and_searched(page):  # the last one: it changes what is shown
+    assert page.all("#samples p")[2].startswith("Step 500, group 0")
+    page.choose("Step", "30")
+    page.wait_for("200 completions in 25 groups.")
+    page.choose("Verdict", "incorrect")
+    page.wait_for("pass the filters")
+    shown = len(page.all(".completion"))
+    assert len(page.all(".completion .bad")) == shown < 8 and page.all(".completion .good") == []
+    page.choose("Verdict", "any")
+    page.choose("Length", "truncated")
+    page.wait_for("50 completions")
+    assert len(page.all(".completion")) == page.all(".completion .warn").count("truncated") == 2
+    page.choose("Length", "any")
+    page.find("input[type=search]").send_keys("IS THE ANSWER")
+    page.choose("Step", "all steps")
+    page.wait_for("50 completions in 50 groups")
+    assert "".join(page.all(".tokens .found")) in (" is the answer", "is the answer")
+    page.find("button[title='Next group']").click()
+    assert page.all("#samples p")[2].startswith("Step 20, group 0")
+    page.find("input[type=search]").send_keys("no such text")
+    page.wait_for("0 completions in 0 groups")
+    assert page.all(".completion") == []
+    page.check()
 
 
-def test_a_completion_of_300000_tokens_is_shown_whole(opened):
-    browser, _ = opened
+def test_a_completion_of_300000_tokens_is_shown_whole(page):
     made = """const n = 300000, body = document.createElement("div");
         const step = {bytes: new Uint8Array(n).fill(97), sizes: new Uint16Array(n).fill(1), logprob: new Uint8Array(n)};
         fillTokens(body, step, {first: 0, start: 0, length: n, text: "a".repeat(n)}, Infinity);
         return body.querySelectorAll("span").length"""
-    assert browser.run(made) == 300_000
+    assert page.run(made) == 300_000
 
 
 def test_a_column_that_a_file_lacks_costs_no_completion(browser, tmp_path, capsys):

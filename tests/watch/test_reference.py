@@ -126,8 +126,8 @@ def test_unpublished_or_unmeasured_figures_cannot_be_judged(tmp_path):
     assert judged(run, GSM8K)[BEFORE] == (UNKNOWN, "metrics.jsonl has no eval/*/avg@1 at step 0")
     other = write_run(tmp_path / "other", config_of(GSM8K) | {"group_size": 16}, [{"step": 0}])
     assert "\nanother training: --group_size 16, not 5\n" in report(GSM8K, read_run(other))
-    with pytest.raises(ValueError, match="is a replay: .*judge that"):
-        report(GSM8K, History(tmp_path, {"replay": "runs/x"}, [{"step": 1}]))
+    replay = History(tmp_path, {"replay": "runs/x"}, [{"step": 1}])
+    pytest.raises(ValueError, report, GSM8K, replay).match("is a replay: .*judge that")
 
 
 def test_a_figure_over_steps_takes_their_mean_and_bears_a_null(tmp_path):

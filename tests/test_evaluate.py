@@ -7,17 +7,20 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from batch import Row
+from batch import Rollout, Row
 from data import PromptData
 from evaluate import Evaluator, Result, figures_of, main, majority_score, new_folder, parse_arguments, pass_at_k, table
 from flags import Sampling
-from grading import Grade
-from helpers.made_up import flags, make_rollout, write_lines
-from helpers.runs import ENVIRONMENT, ROOT, lines, run_script, torchrun
+from grading import Case, Grade
+from grading.verifiers import load_verifier
+from helpers.made_up import ALONE, flags, make_rollout, write_lines
+from helpers.runs import ENVIRONMENT, ROOT, lines, run_script, said
+from test_setups import TELLS
 
 
 def grade(score: float, answer: str | None = None, status: str = "ok") -> Grade:
@@ -30,17 +33,13 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one():
         assert pass_at_k(num_correct, 5, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
 
 
-def test_the_majority_is_the_most_frequent_answer():
-    """The majority is the most frequent answer, and ties count in part."""
+def test_the_majority_is_the_most_frequent_answer_and_ties_count_in_part():
     right, other, third, none = grade(1.0, "1/2"), grade(0.0, "2"), grade(0.0, "3"), grade(0.0, None)
     for grades, score in (
-        ([right, right, other], 1.0),
+        ([right, right, other], 1.0), ([right, other, other], 0.0), ([right, other, third], pytest.approx(1 / 3)),
         ([grade(1.0, "0.5"), grade(1.0, "\\frac12"), other, other, third], 0.5),  # correct answers are one answer
-        ([right, other, other], 0.0),
-        ([right, other, third], pytest.approx(1 / 3)),
-        ([right, none, none], 1.0),  # no answer is no vote
-        ([none], None),
-    ):
+        ([right, none, none], 1.0), ([none], None),  # no answer is no vote
+    ):  # fmt: skip
         assert majority_score(grades) == score
 
 
@@ -61,8 +60,7 @@ def test_every_figure_has_its_standard_error_over_problems():
     assert found == (*figures["avg@4"], figures["pass@2"][1])
 
 
-def test_one_problem_gives_no_standard_error():
-    """One problem gives no standard error, and one sample no pass@k."""
+def test_one_problem_gives_no_standard_error_and_one_sample_no_pass_at_k():
     figures = figures_of(replace(make_rollout([3]), grades=[grade(1.0, "1")]), 1)
     assert figures["avg@1"][0] == 1.0 and math.isnan(figures["avg@1"][1])
     assert not [name for name in figures if "pass" in name or "maj" in name]
@@ -81,26 +79,10 @@ def held_out(name: str, *answers: str) -> PromptData:
     return PromptData(name, [Row([message], answer, {}, f"{name}, line {i}") for i, answer in enumerate(answers)])
 
 
-def test_evaluation_is_due_every_few_steps_and_after_the_last(tmp_path):
-    """Evaluation is due every so many steps and after the last one, and before the first one if asked for."""
+def test_evaluation_is_due_every_few_steps_and_after_the_last_and_may_be_before_the_first(tmp_path):
     for every, is_first, due in ((3, False, [3, 6, 7]), (3, True, [0, 3, 6, 7]), (0, True, [0]), (0, False, [])):
         evaluator = Evaluator([], [], None, tmp_path, every, is_first, seed=1)
         assert [step for step in range(8) if evaluator.is_due(step, is_last=step == 7)] == due
-
-
-def test_two_ranks_evaluate_the_problems_of_several_sets_once(policy, tmp_path):
-    sets = ["--data", policy / "heldout.jsonl", f"{policy / 'train.jsonl'}@train#6", "--out_dir", tmp_path]
-    short = ["--max_prompt_tokens", 8, "--max_completion_tokens", 12]
-    torchrun(2, "evaluate.py", "--model", policy, *short, *sets, "--samples", 2, 1, "--reward", "exact")
-    rows = lines(policy / "heldout.jsonl")
-    expected = [(f"<user>{row['problem']}<assistant>", row["answer"]) for row in rows for _ in range(2)]
-    rows = lines(tmp_path / "heldout.jsonl")
-    assert [(row["prompt"], row["answer"]) for row in rows] == expected
-    assert len(lines(tmp_path / "train_train.jsonl")) == 6
-    for row in rows:
-        assert row["is_correct"] == (row["completion"].strip() == row["answer"]) == (row["reward"] == 1.0)
-        assert row["num_tokens"] <= 12 and row["reward_status"] == "ok"
-        assert row["row"].startswith(str(policy / "heldout.jsonl"))
 
 
 @pytest.mark.parametrize(("given", "words"), [
@@ -112,33 +94,30 @@ def test_two_ranks_evaluate_the_problems_of_several_sets_once(policy, tmp_path):
     ("--environment a.py:A --tools b.py:f", "an environment calls its tools itself"),
     ("--max_turns 3", "--max_turns 3 has no effect here, only with --environment or --tools"),
     ("--data a/test.jsonl b/test.jsonl", "test, test are reported under their names"),
-    ("--published 1 2", "--published has 2 numbers for 1 sets"),
+    ("--published 1 2", "--published has 2 numbers for 1 sets"), ("--reward maths", "neither built in"),
     ("--max_completion_tokens 1000", "beyond the context of --model .*, 128 tokens"),
-    ("--reward maths", "neither built in"),
+    (f"--out_dir {ROOT}", "is there already and not empty"),
     ("--like ./nowhere", "--like ./nowhere has no config.json; name"),
     ("--reward exact,pairs.py:score", "--samples 1: --reward 'exact,pairs.py:score' takes all completions of a prompt"),
     ("--reward pairs.py:score --samples 2 --max_prompt_tokens 4", "all 16 prompts are longer than"),
     ("--model run", "--model 'run' is the folder of a run, not of a model; give its final"),
-    (f"--out_dir {ROOT}", "is there already and not empty"),
 ])  # fmt: skip
 def test_the_command_tells_mistakes_in_one_line(given, words, policy, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pairs.py").write_text("def score(completions):\n    return [0.0 for _ in completions]\n")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text('{"out_dir": "run"}')
+    write_lines(tmp_path / "run" / "config.json", [{"out_dir": "run"}])
     (tmp_path / "run" / "final").symlink_to(policy)
     flags = f"--model {policy} --data {policy}/heldout.jsonl --max_prompt_tokens 8 --max_completion_tokens 12 {given}"
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *flags.split()])
-    with pytest.raises(SystemExit):
-        main()
+    pytest.raises(SystemExit, main)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and re.search(words, line)
 
 
 def test_like_a_run_is_evaluated_as_it_trains(tmp_path, monkeypatch):
-    """With --like, a checkpoint is evaluated as its run trains, and the results are not in the checkpoint."""
+    """And the results are not in the checkpoint."""
     run = vars(flags(reward="math:2,length", prompt_suffix=" Go.", max_completion_tokens=7, eval_samples=2))
-    (tmp_path / "config.json").write_text(json.dumps(run))
+    write_lines(tmp_path / "config.json", [run])
     (tmp_path / "step_3").mkdir()
     (tmp_path / "best").symlink_to("step_3")
     command = ["evaluate.py", "--model", str(tmp_path / "best"), "--data", "d", "--like", str(tmp_path)]
@@ -150,27 +129,30 @@ def test_like_a_run_is_evaluated_as_it_trains(tmp_path, monkeypatch):
     assert new_folder(None, "owner/name").parent == Path("eval/owner--name")
 
 
-def run(name: str, *flags: object, **environment: object) -> str:
-    """What a script says, on one rank, with short limits."""
-    short = ["--max_prompt_tokens", 100, "--max_completion_tokens", 12, *flags]
-    settings = {"NGPU": "1"} | {key: str(value) for key, value in environment.items()}
-    done = run_script(["bash", f"scripts/{name}", *map(str, short)], ENVIRONMENT | settings)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+SHORT = ["--max_prompt_tokens", "100", "--max_completion_tokens", "12"]
 
 
 def test_the_script_of_six_sets_reports_its_completions(policy, tmp_path):
-    """The script of six sets runs as it is, and its results are those of the completions."""
+    """On two ranks, which share the problems; each completion has its own grade."""
+    problems = lines(policy / "heldout.jsonl")
     for name in ("math500", "gsm8k", "minerva", "olympiadbench", "aime24", "amc23"):
-        (tmp_path / f"{name}.jsonl").write_text((policy / "heldout.jsonl").read_text())
-    out = tmp_path / "out"
-    shown = run("eval_qwen7b_simplerl.sh", "--out_dir", out, MODEL=policy, DATA=tmp_path)
-    cells = {row[0]: row for row in map(str.split, shown.splitlines()) if row}
+        write_lines(tmp_path / f"{name}.jsonl", problems)
+    out, given = tmp_path / "out", {"NGPU": "2", "MODEL": str(policy), "DATA": str(tmp_path)}
+    command = ["bash", "scripts/eval_qwen7b_simplerl.sh", *SHORT, "--out_dir", str(out)]
+    done = run_script(command, ENVIRONMENT | given)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    cells = {row[0]: row for row in map(str.split, done.stdout.splitlines()) if row}
     assert [cells[name][-1] for name in ("math500", "aime24", "amc23")] == ["78.2", "15.6", "62.5"]
-    assert cells["aime24"][2] == "32" and "published" in shown and "±" in shown
-    results = json.loads((out / "results.json").read_text())
-    found, rows = results["sets"]["aime24"], lines(out / "aime24.jsonl")
-    assert "boxed" in results["flags"]["prompt_suffix"] and len(rows) == 16 * 32
+    assert cells["aime24"][2] == "32" and "published" in done.stdout and "±" in done.stdout
+    results, rows = json.loads((out / "results.json").read_text()), lines(out / "aime24.jsonl")
+    found, suffix = results["sets"]["aime24"], results["flags"]["prompt_suffix"]
+    expected = [(f"<user>{row['problem']}{suffix}<assistant>", row["answer"]) for row in problems for _ in range(32)]
+    assert "boxed" in suffix and [(row["prompt"], row["answer"]) for row in rows] == expected
+    verify = load_verifier("math")
+    for row in rows:
+        assert row["is_correct"] == (row["reward"] == 1.0) and row["num_tokens"] <= 12
+        assert row["reward"] == verify(Case(row["completion"], row["answer"], prompt=row["prompt"]))[0]
+        assert row["reward_status"] == "ok" and row["row"].startswith(f"{tmp_path}/aime24.jsonl")
     assert found["problems"] == 16 and found["samples"] == 32 and results["sets"]["math500"]["samples"] == 1
     right = np.array([row["is_correct"] for row in rows]).reshape(16, 32)
     assert 0 < found["avg@32"]["mean"] == pytest.approx(right.mean())
@@ -178,13 +160,32 @@ def test_the_script_of_six_sets_reports_its_completions(policy, tmp_path):
     assert found["pass@32"]["mean"] == pytest.approx(right.any(axis=1).mean())
 
 
-def test_the_script_of_three_verifiers_runs_as_it_is(policy, tmp_path):
-    rows = {
-        "gsm8k": {"question": "1+1", "answer": "It is <<1+1=2>>2.\n#### 2"},
-        "math": {"problem": "1+1", "answer": "2"},
-        "ifeval": {"prompt": "no", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"num_words": None}]},
-    }
-    files = {name.upper(): write_lines(tmp_path / f"{name}.jsonl", [row]) for name, row in rows.items()}
-    shown = run("eval_tulu8b_rlvr.sh", MODEL=policy, **files)
-    for name, published in (("gsm8k", "87.6"), ("math", "43.7"), ("ifeval", "82.4")):
-        assert any(line.startswith(name) and line.endswith(published) for line in shown.splitlines()), shown
+def engine_that_says(*texts: str) -> SimpleNamespace:
+    """In place of rollout.py."""
+
+    def sample(rows, sampling, seed, name, on_finished) -> Rollout:
+        for b, text in enumerate(texts):
+            on_finished(b, text, [1, 2], False)
+        return replace(make_rollout([2] * len(rows)), rows=rows, texts=texts)
+
+    return SimpleNamespace(Engine=lambda *_: SimpleNamespace(sample=sample, close=lambda: None))
+
+
+def test_the_script_of_three_verifiers_gives_each_set_its_own(policy, tmp_path, monkeypatch, capsys):
+    """What it starts, with an engine that is right once of two times."""
+    sets = {
+        "gsm8k": ({"question": "1+1", "answer": "It is <<1+1=2>>2.\n#### 2"}, "#### 2", "87.6"),
+        "math": ({"problem": "1+1", "answer": "2"}, "\\boxed{\\frac42}", "43.7"),
+        "ifeval": ({"prompt": "?", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{"letter": None}]},
+                   "none", "82.4"),
+    }  # fmt: skip
+    files = {name.upper(): write_lines(tmp_path / f"{name}.jsonl", [row] * 2) for name, (row, *_) in sets.items()}
+    environment = ENVIRONMENT | files | {"MODEL": str(policy), "BASH_FUNC_python%%": TELLS}
+    commands = said(["bash", "scripts/eval_tulu8b_rlvr.sh", *SHORT], environment).split("\1")[:-1]
+    monkeypatch.setattr("evaluate.init_world", lambda *_, **__: ALONE)
+    for command, (name, (_, right, published)) in zip(commands, sets.items(), strict=True):
+        monkeypatch.setattr(sys, "argv", [*command.split("\0")[3:-1], "--out_dir", f"{tmp_path}/{name}"])
+        monkeypatch.setitem(sys.modules, "rollout", engine_that_says(right, "a, b"))
+        main()
+        shown = capsys.readouterr().out
+        assert re.search(rf"^{name} +2 +1 +50\.0 ± 50\.0 .* {published}$", shown, re.MULTILINE), shown

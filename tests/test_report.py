@@ -47,11 +47,6 @@ def test_a_locale_of_few_characters_costs_no_traceback(tmp_path):
     assert (tmp_path / "运行" / "report.html").exists()
 
 
-def run_report(monkeypatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["report.py", *arguments])
-    report.main()
-
-
 def test_the_command_prints_what_it_has_found(tmp_path, monkeypatch, capsys):
     run, drawn = str(write_run(tmp_path / "run", {"seed": 1}, RECORDS)), []
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
@@ -62,34 +57,33 @@ def test_the_command_prints_what_it_has_found(tmp_path, monkeypatch, capsys):
         ("--compare", run, "--", run): f"A: {run} (seed 1, to step 2)",
         (run, "--reference", "tiny_cpu"): f"{run} against tiny_cpu: cannot be judged\n",
     }.items():  # fmt: skip
-        run_report(monkeypatch, *arguments)
+        monkeypatch.setattr(sys, "argv", ["report.py", *arguments])
+        report.main()
         assert capsys.readouterr().out.startswith(said)
     assert {"report.html", "x.html"} <= {file.name for file in (tmp_path / "run").iterdir()}
     assert drawn == [Path(run)] * 2
 
 
-@pytest.mark.parametrize(("file", "line", "said"), [
-    ("metrics.jsonl", None, "it has no metrics.jsonl with a step"),
-    ("metrics.jsonl", '{"step": 1, "reward}', "metrics.jsonl, line 1, is damaged: Unterminated string"),
-    ("metrics.jsonl", '{"reward/mean": 1.0}', "metrics.jsonl is damaged: a line of it has no step"),
-    ("metrics.jsonl", '{"step": 9, "reward/mean": [1]}', "metrics.jsonl is damaged: reward/mean is no number"),
-    ("config.json", "[1]", "config.json is damaged"),
+COMPARED = "--compare RUN -- RUN"
+
+
+@pytest.mark.parametrize(("file", "content", "arguments", "said"), [
+    ("metrics.jsonl", None, COMPARED, "it has no metrics.jsonl with a step"),
+    ("metrics.jsonl", '{"step": 1, "reward}\n', COMPARED, "metrics.jsonl, line 1, is damaged: Unterminated string"),
+    ("metrics.jsonl", '{"reward/mean": 1.0}\n', COMPARED, "metrics.jsonl is damaged: a line of it has no step"),
+    ("metrics.jsonl", '{"step": 9, "a": [1]}\n', COMPARED, "metrics.jsonl is damaged: a is no number"),
+    ("config.json", "[1]", COMPARED, "config.json is damaged"),
+    ("config.json", '{"model_type": "qwen2"}', "RUN", "is no run"),
+    ("config.json", "{}", "--compare a b", "on both sides"),
 ])  # fmt: skip
-def test_a_folder_that_is_no_run_is_named_in_a_sentence(tmp_path, monkeypatch, capsys, file, line, said):
-    """A folder that is no run, or is damaged, is named in a sentence."""
-    run = str(write_run(tmp_path / "run", {"seed": 1}, RECORDS))
-    (tmp_path / "run" / file).unlink()
-    if line:
-        (tmp_path / "run" / file).write_text(line + "\n")
-    with pytest.raises(SystemExit, match="2"):
-        run_report(monkeypatch, "--compare", run, "--", run)
+def test_what_is_no_run_is_told(file, content, arguments, said, tmp_path, monkeypatch, capsys):
+    """Or is damaged; in a sentence."""
+    run = write_run(tmp_path / "run", {"seed": 1}, RECORDS)
+    (run / file).write_text(content) if content else (run / file).unlink()
+    if said == "is no run":
+        (run / "metrics.jsonl").unlink()
+    monkeypatch.setattr(sys, "argv", ["report.py", *arguments.replace("RUN", str(run)).split()])
+    pytest.raises(SystemExit, report.main).match("2")
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {run}") and said in error and error.count("\n") == 1
-
-
-def test_a_folder_of_a_model_and_a_missing_side_are_refused(tmp_path, monkeypatch, capsys):
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    for arguments, said in (([str(tmp_path)], "is no run"), (["--compare", "a", "b"], "on both sides")):
-        with pytest.raises(SystemExit, match="2"):
-            run_report(monkeypatch, *arguments)
-        assert said in capsys.readouterr().err and not (tmp_path / "report.html").exists()
+    assert said in error and not (run / "report.html").exists()
+    assert "RUN" not in arguments or (error.startswith(f"error: {run}") and error.count("\n") == 1)

@@ -1,9 +1,7 @@
 """The examples of docs/rewards.md and docs/rewards/: each works as it stands there, and is short."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -13,30 +11,34 @@ from pathlib import Path
 import pytest
 
 from flags import Grading
-from grading import Case, verifiers
+from grading import Case, Grade, verifiers
 from grading.score import RewardWorker
 from helpers.grades import graded
+from helpers.runs import ENVIRONMENT, ROOT, said
 from reward import Grader
 
-DOCS = Path(__file__).parent.parent.parent / "docs"
+DOCS = ROOT / "docs"
 EXAMPLES = DOCS / "rewards"
+UNIT_TESTS = f"{EXAMPLES}/unit_tests.py:score"
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
-def test_an_example_has_at_most_forty_lines(path):
-    assert len(path.read_text().splitlines()) <= 40
+def test_an_example_has_at_most_forty_lines():
+    sizes = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
+    assert len(sizes) > 5 and max(sizes.values()) <= 40, sizes
+
+
+def grade_of(reward: str, *case: object) -> Grade:
+    return RewardWorker(reward, None)(("grade", Case(*case)))
 
 
 def test_a_roman_numeral_verifier_takes_under_ten_lines(monkeypatch):
-    """A verifier for Roman numerals is one function of fewer than ten lines."""
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", (DOCS / "rewards.md").read_text(), re.DOTALL)
-               if "verify_roman" in block]  # fmt: skip
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "rewards.md").read_text(), re.DOTALL)
+    (code,) = [block for block in blocks if "verify_roman" in block]
     assert len(code.splitlines()) < 10
     exec(compile(code, "roman", "exec"), vars(verifiers))
     monkeypatch.setitem(verifiers.BUILT_IN, "roman", "grading.verifiers:verify_roman")
-    handle = RewardWorker("roman", None)
     completions = {"\\boxed{XIV}": 1.0, "The answer is XIV.": 1.0, "\\boxed{XVI}": 0.0, "\\boxed{14}": 0.0}
-    assert {text: handle(("grade", Case(text, "14"))).reward for text in completions} == completions
+    assert {text: grade_of("roman", text, "14").reward for text in completions} == completions
 
 
 CALLS = '[{"Action": "b", "Action_Input": "{\\"x\\": 1}"}, {"Action": "a", "Action_Input": "{}"}]'
@@ -57,8 +59,7 @@ CALL_A, CALL_B = "Action: a\nAction Input: {}", 'Action: b\nAction Input: {"x": 
      {f"{CALL_A}\n{CALL_B}": 1, CALL_B: 0, f"{CALL_A}\n{CALL_B}\n{CALL_B}": 0, "Action Input: {x}": 0, "": 0}),
 ])  # fmt: skip
 def test_the_reward_of_a_set_up_is_its_sources(name, answer, columns, rewards):
-    handle = RewardWorker(str(EXAMPLES / name), None)
-    grades = {text: handle(("grade", Case(text, answer, columns))) for text in rewards}
+    grades = {text: grade_of(f"{EXAMPLES}/{name}", text, answer, columns) for text in rewards}
     assert {text: grade.reward for text, grade in grades.items()} == pytest.approx(rewards)
     if "box" in name:
         boxes = {text: next(value for part, value in grade.parts.items() if part.endswith("box"))
@@ -80,42 +81,15 @@ class Judge(BaseHTTPRequestHandler):
         question = self.rfile.read(int(self.headers["Content-Length"])).decode()
         time.sleep(60 if "silence" in question else 0.3)
         said = "What a lovely answer!" if "chatter" in question else "8/10"
-        self.send_response(200)
+        self.say(200, {"choices": [{"message": {"content": said}}]})
+
+    def say(self, status: int, answer: dict) -> None:
+        self.send_response(status)
         self.end_headers()
-        self.wfile.write(json.dumps({"choices": [{"message": {"content": said}}]}).encode())
+        self.wfile.write(json.dumps(answer).encode())
 
     def log_message(self, *_: object) -> None:
         pass
-
-
-class Server(ThreadingHTTPServer):
-    """Says nothing of those who hang up: a grading that is late is ended."""
-
-    def handle_error(self, *_: object) -> None:
-        pass
-
-
-def test_a_judge_gets_parallel_requests_and_may_fail(tmp_path):
-    """A judge is asked several times at once, and may answer late or talk nonsense."""
-    server = Server(("127.0.0.1", 0), Judge)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    (tmp_path / "judge.py").write_text(  # the workers' environment is that of an earlier test
-        f"import os\nos.environ |= dict(JUDGE_URL='http://127.0.0.1:{server.server_port}/v1', JUDGE_MODEL='fake')\n"
-        + (EXAMPLES / "judge.py").read_text()
-    )
-    grader = Grader(Grading(f"{tmp_path}/judge.py:score", reward_timeout=6.0, reward_in_flight=20), num_workers=1)
-    graded(grader, [Case("7", "7")])  # the worker loads
-    started = time.monotonic()
-    graded(grader, [Case("7", "7")])
-    one = time.monotonic() - started
-    grades = graded(grader, [Case("7", "7")] * 40)
-    assert time.monotonic() - started < 20 * one, "twenty at a time: two rounds, not forty"
-    grades += graded(grader, [Case("chatter", "7"), Case("silence", "7")])
-    grader.close()
-    server.shutdown()
-    assert [grade.reward for grade in grades] == [0.8] * 40 + [0.0, 0.0]
-    said = "error: ValueError: the judge gives no grade: 'What a lovely answer!'"
-    assert grades[40].status.startswith(said) and grades[41].status == "timeout"
 
 
 class RewardModel(Judge):
@@ -126,30 +100,51 @@ class RewardModel(Judge):
         prompt, completion = (message["content"] for message in asked["messages"])
         is_known = (self.path, prompt, asked["use_activation"]) == ("/classify", "2+5?", False)
         time.sleep(0.3)
-        self.send_response(200 if is_known else 400)
-        self.end_headers()
-        self.wfile.write(json.dumps({"data": [{"index": 0, "probs": [len(completion) - 4.5]}]}).encode())
+        self.say(200 if is_known else 400, {"data": [{"index": 0, "probs": [len(completion) - 4.5]}]})
 
 
-def test_a_reward_model_gets_parallel_requests(tmp_path):
-    """A reward model scores several completions at once; one that it does not take counts as failed."""
-    server = Server(("127.0.0.1", 0), RewardModel)
+class Server(ThreadingHTTPServer):
+    """Says nothing of those who hang up: a grading that is late is ended."""
+
+    def handle_error(self, *_: object) -> None:
+        pass
+
+
+def asked(name: str, folder: Path, kind: type, cases: list, late: list, **settings: str) -> list[Grade]:
+    """The grades by an example that asks a server at URL; those of late cases come last."""
+    server = Server(("127.0.0.1", 0), kind)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    (tmp_path / "reward_model.py").write_text(
-        f"import os\nos.environ['REWARD_MODEL_URL'] = 'http://127.0.0.1:{server.server_port}'\n"
-        + (EXAMPLES / "reward_model.py").read_text()
-    )
-    grading = Grading(f"{tmp_path}/reward_model.py:score", reward_timeout=20.0, reward_in_flight=20)
+    url = f"http://127.0.0.1:{server.server_port}"
+    settings = {key: value.replace("URL", url) for key, value in settings.items()}
+    code = f"import os\nos.environ |= {settings}\n"  # the workers' environment is that of an earlier test
+    (folder / name).write_text(code + (EXAMPLES / name).read_text())
+    grading = Grading(f"{folder}/{name}:score", reward_timeout=60.0, reward_in_flight=20)
     grader = Grader(grading, num_workers=1)
-    graded(grader, [Case("7", "7", prompt="2+5?")])  # the worker loads
+    graded(grader, cases[:1])  # the worker loads
     started = time.monotonic()
-    graded(grader, [Case("7", "7", prompt="2+5?")])
+    graded(grader, cases[:1])
     one = time.monotonic() - started
-    cases = [Case("7" * length, "7", prompt="2+5?") for length in range(40)]
-    grades = graded(grader, [*cases, Case("7", "7", prompt="another")])
+    grades = graded(grader, cases)
     assert time.monotonic() - started < 20 * one, "twenty at a time: three rounds, not forty-one"
+    grader.pool.timeout = 1.0
+    grades += graded(grader, late)
     grader.close()
     server.shutdown()
+    return grades
+
+
+def test_a_judge_gets_parallel_requests_and_may_talk_nonsense_or_be_late(tmp_path):
+    cases, late = [*[Case("7", "7")] * 40, Case("chatter", "7")], [Case("silence", "7")]
+    grades = asked("judge.py", tmp_path, Judge, cases, late, JUDGE_URL="URL/v1", JUDGE_MODEL="fake")
+    assert [grade.reward for grade in grades] == [0.8] * 40 + [0.0, 0.0]
+    nonsense = "error: ValueError: the judge gives no grade: 'What a lovely answer!'"
+    assert grades[40].status.startswith(nonsense) and grades[41].status == "timeout"
+
+
+def test_a_reward_model_gets_parallel_requests_and_may_refuse_one(tmp_path):
+    cases = [Case("7" * length, "7", prompt="2+5?") for length in range(40)]
+    cases.append(Case("7", "7", prompt="another"))
+    grades = asked("reward_model.py", tmp_path, RewardModel, cases, [], REWARD_MODEL_URL="URL")
     assert [grade.reward for grade in grades] == [length - 4.5 for length in range(40)] + [0.0]
     assert grades[40].status.startswith("error: HTTPError: HTTP Error 400")
 
@@ -189,21 +184,17 @@ CHEATS = (
 
 @pytest.mark.parametrize(("code", "reward"), [*((code, 1.0) for code in HONEST), *((code, 0.0) for code in CHEATS)])
 def test_unit_tests_are_run_on_generated_code(code, reward):
-    handle = RewardWorker(f"{EXAMPLES}/unit_tests.py:score", None)
-    grade = handle(("grade", Case(f"So:\n```python\n{code}\n```", "assert double(2) == 4\nassert double(3) == 6")))
-    assert grade.reward == reward and grade.parts["has_code"] == 1.0
+    grade = grade_of(UNIT_TESTS, f"So:\n```python\n{code}\n```", "assert double(2) == 4\nassert double(3) == 6")
+    assert grade.parts == {UNIT_TESTS: reward, "has_code": 1.0}
 
 
 def test_a_text_without_code_gets_nothing():
-    name = f"{EXAMPLES}/unit_tests.py:score"
-    assert RewardWorker(name, None)(("grade", Case("no code", "assert True"))).parts == {name: 0.0, "has_code": 0.0}
+    assert grade_of(UNIT_TESTS, "no code", "assert True").parts == {UNIT_TESTS: 0.0, "has_code": 0.0}
 
 
 def test_the_reasoning_gym_example_makes_data_as_documented(tmp_path):
-    """The example of reasoning_gym makes data as its docstring says."""
     code = "create_dataset = lambda task, size, seed: [dict(question=task, answer=str(i)) for i in range(size)]"
     (tmp_path / "reasoning_gym.py").write_text(code)
     command = [sys.executable, "docs/rewards/reasoning_gym_task.py", "leg_counting", "2"]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=DOCS.parent, env=environment, capture_output=True, text=True, check=True)
-    assert [json.loads(line)["answer"] for line in done.stdout.splitlines()] == ["0", "1"]
+    out = said(command, ENVIRONMENT | {"PYTHONPATH": str(tmp_path)})
+    assert [json.loads(line)["answer"] for line in out.splitlines()] == ["0", "1"]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from grading.ifeval import CHECKS, FUNCTIONS, count_sentences, follows_instructions, read_instructions
+from helpers.runs import lines
 
 
 def benchmark_instructions(instruction, kwargs):
@@ -19,50 +20,37 @@ def benchmark_instructions(instruction, kwargs):
     return read_instructions("", {"instruction_id_list": [instruction], "kwargs": [kwargs]})
 
 
-def tulu_instructions(function, arguments):
-    """A row of Tulu's format, whose answer holds every key, most of them null."""
+def instructions_of(case):
+    """In one of the two formats; the answer of a Tulu row holds every key, most of them null."""
+    if "instruction" in case:
+        return benchmark_instructions(case["instruction"], case["kwargs"])
     keys = "N quantifier end_phrase keyword_list word forbidden_words letter i first_word postscript_marker options"
     nulls = dict.fromkeys([*keys.split(), "section_splitter", "original_prompt"])
-    return read_instructions(json.dumps({"func_name": function} | nulls | arguments), {"dataset": "ifeval"})
+    answer = json.dumps({"func_name": case["func_name"]} | nulls | case["arguments"])
+    return read_instructions(answer, {"dataset": "ifeval"})
 
 
-CASES = [json.loads(line) for line in (Path(__file__).parent / "ifeval_cases.jsonl").read_text().splitlines()]
-BENCHMARK = [case for case in CASES if "instruction" in case]
-TULU = [case for case in CASES if "func_name" in case]
+CASES = lines(Path(__file__).with_name("ifeval_cases.jsonl"))
 
 
-@pytest.mark.parametrize("case", BENCHMARK, ids=lambda case: case["instruction"])
-def test_a_completion_is_checked_by_the_benchmarks_definition(case):
-    instructions = benchmark_instructions(case["instruction"], case["kwargs"])
-    assert follows_instructions(case["completion"], instructions) == [case["follows"]]
-
-
-@pytest.mark.parametrize("case", TULU, ids=lambda case: case["func_name"])
-def test_a_tulu_row_is_checked_by_its_own_wording(case):
-    instructions = tulu_instructions(case["func_name"], case["arguments"])
-    assert follows_instructions(case["completion"], instructions) == [case["follows"]]
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.get("instruction") or case["func_name"])
+def test_a_completion_is_checked_by_the_definition_of_its_format(case):
+    assert follows_instructions(case["completion"], instructions_of(case)) == [case["follows"]]
 
 
 def test_all_25_kinds_of_both_formats_are_tested_both_ways():
     benchmark = {name for name in CHECKS if not name.startswith("rlvr:")}
-    for kinds, cases, name in [(benchmark, BENCHMARK, "instruction"), (set(FUNCTIONS), TULU, "func_name")]:
-        assert len(kinds) == 25
-        assert {(case[name], case["follows"]) for case in cases} == set(itertools.product(kinds, [True, False]))
+    for kinds, name in ((benchmark, "instruction"), (set(FUNCTIONS), "func_name")):
+        tested = {(case[name], case["follows"]) for case in CASES if name in case}
+        assert len(kinds) == 25 and tested == set(itertools.product(kinds, [True, False]))
 
 
 @pytest.mark.parametrize(("text", "expected"), [
-    ("One sentence without an end", 1),
-    ('He said "Stop!" Then he left.', 2),
-    ("A heading\n\nand a line\nwithout full stops", 1),
-    ("Mr. J. Smith paid 3.50 dollars, e.g. for tea. He left.", 2),
-    ("It rained, etc. Then we left at 5 p.m. sharp.", 2),
-    ("Wait... what? Yes... Really.", 3),
-    ("1. Buy milk.\n2. Go home.", 2),
-    ("It was 1999. Then 42.", 2),
-    ("**Bold end.** (Another one.) 🙂 ---", 2),
-    ("lower case. follows here.", 2),
-    ("42.", 1),
-    ("...", 0),
+    ("One sentence without an end", 1), ('He said "Stop!" Then he left.', 2), ("Wait... what? Yes... Really.", 3),
+    ("A heading\n\nand a line\nwithout full stops", 1), ("Mr. J. Smith paid 3.50 dollars, e.g. for tea. He left.", 2),
+    ("It rained, etc. Then we left at 5 p.m. sharp.", 2), ("1. Buy milk.\n2. Go home.", 2),
+    ("It was 1999. Then 42.", 2), ("**Bold end.** (Another one.) 🙂 ---", 2), ("lower case. follows here.", 2),
+    ("42.", 1), ("...", 0),
 ])  # fmt: skip
 def test_sentences_are_counted_by_the_documented_rules(text, expected):
     assert count_sentences(text) == expected
@@ -85,57 +73,43 @@ def test_a_row_as_it_comes_from_the_hub_is_read():
         columns = {"instruction_id_list": np.array(ids, dtype=object), "kwargs": form}
         assert read_instructions("ignored", columns) == expected
     tulu = '{"func_name": "verify_bullet_points", "N": 2.0, "quantifier": null}'
-    assert read_instructions(tulu, {"instruction_id_list": None, "kwargs": None}) == [
-        ("detectable_format:number_bullet_lists", {"num_bullets": 2})
-    ]
-
-
-def counted(num_words, relation="at least"):
-    return {"num_words": num_words, "relation": relation}
+    expected = [("detectable_format:number_bullet_lists", {"num_bullets": 2})]
+    assert read_instructions(tulu, {"instruction_id_list": None, "kwargs": None}) == expected
 
 
 WORDS, FIRST = "length_constraints:number_words", "length_constraints:nth_paragraph_first_word"
-NTH = {"num_paragraphs": 2, "nth_paragraph": 0, "first_word": "a"}
-LETTERS = {"let_frequency": 1, "let_relation": "at least"}
+COMMA, NTH = "punctuation:no_comma", {"num_paragraphs": 2, "nth_paragraph": 0, "first_word": "a"}
+LETTERS, LEAST = {"let_frequency": 1, "let_relation": "at least"}, {"relation": "at least"}
 
 
 @pytest.mark.parametrize(("instruction", "kwargs", "words"), [
     ("keywords:existance", {}, "column instruction_id_list names 'keywords:existance', which is none of"),
-    (7, {}, "instruction_id_list names 7, "),
+    (7, {}, "instruction_id_list names 7, "), (FIRST, NTH, "number from 1"),
     ("keywords:existence", {"keywords": None}, r"takes the arguments \['keywords'\], but the row gives \[\]"),
     ("keywords:existence", {"keywords": []}, r"keywords = \[\], which must be a list of texts"),
     ("keywords:existence", {"keywords": "river"}, "must be a list of texts"),
     ("keywords:existence", {"keywords": ["river", 3]}, "none blank"),
     ("keywords:existence", [1], r"has the arguments \[1\], which are not a dict"),
     ("keywords:existence", "{", "kwargs '{' is not a JSON text"),
-    ("punctuation:no_comma", {"num_words": 3}, r"takes the arguments \[\], but the row gives \['num_words'\]"),
-    (WORDS, counted(3, "exactly"), "relation = 'exactly', which must be one of .'less than', 'at least'"),
-    (WORDS, counted(2.5), "num_words = 2.5, which must be a whole number"),
-    (WORDS, counted(-1), "whole number"),
-    (WORDS, counted(True), "whole number"),
-    (WORDS, counted("3"), "whole number"),
-    (WORDS, counted(float("inf")), "whole number"),
-    (FIRST, NTH, "number from 1"),
+    (COMMA, {"num_words": 3}, r"takes the arguments \[\], but the row gives \['num_words'\]"),
+    (WORDS, {"num_words": 3, "relation": "exactly"}, "relation = 'exactly', which must be one of .'less"),
+    (WORDS, {"num_words": 2.5} | LEAST, "num_words = 2.5, which must be a whole number"),
+    *[(WORDS, {"num_words": x} | LEAST, "whole number") for x in (-1, True, "3", float("inf"))],
     ("keywords:letter_frequency", {"letter": "ab"} | LETTERS, "letter = 'ab', .* one character"),
     ("language:response_language", {"language": "Spanish"}, "language = 'Spanish', which must be one of .'af'"),
     ("startend:end_checker", {"end_phrase": " "}, "end_phrase = ' ', which must be a text that is not blank"),
 ])  # fmt: skip
 def test_a_bad_instruction_is_refused_with_what_is_wrong(instruction, kwargs, words):
-    with pytest.raises(ValueError, match=words):
-        benchmark_instructions(instruction, kwargs)
-
-
-COMMA = ["punctuation:no_comma"]
+    pytest.raises(ValueError, benchmark_instructions, instruction, kwargs).match(words)
 
 
 @pytest.mark.parametrize(("answer", "columns", "words"), [
     ("", {"instruction_id_list": [], "kwargs": []}, "at least one instruction"),
-    ("", {"instruction_id_list": "punctuation:no_comma", "kwargs": [{}]}, "must be a list"),
-    ("", {"instruction_id_list": COMMA, "kwargs": []}, "a list of 1 dicts"),
-    ("", {"instruction_id_list": COMMA}, "column kwargs = None must be a list"),
-    ("", {"instruction_id_list": COMMA, "kwargs": "[" * 100_000}, "column kwargs .* is not a JSON text"),
-    ("72 apples", {}, "is not a JSON text"),
-    ("72", {}, "func_name is None, which is none of"),
+    ("", {"instruction_id_list": COMMA, "kwargs": [{}]}, "must be a list"),
+    ("", {"instruction_id_list": [COMMA], "kwargs": []}, "a list of 1 dicts"),
+    ("", {"instruction_id_list": [COMMA]}, "column kwargs = None must be a list"),
+    ("", {"instruction_id_list": [COMMA], "kwargs": "[" * 100_000}, "column kwargs .* is not a JSON text"),
+    ("72 apples", {}, "is not a JSON text"), ("72", {}, "func_name is None, which is none of"),
     ('{"func_name": "verify_bullets", "N": 1}', {}, "func_name is 'verify_bullets', which is none of"),
     ('{"func_name": ["a"]}', {}, r"func_name is \['a'\], which is none of"),
     ('{"func_name": "verify_bullet_points", "N": "2"}', {}, "has N = '2', which must be a whole number"),
@@ -144,8 +118,7 @@ COMMA = ["punctuation:no_comma"]
     ('{"func_name": "validate_choice", "options": " / "}', {}, "options = ' / ', which must be a list of texts"),
 ])  # fmt: skip
 def test_a_row_that_cannot_be_read_is_refused_with_what_is_wrong(answer, columns, words):
-    with pytest.raises(ValueError, match=words):
-        read_instructions(answer, columns)
+    pytest.raises(ValueError, read_instructions, answer, columns).match(words)
 
 
 SIZE = 2**18
@@ -158,17 +131,10 @@ HOSTILE += ["[" * 50_000 + "]" * 50_000, "9" * 10_000, "a@" * 100_000, "http://a
 
 @pytest.mark.parametrize("completion", HOSTILE, ids=lambda text: repr(text[:9]))
 def test_every_check_answers_yes_or_no_to_any_completion(completion):
-    """No completion makes a check raise an error or answer anything but yes or no. A quarter of a megabyte each,
-    which a regular expression with a nested or unanchored repeat reads too often.
-
-    A check that takes more than linear time makes this test run for many minutes instead of half a second.
-    """
-    read = [benchmark_instructions(case["instruction"], case["kwargs"]) for case in BENCHMARK]
-    read += [tulu_instructions(case["func_name"], case["arguments"]) for case in TULU]
-    each_once = dict(sum(read, []))
+    """A quarter of a megabyte each, which an expression with a nested repeat would read for minutes."""
+    each_once = dict(itertools.chain.from_iterable(map(instructions_of, CASES)))
     assert each_once.keys() == CHECKS.keys()
-    followed = follows_instructions(completion, list(each_once.items()))
-    assert {type(value) for value in followed} == {bool}
+    assert set(map(type, follows_instructions(completion, list(each_once.items())))) == {bool}
 
 
 def test_the_same_completion_gets_the_same_answer_each_time():

@@ -4,10 +4,8 @@
 the other 1,192 the verdict depends on prose: on an answer without a mark, on a hedge before it, a retraction behind it.
 """
 
-import json
 import re
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,39 +13,41 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flags import Grading
-from grading import Case
+from grading import Case, Grade
 from grading.equality import equal
 from helpers.grades import graded
-from helpers.runs import ROOT
+from helpers.runs import ROOT, lines
 from reward import Grader
 
-
-def read(name: str) -> list[dict]:
-    return [json.loads(line) for line in (Path(__file__).parent / name).read_text().splitlines()]
-
-
-CASES = read("math_cases.jsonl")
-TIMEOUT = 2.0
+CASES = lines(Path(__file__).with_name("math_cases.jsonl"))
+TIMEOUT, GUARD = 2.0, 60.0  # for hostile answers, for sound ones on a busy machine
 
 
 @pytest.fixture(scope="module")
 def grader():
-    grader = Grader(Grading("math", reward_timeout=TIMEOUT), num_workers=2)
+    grader = Grader(Grading("math", reward_timeout=GUARD), num_workers=2)
     yield grader
     grader.close()
 
 
-def test_the_written_cases_are_graded_as_a_careful_reader_would(grader):
-    grades = graded(grader, [Case(case["completion"], case["answer"]) for case in CASES])
-    wrong = [(case, grade) for case, grade in zip(CASES, grades, strict=True) if grade.is_correct != case["is_right"]]
-    paid = [case for case, _ in wrong if not case["is_right"]]
+def grades_of(grader: Grader, timeout: float, cases: list[tuple[str, str]]) -> list[Grade]:
+    """Of completions and their keys."""
+    grader.pool.timeout = timeout
+    return graded(grader, [Case(*case) for case in cases])
+
+
+def test_the_written_cases_are_graded_as_a_careful_reader_would_and_every_key_can_be_used(grader):
+    hostile = [case for case in CASES if case["kind"] == "hostile_size" and not case["is_right"]]
+    wrong, num_failed = [], []
+    for cases, timeout in (([case for case in CASES if case not in hostile], GUARD), (hostile, TIMEOUT)):
+        grades = grades_of(grader, timeout, [(case["completion"], case["answer"]) for case in cases])
+        pairs = zip(cases, grades, strict=True)
+        wrong += [case for case, grade in pairs if grade.is_correct != case["is_right"]]
+        num_failed.append(sum(grade.is_failed for grade in grades))
+    paid = [case for case in wrong if not case["is_right"]]
     assert len(paid) <= 1, paid
-    assert len(wrong) <= 0.033 * len(CASES), [(case["answer"], case["completion"][-80:]) for case, _ in wrong]
-    failed = Counter(case["kind"] for case, grade in zip(CASES, grades, strict=True) if grade.is_failed)
-    assert set(failed) <= {"hostile_size"} and failed["hostile_size"] <= 3, failed
-
-
-def test_every_key_of_the_written_cases_can_be_used(grader):
+    assert len(wrong) <= 0.033 * len(CASES), [(case["answer"], case["completion"][-80:]) for case in wrong]
+    assert num_failed[0] == 0 and num_failed[1] <= 3
     assert not grader.bad_keys([Case("", answer) for answer in {case["answer"] for case in CASES}])
 
 
@@ -59,27 +59,22 @@ HOSTILE += ["(" * 500_000 + "1" + ")" * 500_000, "9" * 100_000, "\0" * 1000 + "\
 @pytest.mark.parametrize("key", ["4", "\\frac{7}{2}"])
 def test_hostile_answers_are_wrong_and_cost_at_most_their_time(answer, key, grader):
     start = time.monotonic()
-    hostile, fine = graded(grader, [Case(f"\\boxed{{{each}}}", key) for each in (answer, key)])
+    (hostile,) = grades_of(grader, TIMEOUT, [(f"\\boxed{{{answer}}}", key)])
     assert time.monotonic() - start < 10 * (TIMEOUT + 2), "a guard: it hangs nobody"
     assert not hostile.is_correct and hostile.reward == 0.0
-    assert fine.is_correct
+    assert grades_of(grader, GUARD, [(f"\\boxed{{{key}}}", key)])[0].is_correct
 
 
-@pytest.mark.parametrize("case", read("equal_cases.jsonl"), ids=lambda case: f"{case['key']} | {case['answer']}")
+@pytest.mark.parametrize("case", lines(Path(__file__).with_name("equal_cases.jsonl")), ids=str)
 def test_what_reviewers_slipped_past_the_comparison(case):
     assert equal(case["key"], case["answer"]) == case["is_equal"]
 
 
-ROWS = re.findall(r"^\| `(.+)` \| `(.+)` \| (yes|no)\b", (ROOT / "docs/rewards.md").read_text(), re.MULTILINE)
-
-
-@pytest.mark.parametrize(("key", "answer", "verdict"), ROWS)
-def test_the_table_of_the_page_says_what_equals_a_key(key, answer, verdict):
-    assert equal(key, answer) == (verdict == "yes")
-
-
-def test_the_table_of_the_page_is_read():
-    assert len(ROWS) > 25
+def test_the_table_of_the_page_says_what_equals_a_key():
+    page = (ROOT / "docs/rewards.md").read_text()
+    rows = re.findall(r"^\| `(.+)` \| `(.+)` \| (yes|no)\b", page, re.MULTILINE)
+    assert len(rows) > 25
+    assert [row for row in rows if equal(*row[:2]) != (row[2] == "yes")] == []
 
 
 PIECES = st.sampled_from(
@@ -93,10 +88,10 @@ COMPLETIONS = st.lists(PIECES, max_size=40).map("".join) | st.lists(PIECES | st.
 @settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(completions=st.lists(st.tuples(COMPLETIONS, st.booleans()), min_size=4, max_size=4))
 def test_generated_completions_cannot_hang_or_crash_the_grader(completions, grader):
-    """No generated completion hangs the grader, crashes it or escapes the time-out."""
+    """Nor escape the time-out."""
     texts = [f"\\boxed{{{text}}}" if is_boxed else text for text, is_boxed in completions]
     begin = time.monotonic()
-    grades = graded(grader, [Case(text, "\\frac{7}{2}") for text in texts])
+    grades = grades_of(grader, TIMEOUT, [(text, "\\frac{7}{2}") for text in texts])
     assert time.monotonic() - begin < 10 * (2 * TIMEOUT + 2), "a guard, for two workers: it hangs nobody"
     for text, grade in zip(texts, grades, strict=True):
         assert grade.status in ("ok", "timeout"), (text, grade.status)

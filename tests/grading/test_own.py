@@ -1,6 +1,5 @@
 """Functions of one's own: three forms, told apart by the names of their parameters."""
 
-import math
 import sys
 from pathlib import Path
 
@@ -18,48 +17,40 @@ EXTRAS = {"prompt": "<user>", "token_ids": (7, 8), "num_tokens": 2, "max_tokens"
 CASES = [Case("ab", "4", {"level": 2, "answer": "four"}, **EXTRAS), Case("abc", "5", {"level": 3})]
 
 
-def own(tmp_path, code: str, name: str = "score") -> OwnReward:
-    (tmp_path / "my_reward.py").write_text(code)
-    return OwnReward(f"{tmp_path}/my_reward.py:{name}")
+def own(folder: Path, code: str) -> OwnReward:
+    (folder / "my_reward.py").write_text(code)
+    return OwnReward(f"{folder}/my_reward.py:score")
 
 
-@pytest.mark.parametrize(("signature", "result", "value"), [
-    ("completion, answer, columns", "len(completion) + int(answer) + columns['level']", 2 + 4 + 2),
-    ("completion, **kw", "int(kw['answer']) + kw['level'] + kw['columns']['level'] + kw['num_tokens']", 4 + 2 + 2 + 2),
-    ("num_tokens, is_truncated, *, max_tokens, completion", "num_tokens + is_truncated + max_tokens", 2 + 1 + 9),
-    ("completion, prompt, token_ids", "len(prompt) + sum(token_ids)", 6 + 15),
-    ("data_source, solution_str, ground_truth, extra_info=None", "len(solution_str) + len(ground_truth)", 2 + 1),
-    ("solution_str, extra_info", "len(extra_info)", 0),
+@pytest.mark.parametrize(("signature", "result", "rewards"), [
+    ("completion, answer, columns", "len(completion) + int(answer) + columns['level']", [2 + 4 + 2]),
+    ("completion, **kw", "int(kw['answer']) + kw['level'] + kw['columns']['level'] + kw['num_tokens']", [4 + 3 * 2]),
+    ("num_tokens, is_truncated, *, max_tokens, completion", "num_tokens + is_truncated + max_tokens", [2 + 1 + 9]),
+    ("completion, prompt, token_ids", "len(prompt) + sum(token_ids)", [6 + 15]),
+    ("data_source, solution_str, ground_truth, extra_info=None", "len(solution_str) + len(ground_truth)", [2 + 1]),
+    ("solution_str, extra_info", "len(extra_info)", [0]),
+    ("level, completions, missing=None", "level if missing is None else None", [2, 3]),
+    ("completions, answer", "[2.0 + (a is None) for a in answer]", [2, 3]),  # a column of the data
+    ("prompts, completions, answers, columns", "[2 * (a == '4') + 3 * (a == '5') for a in answers]", [2, 3]),
+    ("completions, completion_ids", "[2 + (ids == ()) for ids in completion_ids]", [2, 3]),
+    ("completions, **columns", "map(int, columns['level'])", [2, 3]),
+    ("data_sources, solution_strs, ground_truths, extra_infos", "[len(s) for s in solution_strs]", [2, 3]),
 ])  # fmt: skip
-def test_the_signature_names_what_a_completions_function_gets(signature, result, value, tmp_path):
-    """A function of one completion gets the values that its signature names."""
+def test_the_signature_names_what_a_function_gets(signature, result, rewards, tmp_path):
+    """That of a group gets lists, and the columns of the data."""
     reward = own(tmp_path, f"def score({signature}):\n    return {result}\n")
-    assert reward(CASES[:1]) == [(value, {}, "")]
-    assert not reward.takes_group and reward.takes_token_ids == ("token_ids" in signature)
-
-
-@pytest.mark.parametrize(("signature", "result"), [
-    ("level, completions, missing=None", "level if missing is None else None"),
-    ("completions, answer", "[2.0 + (a is None) for a in answer]"),  # a column of the data
-    ("prompts, completions, answers, columns", "[2 * (a == '4') + 3 * (a == '5') for a in answers]"),
-    ("completions, completion_ids", "[2 + (ids == ()) for ids in completion_ids]"),
-    ("completions, **columns", "map(int, columns['level'])"),
-    ("data_sources, solution_strs, ground_truths, extra_infos", "[len(s) for s in solution_strs]"),
-])  # fmt: skip
-def test_group_functions_get_lists_and_data_columns(signature, result, tmp_path):
-    """A function of a group gets lists, and the columns of the data."""
-    reward = own(tmp_path, f"def score({signature}):\n    return {result}\n")
-    assert reward.takes_group and [score.reward for score in reward(CASES)] == [2.0, 3.0]
+    assert reward(CASES[: len(rewards)]) == [(value, {}, "") for value in rewards]
+    assert reward.takes_group == (len(rewards) == 2) and reward.takes_token_ids == ("_ids" in signature)
 
 
 def test_verls_key_is_the_one_of_its_data(tmp_path):
     code = "def score(solution_str, ground_truth, extra_info):\n    return ground_truth + extra_info['x']\n"
-    columns = {"reward_model": {"ground_truth": 3}, "extra_info": {"x": 4}}
-    assert own(tmp_path, code)([Case("", "no", columns)]) == [(7.0, {}, "")]
+    case = Case("", "no", {"reward_model": {"ground_truth": 3}, "extra_info": {"x": 4}})
+    assert own(tmp_path, code)([case]) == [(7.0, {}, "")]
 
 
-def test_imports_from_a_reward_files_folder_belong_to_it(tmp_path, monkeypatch):
-    """What a file imports from its folder belongs to it, but the program's own modules do not."""
+def test_imports_from_a_reward_files_folder_belong_to_it(tmp_path):
+    """But the program's own modules do not."""
     folder = tmp_path / "with space"
     (folder / "parts").mkdir(parents=True)
     texts = {
@@ -74,16 +65,20 @@ def test_imports_from_a_reward_files_folder_belong_to_it(tmp_path, monkeypatch):
     assert {Path(file).name for file in named} == {Path(name).name for name in texts.keys() - {"other.py"}}
 
 
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch):
+    """What a test adds to the path ends with it."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
 @pytest.mark.parametrize("name", ["shared_state", "math", "with-dash", "data"])
 def test_one_load_serves_every_spelling_of_a_files_path(name, tmp_path, monkeypatch):
-    """A file is loaded once, whoever names or imports it, and however its path is spelt. One process: an advantage
-    writes a global that a loss reads. Also a file whose name another module has.
-    """
+    """An advantage writes a global that a loss reads. Also a file whose name another module has."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])  # put back at the end, as the modules are
     code = "COUNT = []\ndef f(_):\n    COUNT.append(1)\n    return len(COUNT)\ng = lambda _: len(COUNT)\n"
-    (folder := tmp_path / "own").mkdir()
-    (folder / f"{name}.py").write_text(code)
+    for folder in (tmp_path / "other", tmp_path / "own"):
+        folder.mkdir()
+        (folder / f"{name}.py").write_text(code)
     (folder / "link.py").symlink_to(f"{name}.py")
     spellings = [f"own/{name}.py", f"{folder}/{name}.py", f"own/../own/{name}.py", "own/link.py"]
     assert [load_reference(f"{path}:f")("") for path in spellings] == [1, 2, 3, 4]
@@ -91,29 +86,15 @@ def test_one_load_serves_every_spelling_of_a_files_path(name, tmp_path, monkeypa
     if name == "shared_state":
         (folder / "importer.py").write_text("import shared_state\ndef h(completion):\n    return shared_state.f('')\n")
         assert load_reference("own/importer.py:h")("") == 5
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / f"{name}.py").write_text(code)
     assert load_reference(f"other/{name}.py:f")("") == 1, "another file of this name"
-
-
-def test_files_imported_by_another_are_not_loaded_again(tmp_path):
-    """A user's file that another of the user's files has imported is not loaded again."""
-    (tmp_path / "first_own.py").write_text("import second_own\nf = second_own.f\n")
-    (tmp_path / "second_own.py").write_text("def f():\n    return 1\n")
-    first = load_reference(f"{tmp_path}/first_own.py:f")
-    assert load_reference(f"{tmp_path}/second_own.py:f") is first
 
 
 @pytest.mark.parametrize(("neighbour", "statement"), [
     ("near_own.py", "import near_own"), ("near_kit/__init__.py", "from near_kit import VALUE"),
     ("near_late.py", "def late():\n    import near_late"),
 ])  # fmt: skip
-def test_a_file_that_gets_another_files_neighbour_is_refused(neighbour, statement, tmp_path, monkeypatch):
-    """A file that gets the neighbour of another file is refused. Two versions of a reward, each with its helper:
-    the second one would be graded by the first one's.
-    """
-    monkeypatch.setattr(sys, "path", [*sys.path])
+def test_a_file_that_gets_another_files_neighbour_is_refused(neighbour, statement, tmp_path):
+    """Two versions of a reward, each with its helper: the second would use the first one's."""
     for i, version in enumerate(("v1", "v2")):
         (place := tmp_path / version / neighbour).parent.mkdir(parents=True)
         place.write_text(f"VALUE = {i}\n")
@@ -121,25 +102,26 @@ def test_a_file_that_gets_another_files_neighbour_is_refused(neighbour, statemen
     for _ in "twice":
         assert load_reference(f"{tmp_path}/v1/my.py:f")() == 1
     name, *_ = neighbour.removesuffix(".py").split("/")
-    with pytest.raises(ValueError, match=rf"v2/my\.py imports its neighbour {name}, but gets .*/v1/{name}"):
-        load_reference(f"{tmp_path}/v2/my.py:f")
+    words = rf"v2/my\.py imports its neighbour {name}, but gets .*/v1/{name}"
+    pytest.raises(ValueError, load_reference, f"{tmp_path}/v2/my.py:f").match(words)
 
 
-def test_installed_modules_win_over_neighbours_of_their_name(tmp_path, monkeypatch):
-    """A neighbour with the name of an installed module is left alone."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
+def test_installed_modules_win_over_neighbours_of_their_name(tmp_path):
     for name in ("json", "math", "datasets"):
         (tmp_path / f"{name}.py").write_text("")
     (tmp_path / "my.py").write_text("import json, math\ndef f():\n    import datasets\n    return json.dumps(1)\n")
     assert load_reference(f"{tmp_path}/my.py:f")() == "1"
 
 
-def test_a_file_that_raises_is_loaded_anew(tmp_path):
-    (tmp_path / "raises_once.py").write_text("1 / 0\n")
-    with pytest.raises(ZeroDivisionError):
-        load_reference(f"{tmp_path}/raises_once.py:f")
-    (tmp_path / "raises_once.py").write_text("def f():\n    return 10\n")
-    assert load_reference(f"{tmp_path}/raises_once.py:f")() == 10
+def test_a_file_that_raises_is_loaded_anew_and_one_that_another_has_imported_is_not(tmp_path):
+    (file := tmp_path / "raises_once.py").write_text("1 / 0\n")
+    pytest.raises(ZeroDivisionError, load_reference, f"{file}:f")
+    file.write_text("def f():\n    return 10\n")
+    (tmp_path / "second_own.py").write_text("from raises_once import f\n")
+    (tmp_path / "first_own.py").write_text("import second_own\nf = second_own.f\n")
+    first = load_reference(f"{tmp_path}/first_own.py:f")
+    assert load_reference(f"{tmp_path}/second_own.py:f") is load_reference(f"{file}:f") is first
+    assert first() == 10
 
 
 def test_async_functions_are_awaited_and_share_one_event_loop(tmp_path):
@@ -159,16 +141,14 @@ def test_a_dict_gives_sub_scores_and_a_number_may_be_of_any_kind(result, value, 
 
 @pytest.mark.parametrize(("parameter", "result", "words"), [
     ("completion", "'1'", "score returned '1', not a finite number"),
-    ("completion", "None", "score returned None, not a finite number"),
     ("completion", "1e39", r"score returned 1e\+39, not a finite number of 32 bits"),
     ("completion", "{'acc': 1}", "a dict needs the key 'reward' or 'score'"),
     ("completions", "[1]", "for 2 completions, not a list of that many"),
-    ("completions", "1", "score returned 1 for 2 completions"),
     ("completions", "'ab'", "score returned 'ab' for 2 completions"),
 ])  # fmt: skip
 def test_a_wrong_result_says_what_was_returned(parameter, result, words, tmp_path):
-    with pytest.raises(ValueError, match=words):
-        own(tmp_path, f"def score({parameter}):\n    return {result}\n")(CASES)
+    reward = own(tmp_path, f"def score({parameter}):\n    return {result}\n")
+    pytest.raises(ValueError, reward, CASES).match(words)
 
 
 @pytest.mark.parametrize(("code", "words"), [
@@ -177,65 +157,59 @@ def test_a_wrong_result_says_what_was_returned(parameter, result, words, tmp_pat
     ("def other():\n    return 1\n", "no function or class 'score'; it has other"),
 ])  # fmt: skip
 def test_a_function_that_cannot_be_called_is_refused_at_loading(code, words, tmp_path):
-    """A function whose parameters do not say how to call it is refused when it is loaded."""
-    with pytest.raises(ValueError, match=words):
-        own(tmp_path, code)
+    pytest.raises(ValueError, own, tmp_path, code).match(words)
 
 
 def test_a_row_without_a_column_that_the_function_takes_is_named(tmp_path):
     own(tmp_path, "def score(completions, solution):\n    return [1.0 for _ in completions]\n")
-    handle = RewardWorker(f"{tmp_path}/my_reward.py:score", None)
-    problems = handle(("check", [Case("", "", {"solution": "4"}), CASES[0]]))
+    rows = [Case("", "", {"solution": "4"}), CASES[0]]
+    problems = RewardWorker(f"{tmp_path}/my_reward.py:score", None)(("check", rows))
     assert problems == [None, "score takes 'solution', but the row's columns are level, answer"]
-
-
-def test_a_reward_finds_its_neighbours_before_our_modules(tmp_path, monkeypatch):
-    monkeypatch.delitem(sys.modules, "data", raising=False)  # a worker has not imported it
-    monkeypatch.setattr(sys, "path", [*sys.path])  # programs that later tests start must not find this data.py
-    (tmp_path / "data.py").write_text("VALUE = 0.25\n")
-    reward = own(tmp_path, "from data import VALUE\ndef score(completion):\n    return VALUE\n")
-    assert math.isclose(reward(CASES[:1])[0][0], 0.25)
 
 
 @pytest.mark.parametrize(("signature", "bound"), [("completion, level", "level=7"), ("completion, answer", "answer=7")])
 def test_what_the_user_has_bound_stays_bound(signature, bound, tmp_path):
     """Neither a column of the row nor an answer takes its place."""
-    name = bound.partition("=")[0]
-    code = (
-        f"from functools import partial\ndef other({signature}):\n    return {name}\nscore = partial(other, {bound})\n"
-    )
-    assert own(tmp_path, code)(CASES[:1]) == [(7, {}, "")]
+    code = f"from functools import partial\ndef other({signature}):\n    return {bound.removesuffix('=7')}\n"
+    assert own(tmp_path, f"{code}score = partial(other, {bound})\n")(CASES[:1]) == [(7, {}, "")]
 
 
-def test_row_changes_are_hidden_from_other_functions(tmp_path):
-    """What a function does to the row is seen by no other function and no other completion."""
-    code = "def takes(completion, columns):\n    columns['tests'].pop()\n    del columns['answer']\n    return 1.0\n"
-    code += "def left(completion, columns):\n    return len(columns['tests']) + ('answer' in columns)\n"
-    (tmp_path / "my.py").write_text(code)
+CHANGES = """
+def takes(completion, columns):
+    columns['tests'].pop()
+    del columns['answer']
+    return 1.0
+
+def left(completion, columns):
+    return len(columns['tests']) + ('answer' in columns)
+
+class Game:
+    def __init__(self, row):
+        self.words = row['words']
+
+    def reply(self, completion):
+        return self.words.pop()
+"""
+
+
+def test_changes_of_a_row_are_seen_by_no_one_else(tmp_path):
+    """By a function, of another one or another completion; by an environment, of the next one."""
+    (tmp_path / "my.py").write_text(CHANGES)
     handler = RewardWorker(",".join(f"{tmp_path}/my.py:{name}" for name in ("takes", "left")), None)
     shared = Case("", "4", {"tests": ["a", "b"], "answer": "4"})
     for case in (shared, shared):  # two completions of one prompt, which --reward_in_flight brings together
         assert handler(("grade", case)).reward == 1.0 + 3.0
-
-
-def test_the_next_environment_sees_a_changed_row_whole(tmp_path):
-    """A row that an environment changes is seen whole by the next environment."""
-    code = "class Game:\n    def __init__(self, row):\n        self.words = row['words']\n"
-    code += "    def reply(self, completion):\n        return self.words.pop()\n"
-    (tmp_path / "my.py").write_text(code)
     handler, row = episode.EpisodeWorker(f"{tmp_path}/my.py:Game", None), {"words": ["last", "first"]}
     replies = [handler(episode.Turn(number, row, ("text",), False)) for number in (1, 2)]
     assert [reply.messages[0]["content"] for reply in replies] == ["first", "first"]
 
 
 def test_an_unreadable_neighbour_stops_only_its_own_import(tmp_path):
-    """A neighbour that cannot be read stops nothing but its own import. Python 2 or UTF-16, imported in a `try`; a
-    folder of data that has the name of a library; a package without `__init__.py`.
-    """
+    """Python 2, UTF-16, a folder of data with the name of a library, no `__init__.py`."""
     tried = "try:\n    import old, wide\nexcept (SyntaxError, ValueError):\n    pass\n"
     (tmp_path / "my.py").write_text(f"import datasets\nfrom kit.util import x\n{tried}")
-    (tmp_path / "datasets").mkdir()
-    (tmp_path / "kit").mkdir()
+    for folder in ("datasets", "kit"):
+        (tmp_path / folder).mkdir()
     (tmp_path / "kit" / "util.py").write_text("x = 1\n")
     (tmp_path / "old.py").write_text('print "text"\n')
     (tmp_path / "wide.py").write_text("x = 1\n", "utf-16")

@@ -12,6 +12,8 @@ from reports.compare import common_steps, compare, margin_of_difference, t_quant
 from reports.page import describe, seed_groups
 from runtime.history import History, read_run
 
+EVAL, NO_MORE = "eval/test/avg@1", {}
+A, B = {1: 0.50, 2: 0.51, 3: 0.49}, {1: 0.60, 2: 0.612, 3: 0.59}  # seed -> reward
 METRICS = ("reward/mean", "completion/tokens_mean", "policy/kl_ref", "policy/entropy")
 
 
@@ -21,10 +23,9 @@ def test_quantiles_are_those_of_the_tables():
 
 
 def test_welchs_interval_is_that_of_a_worked_example():
-    """Welch's interval is that of a worked example, and a side of one run takes the variance of the other side."""
+    """And a side of one run takes the variance of the other side."""
     # By hand: variances 1 and 16, 3 values each: se = sqrt(17 / 3) = 2.3805, freedom = 17^2 / (1 + 256) x 2 = 2.2490.
-    found = margin_of_difference([1.0, 2.0, 3.0], [2.0, 6.0, 10.0])
-    assert found == pytest.approx(3.8769 * 2.3805, rel=1e-3)
+    assert margin_of_difference([1.0, 2.0, 3.0], [2.0, 6.0, 10.0]) == pytest.approx(3.8769 * 2.3805, rel=1e-3)
     # The variance 4 of three values, for both means: se = 2 x sqrt(1 + 1 / 3), freedom = 2.
     for sides in (([1.0], [2.0, 4.0, 6.0]), ([2.0, 4.0, 6.0], [1.0])):
         assert margin_of_difference(*sides) == pytest.approx(4.30265 * 2 * math.sqrt(4 / 3), rel=1e-4)
@@ -36,19 +37,14 @@ def test_the_evaluation_before_training_alone_says_nothing():
 
 
 def runs_of(
-    folder: Path,
-    rewards: dict[int, float],
-    num_steps: int = 40,
-    more: dict[str, object] | None = None,
-    **config: object,
+    folder: Path, rewards: dict[int, float], num_steps: int = 40, more: dict = NO_MORE, **config: object
 ) -> list[Path]:
     """Folders of runs, seed -> reward; a curve rises to its reward at half the way."""
     paths = []
     for seed, reward in rewards.items():
         records = [
-            {"step": step, "eval/test/avg@1": None if step == 20 else reward, "eval/test/stderr": 0.01}
+            {"step": step, EVAL: None if step == 20 else reward, "eval/test/stderr": 0.01, **more}
             | {name: reward * min(1, step / num_steps * 2) for name in METRICS}
-            | (more or {})
             for step in range(1, num_steps + 1)
         ]
         paths.append(write_run(folder / f"seed{seed}", {"seed": seed, "out_dir": f"seed{seed}"} | config, records))
@@ -56,17 +52,16 @@ def runs_of(
 
 
 def said(a: list[Path], b: list[Path]) -> str:
-    return compare(*([read_run(run) for run in side] for side in (a, b)))
+    return compare([read_run(run) for run in a], [read_run(run) for run in b])
 
 
 def test_the_verdict_is_better_worse_or_no_visible_difference(tmp_path):
-    """The verdict says that B is better or worse, or that no difference can be seen."""
-    a = runs_of(tmp_path / "a", {1: 0.50, 2: 0.51, 3: 0.49}, learning_rate=1e-4)
-    text = said(a, runs_of(tmp_path / "b", {1: 0.60, 2: 0.612, 3: 0.59}, learning_rate=3e-4))
+    a = runs_of(tmp_path / "a", A, learning_rate=1e-4)
+    text = said(a, runs_of(tmp_path / "b", B, learning_rate=3e-4))
     assert "From A to B: --learning_rate 0.0001 -> 0.0003." in text and "differences of pairs" in text
     # Differences 0.1, 0.102, 0.1: mean 0.1007, s = 0.001155, margin 4.303 x 0.001155 / sqrt(3) = 0.0029.
     end, whole = text.split("Over the whole curve")
-    for name, word in {"reward/mean": "better", "eval/test/avg@1": "better", "policy/entropy": "higher"}.items():
+    for name, word in {"reward/mean": "better", EVAL: "better", "policy/entropy": "higher"}.items():
         line = rf"^{name} +0\.500 +0\.601 +\+0\.101 \(\+0\.098 to \+0\.104\): B is {word}$"
         assert re.search(line, end, re.MULTILINE), end
     assert re.search(r"^reward/mean +0\.381 +0\.458 +\+0\.077", whole, re.MULTILINE)  # 0.5 x 0.7625
@@ -80,8 +75,7 @@ def test_the_verdict_is_better_worse_or_no_visible_difference(tmp_path):
 
 
 def test_with_one_seed_each_only_the_evaluations_error_is_known(tmp_path):
-    """With one seed on each side, only the error of the evaluation is known."""
-    (a,), (b,) = runs_of(tmp_path / "a", {1: 0.5}, 10), runs_of(tmp_path / "b", {2: 0.6}, 10)
+    a, b = runs_of(tmp_path, {1: 0.5, 2: 0.6}, 10)
     unknown = "+0.100: its error is not known"
     for run, correct in ((a, 50), (b, 60)):
         write_completions(run, 10, "test", [1.0] * correct + [0.0] * (100 - correct))
@@ -94,25 +88,20 @@ def test_with_one_seed_each_only_the_evaluations_error_is_known(tmp_path):
 
 
 def test_what_a_step_costs_is_compared_too(tmp_path):
-    """Steps of 2 s against 2.6 s, which sample 2 and 4 prompts."""
-    costs = {"time/step_s": 2.0, "sampling/prompts": 2}
-    a = runs_of(tmp_path / "a", {1: 0.5, 2: 0.6}, more=costs)
-    text = said(a, runs_of(tmp_path / "b", {1: 0.5, 2: 0.6}, more={"time/step_s": 2.6, "sampling/prompts": 4}))
+    costs = ({"time/step_s": 2.0, "sampling/prompts": 2}, {"time/step_s": 2.6, "sampling/prompts": 4})
+    text = said(*(runs_of(tmp_path / str(i), {1: 0.5, 2: 0.6}, more=each) for i, each in enumerate(costs)))
     for name, difference in {"time/step_s": "0.600", "sampling/prompts": "2.000"}.items():
         assert re.search(rf"^{name} .*\+{difference}: its error is not known$", text, re.MULTILINE), text
 
 
 def test_how_far_a_run_has_come_is_no_difference(tmp_path):
-    (a,), (b,) = (
-        runs_of(tmp_path / "a", {1: 0.5}, stop_after=None),
-        runs_of(tmp_path / "b", {2: 0.5}, 10, stop_after=10),
-    )
-    assert "From A to B: the same flags." in said([a], [b])
-    assert seed_groups([describe(read_run(run)) for run in (a, b)]) == [[0, 1]]
+    a, b = runs_of(tmp_path / "a", {1: 0.5}, stop_after=None), runs_of(tmp_path / "b", {2: 0.5}, 10, stop_after=10)
+    assert "From A to B: the same flags." in said(a, b)
+    assert seed_groups([describe(read_run(run)) for run in a + b]) == [[0, 1]]
 
 
 def test_runs_without_a_spread_have_no_interval(tmp_path):
-    """Seeds that say exactly the same are no spread, and runs of one seed, which differ by rounding, are one draw."""
+    """Seeds that say the same have none; runs of one seed, which differ by rounding, are one draw."""
     for i, (a, b) in enumerate((({1: 0.5, 2: 0.5}, {3: 0.6, 4: 0.6}), ({1: 0.5}, {1: 0.6}), ({1: 0.5}, {2: 0.6}))):
         sides = [[], []]
         for copy in range(2 if i else 1):
@@ -133,8 +122,7 @@ def test_what_speaks_against_a_comparison_is_said(tmp_path):
     assert "A has the same seed twice" in text and "A's runs differ in more than the seed: --group_size." in text
     assert "Not compared, because no step of training has it in every run: policy/kl_ref." in text
     assert "not measured alike: --reward" in text
-    with pytest.raises(ValueError, match="seed1, .*seed1: one run is there twice"):
-        said([b[0], b[0]], b[1:])
+    pytest.raises(ValueError, said, [b[0], b[0]], b[1:]).match("seed1, .*seed1: one run is there twice")
     replay = write_run(tmp_path / "r", {"replay": "runs/x"}, [{"step": 1, "reward/mean": 0.5, "policy/entropy": 1.0}])
     text = said(a[:1], [replay])
     assert f"a replay ({replay}) copies" in text and "reward/" not in text and "policy/entropy" in text
@@ -153,26 +141,22 @@ def test_what_speaks_against_a_comparison_is_said(tmp_path):
     ({"learning_rate": 1.0}, {"learning_rate": 2.0}, "", ""),
 ])  # fmt: skip
 def test_what_is_not_measured_alike_has_no_verdict(flags_of_a, flags_of_b, why_reward, why_eval, tmp_path):
-    a = runs_of(tmp_path / "a", {1: 0.50, 2: 0.51, 3: 0.49}, **flags_of_a)
-    text = said(a, runs_of(tmp_path / "b", {1: 0.60, 2: 0.612, 3: 0.59}, **flags_of_b))
-    for name, why in {"reward/mean": why_reward, "eval/test/avg@1": why_eval}.items():
+    text = said(runs_of(tmp_path / "a", A, **flags_of_a), runs_of(tmp_path / "b", B, **flags_of_b))
+    for name, why in {"reward/mean": why_reward, EVAL: why_eval}.items():
         holds = rf"not measured alike: {why}" if why else r"\+0\.101 .*: B is better"
         assert re.search(rf"^{name} +0\.500 +0\.601 +{holds}$", text, re.MULTILINE), text
     assert re.search(r"^policy/entropy .*: B is higher$", text, re.MULTILINE), "it says what it says of both"
 
 
 def test_other_contents_under_the_same_name_are_a_difference(tmp_path):
-    """Other contents under the same names are a difference, but what a seed draws is none. A run's inputs.json:
-    its data, its reward and its weights; `policy_seed1` and `#10` are of the seed.
-    """
-    runs = {}
-    for name, seed, digest in (("a", 1, "1f"), ("b", 2, "1f"), ("c", 3, "2f")):
-        (run,) = runs_of(tmp_path / name, {seed: 0.5}, model=f"policy_seed{seed}", reward="my.py:f")
+    """By inputs.json. But what a seed draws is none: `policy_seed1`, `#10`."""
+    runs = []
+    for seed, digest in ((1, "1f"), (2, "1f"), (3, "2f")):
+        runs += runs_of(tmp_path, {seed: 0.5}, model=f"policy_seed{seed}", reward="my.py:f")
         inputs = {"--model": f"w{seed}", "my.py": digest, "rows.jsonl": "1f", "more.jsonl#10": f"d{seed}"}
-        (run / "inputs.json").write_text(json.dumps(inputs))
-        runs[name] = run
-    assert "From A to B: the same flags." in said([runs["a"]], [runs["b"]])
-    text = said([runs["a"]], [runs["c"]])
+        (runs[-1] / "inputs.json").write_text(json.dumps(inputs))
+    assert "From A to B: the same flags." in said(runs[:1], runs[1:2])
+    text = said(runs[:1], runs[2:])
     assert "From A to B: contents of my.py '1f' -> '2f'." in text
     assert text.count("not measured alike: contents of my.py") == 2 * 2, "for both metrics of each table"
-    assert seed_groups([describe(read_run(run)) for run in runs.values()]) == [[0, 1], [2]]
+    assert seed_groups([describe(read_run(run)) for run in runs]) == [[0, 1], [2]]

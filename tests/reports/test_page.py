@@ -27,11 +27,6 @@ from reports.samples import pack_samples
 from runtime.history import History, read_config, read_metrics
 from watch.reference import published_curves
 
-FLAGS = [
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update",
-]  # fmt: skip
-
 
 def write(file: Path, *runs: Path) -> Path:
     histories = [History(run, read_config(run), read_metrics(run)) for run in runs]
@@ -40,17 +35,21 @@ def write(file: Path, *runs: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def three_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """500 steps each. a and b differ by their seed, c by a flag and its code. a has 10,000 completions of 50 steps."""
+def big_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of runs of 500 steps beside it. a and b differ by their seed, c by a flag and its code. a has
+    10,000 completions of 50 steps.
+    """
     root = tmp_path_factory.mktemp("runs")
     runs = [make_run(root / "a", 1), make_run(root / "b", 2), make_run(root / "c", 3, patch=HOSTILE, clip_high=0.28)]
     make_rollouts(runs[0], list(range(10, 501, 10)), prompts=25, tokens=300, vocabulary=make_vocabulary(151_000))
-    return runs
+    return write(root / "report.html", *runs)
 
 
-@pytest.fixture(scope="module")
-def big_page(three_runs: list[Path]) -> Path:
-    return write(three_runs[0].parent / "report.html", *three_runs)
+def small_run(folder: Path, steps: list[int]) -> Path:
+    """With the completions of these steps."""
+    run = make_run(folder, steps=5)
+    make_rollouts(run, steps, prompts=2, tokens=30, vocabulary=make_vocabulary(400))
+    return run
 
 
 def header_of(packed: str) -> dict:
@@ -73,9 +72,8 @@ def test_ten_thousand_completions_take_less_than_20_MB(big_page):
 
 
 @pytest.mark.parametrize(("budget", "fewest", "kept"), [(9_000_000, 20, 25), (1_000_000, 15, 3)])
-def test_over_the_budget_whole_groups_of_all_the_run_are_kept(three_runs, budget, fewest, kept):
-    """Over the budget, whole groups are kept, of steps from the whole run."""
-    found, chunks = pack_samples(three_runs[0], budget)
+def test_over_the_budget_whole_groups_of_all_the_run_are_kept(big_page, budget, fewest, kept):
+    found, chunks = pack_samples(big_page.with_name("a"), budget)
     assert (found["num_steps"], found["num_groups"], found["groups"]) == (50, 25, kept)
     steps = found["steps"]
     assert fewest <= len(steps) < 50 and steps[-1] == 500 and steps[0] <= 50
@@ -87,8 +85,7 @@ def test_over_the_budget_whole_groups_of_all_the_run_are_kept(three_runs, budget
 
 
 def test_files_that_cannot_be_read_are_left_out_and_named(tmp_path, capsys):
-    run = make_run(tmp_path / "run", steps=5)
-    make_rollouts(run, [1, 2, 3, 4], prompts=2, tokens=30, vocabulary=make_vocabulary(400))
+    run = small_run(tmp_path / "run", [1, 2, 3, 4])
     files = {step: run / "rollouts" / f"step_{step}.parquet" for step in range(1, 5)}
     content = bytearray(files[2].read_bytes())
     content[len(content) // 3] ^= 255
@@ -108,12 +105,9 @@ def test_runs_that_differ_by_their_seed_alone_are_one_group():
         return {"config": config, "code": {"commit": commit}}
 
     assert seed_groups([run(1), run(2), run(11)]) == [[0, 1, 2]]
-    for other_seeds in (
-        run(2, kl_coef=0.2), run(2, commit="b"),
-        run(2, model="runs/policy_seed21"), run(2, model="Qwen2-4B"),  # there the 2 is no seed
-        {"config": {}, "code": {}},
-    ):  # fmt: skip
-        assert seed_groups([run(1), other_seeds]) == [[0], [1]]
+    others = [run(2, kl_coef=0.2), run(2, commit="b"), {"config": {}, "code": {}}]
+    others += [run(2, model="runs/policy_seed21"), run(2, model="Qwen2-4B")]  # there the 2 is no seed
+    assert [seed_groups([run(1), other]) for other in others] == [[[0], [1]]] * 5
 
 
 def test_training_does_not_pay_for_the_page():
@@ -131,6 +125,7 @@ class Browser:
         self.driver, self.run = driver, driver.execute_script
 
     def open(self, file: Path, width: int = 1280, dark: bool = False) -> None:
+        self.is_dark = dark
         metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -171,8 +166,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         pytest.skip(reason)
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
-    for flag in [*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
-        options.add_argument(flag)
+    flags = "headless=new no-sandbox disable-gpu disable-quic no-first-run disable-sync disable-background-networking"
+    for flag in [*flags.split(), "disable-component-update", f"user-data-dir={tmp_path_factory.mktemp('profile')}"]:
+        options.add_argument(f"--{flag}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options, webdriver.ChromeService(chromedriver))
     yield Browser(driver)
@@ -180,116 +176,108 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module", params=[1280, 360])
-def opened(request, browser, big_page) -> tuple[Browser, int]:
+def page(request, browser, big_page) -> Browser:
     """The page of three runs on a wide, light screen and on a narrow, dark one."""
     browser.open(big_page, request.param, dark=request.param == 360)
-    return browser, request.param
+    return browser
 
 
-def test_tokens_are_coloured_by_the_stored_log_probs(opened, three_runs):
-    browser, _ = opened
-    row = pq.read_table(three_runs[0] / "rollouts" / "step_500.parquet").slice(2, 1).to_pylist()[0]
+def test_tokens_are_coloured_by_the_stored_log_probs(page, big_page):
+    row = pq.read_table(big_page.with_name("a") / "rollouts" / "step_500.parquet").slice(2, 1).to_pylist()[0]
     spans = "document.querySelectorAll('.tokens')[2].querySelectorAll('span')"
-    classes = browser.run(f"return [...{spans}].map((span) => span.className)")
-    levels = {"l0": (0.91, 1), "l1": (0.51, 0.89), "l3": (0.06, 0.19), "l4": (0.011, 0.049)}
-    for level, (low, high) in levels.items():
+    classes = page.run(f"return [...{spans}].map((span) => span.className)")
+    for level, low, high in (("l0", 0.91, 1), ("l1", 0.51, 0.89), ("l3", 0.06, 0.19), ("l4", 0.011, 0.049)):
         shown = [name for name, x in zip(classes, row["rollout_logprobs"], strict=True) if low < np.exp(x) < high]
         assert set(shown) <= {level}, level
     assert {"l0", "l1", "l2", "l3"} <= set(classes)
-    browser.find(".tokens", 2).send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    shown = browser.find("#tip").text
-    assert float(re.search(r"log-prob (\S+),", shown)[1]) == pytest.approx(row["rollout_logprobs"][1], abs=0.02)
-    browser.check()
+    page.find(".tokens", 2).send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
+    assert float(re.search(r"log-prob (\S+),", page.find("#tip").text)[1]) == pytest.approx(
+        row["rollout_logprobs"][1], abs=0.02
+    )
+    page.check()
 
 
-def test_a_models_text_is_shown_and_never_runs_as_code(opened):
-    """What a model has written is shown as text and never runs."""
-    browser, _ = opened
-    hostile, smiling = browser.all(".tokens")[:2]
+def test_a_models_text_is_shown_and_never_runs_as_code(page):
+    hostile, smiling = page.all(".tokens")[:2]
     assert hostile.startswith(HOSTILE)
     assert smiling.startswith(f"{SMILE} is the answer\nand a new line, {SMILE}"), "a character of four tokens is whole"
     for place in (".completion dt", ".completion dd", ".badge", "#samples code", "details .text", "td code", "option"):
-        assert any("<img src=x onerror" in text for text in browser.all(place)), place
-    assert browser.all("img, main script") == [] and browser.run("return window.hacked") is None
-    assert browser.run(r"return make('b', {}, 'a\u202eb\u2066').textContent") == r"a\u202eb\u2066", "turns no text"
-    browser.check()
+        assert any("<img src=x onerror" in text for text in page.all(place)), place
+    assert page.all("img, main script") == [] and page.run("return window.hacked") is None
+    assert page.run(r"return make('b', {}, 'a\u202eb\u2066').textContent") == r"a\u202eb\u2066", "turns no text"
+    page.check()
     code = "const s = document.createElement('script'); s.textContent = 'window.hacked = 1'; document.body.append(s);"
-    assert browser.run(f"{code} return window.hacked") is None, "the page's policy admits its own scripts alone"
-    assert len(browser.driver.get_log("browser")) == 1
+    assert page.run(f"{code} return window.hacked") is None, "the page's policy admits its own scripts alone"
+    assert len(page.driver.get_log("browser")) == 1
 
 
-def test_overview_curves_and_differences_are_shown(opened):
-    browser, width = opened
-    titles = " ".join(browser.all("figure h3"))
+def test_overview_curves_and_differences_are_shown(page):
     for word in ("Reward", "eval/math500/avg@4", "KL", "Entropy", "MFU", "reward/part/format", "Another metric"):
-        assert word in titles
-    assert len(browser.all(".chart canvas")) == len(browser.all("figure"))
+        assert word in " ".join(page.all("figure h3"))
+    assert len(page.all(".chart canvas")) == len(page.all("figure"))
     # a and b are one line with a band, c is another: with standard errors of reward and evaluation, without of the KL.
     lines = "return [0, 1, 4].map((i) => charts[i].plot.series.length - 1)"
-    assert browser.run(lines) == [3 + 3, 3 + 3, 3 + 1]
-    browser.find("input[type=checkbox]").click()
-    assert browser.run(lines) == [3 * 3, 3 * 3, 3]
-    browser.find(".key", 2).click()
-    assert browser.run(lines) == [2 * 3, 2 * 3, 2]
-    browser.choose("Smoothing", "21")
-    assert browser.run("const y = charts[0].plot.data[1]; return Math.abs(y[300] - y[299])") < 0.02, "no noise"
-    browser.choose("Another metric", "completion/frac_truncated")
-    assert browser.run("return charts.at(-1).plot.data[1].slice(30)") == pytest.approx([0.05] * 470)
-    browser.run("document.querySelectorAll('.chart')[1].focus()")
-    browser.find(".chart", 1).send_keys(Keys.ARROW_LEFT, Keys.ARROW_LEFT)
-    browser.wait("document.querySelector('#tip').textContent.startsWith('step 475')")
-    assert browser.all("section h2") == ["Curves", "Overview", "Differences", "Samples"]
-    assert not browser.run("return document.querySelector('#overview details').open"), "phases are folded"
-    phases = browser.all("#overview details tbody tr")
+    assert page.run(lines) == [3 + 3, 3 + 3, 3 + 1]
+    page.find("input[type=checkbox]").click()
+    assert page.run(lines) == [3 * 3, 3 * 3, 3]
+    page.find(".key", 2).click()
+    assert page.run(lines) == [2 * 3, 2 * 3, 2]
+    page.choose("Smoothing", "21")
+    assert page.run("const y = charts[0].plot.data[1]; return Math.abs(y[300] - y[299])") < 0.02, "no noise"
+    page.choose("Another metric", "completion/frac_truncated")
+    assert page.run("return charts.at(-1).plot.data[1].slice(30)") == pytest.approx([0.05] * 470)
+    page.run("document.querySelectorAll('.chart')[1].focus()")
+    page.find(".chart", 1).send_keys(Keys.ARROW_LEFT, Keys.ARROW_LEFT)
+    page.wait("document.querySelector('#tip').textContent.startsWith('step 475')")
+    assert page.all("section h2") == ["Curves", "Overview", "Differences", "Samples"]
+    assert not page.run("return document.querySelector('#overview details').open"), "phases are folded"
+    phases = page.all("#overview details tbody tr")
     assert re.match(r"sample(20|19.9|20.1) s · 5[23]%", phases[0])
     shares = [int(re.search(r"· (\d+)%", row)[1]) for row in phases]
     assert shares == sorted(shares, reverse=True)
-    flags = browser.all("#differences .scroll:first-of-type tbody tr")
+    flags = page.all("#differences .scroll:first-of-type tbody tr")
     assert flags[1:3] == ["--seed123", "--clip_high0.20.20.28"]
     assert re.fullmatch("uncommitted changesnonenone[0-9a-f]{10}", flags[3])
-    page_color = browser.run("return getComputedStyle(document.body).backgroundColor")
-    assert page_color == ("rgb(20, 23, 27)" if width == 360 else "rgb(246, 247, 249)")
-    browser.check()
+    color = page.run("return getComputedStyle(document.body).backgroundColor")
+    assert color == ("rgb(20, 23, 27)" if page.is_dark else "rgb(246, 247, 249)")
+    page.check()
 
 
-def test_samples_are_chosen_filtered_and_searched(opened):  # the last one: it changes what is shown
-    browser, _ = opened
-    assert browser.all("#samples p")[2].startswith("Step 500, group 0")
-    browser.choose("Step", "30")
-    browser.wait_for("200 completions in 25 groups.")
-    browser.choose("Verdict", "incorrect")
-    browser.wait_for("pass the filters")
-    shown = len(browser.all(".completion"))
-    assert len(browser.all(".completion .bad")) == shown < 8 and browser.all(".completion .good") == []
-    browser.choose("Verdict", "any")
-    browser.choose("Length", "truncated")
-    browser.wait_for("50 completions")
-    assert len(browser.all(".completion")) == browser.all(".completion .warn").count("truncated") == 2
-    browser.choose("Length", "any")
-    browser.find("input[type=search]").send_keys("IS THE ANSWER")
-    browser.choose("Step", "all steps")
-    browser.wait_for("50 completions in 50 groups")
-    assert "".join(browser.all(".tokens .found")) in (" is the answer", "is the answer")
-    browser.find("button[title='Next group']").click()
-    assert browser.all("#samples p")[2].startswith("Step 20, group 0")
-    browser.find("input[type=search]").send_keys("no such text")
-    browser.wait_for("0 completions in 0 groups")
-    assert browser.all(".completion") == []
-    browser.check()
+def test_samples_are_chosen_filtered_and_searched(page):  # the last one: it changes what is shown
+    assert page.all("#samples p")[2].startswith("Step 500, group 0")
+    page.choose("Step", "30")
+    page.wait_for("200 completions in 25 groups.")
+    page.choose("Verdict", "incorrect")
+    page.wait_for("pass the filters")
+    shown = len(page.all(".completion"))
+    assert len(page.all(".completion .bad")) == shown < 8 and page.all(".completion .good") == []
+    page.choose("Verdict", "any")
+    page.choose("Length", "truncated")
+    page.wait_for("50 completions")
+    assert len(page.all(".completion")) == page.all(".completion .warn").count("truncated") == 2
+    page.choose("Length", "any")
+    page.find("input[type=search]").send_keys("IS THE ANSWER")
+    page.choose("Step", "all steps")
+    page.wait_for("50 completions in 50 groups")
+    assert "".join(page.all(".tokens .found")) in (" is the answer", "is the answer")
+    page.find("button[title='Next group']").click()
+    assert page.all("#samples p")[2].startswith("Step 20, group 0")
+    page.find("input[type=search]").send_keys("no such text")
+    page.wait_for("0 completions in 0 groups")
+    assert page.all(".completion") == []
+    page.check()
 
 
-def test_a_completion_of_300000_tokens_is_shown_whole(opened):
-    browser, _ = opened
+def test_a_completion_of_300000_tokens_is_shown_whole(page):
     made = """const n = 300000, body = document.createElement("div");
         const step = {bytes: new Uint8Array(n).fill(97), sizes: new Uint16Array(n).fill(1), logprob: new Uint8Array(n)};
         fillTokens(body, step, {first: 0, start: 0, length: n, text: "a".repeat(n)}, Infinity);
         return body.querySelectorAll("span").length"""
-    assert browser.run(made) == 300_000
+    assert page.run(made) == 300_000
 
 
 def test_a_column_that_a_file_lacks_costs_no_completion(browser, tmp_path, capsys):
-    run = make_run(tmp_path / "run", steps=3)
-    make_rollouts(run, [1], prompts=2, tokens=30, vocabulary=make_vocabulary(400))
+    run = small_run(tmp_path / "run", [1])
     file = run / "rollouts" / "step_1.parquet"
     lacking = ["reward", "reward_parts", "reward_status", "is_correct", "prompt", "answer", "row", "is_trained"]
     pq.write_table(pq.read_table(file).drop_columns(lacking), file)
@@ -303,13 +291,14 @@ def test_a_column_that_a_file_lacks_costs_no_completion(browser, tmp_path, capsy
 
 def test_what_is_missing_is_said(browser, tmp_path):
     (tmp_path / "empty").mkdir()
-    alone = make_run(tmp_path / "alone", steps=3)
-    make_rollouts(alone, [1], prompts=2, tokens=30, vocabulary=make_vocabulary(400))
+    alone = small_run(tmp_path / "alone", [1])
     (alone / "rollouts" / "tokens.parquet").unlink()
-    for runs in ([tmp_path / "empty"], [alone, tmp_path / "empty"]):
+    for runs, missing in (
+        ([tmp_path / "empty"], ("No step is logged", "no config.json", "No completions")),
+        ([alone, tmp_path / "empty"], ["no rollouts/tokens.parquet"]),
+    ):
         browser.open(write(tmp_path / f"{len(runs)}.html", *runs))
         notes = " ".join(browser.all(".note, #samples p"))
-        missing = "No step is logged", "no config.json", "No completions"
-        assert all(words in notes for words in (missing if len(runs) == 1 else ["no rollouts/tokens.parquet"]))
+        assert all(words in notes for words in missing)
         browser.check()
     assert browser.all(".tokens")[0].startswith(HOSTILE), "without its tokens it is the stored text"

@@ -10,13 +10,12 @@ import pytest
 
 from helpers.runs import GUARD_SECONDS, ROOT, wait_for
 
-SCRIPTS = (ROOT / "scripts").glob("*.sh")
-SETUPS = sorted(path.stem for path in SCRIPTS if '/launch.sh"' in path.read_text())
+SETUPS = sorted(x.stem for x in ROOT.glob("scripts/*.sh") if '/launch.sh"' in x.read_text())
 TELLS = 'echo "$SEED $OUT_DIR $*" >> started\n'
 
 
-def place(folder: Path, script: str) -> None:
-    """A repository with seeds.sh and a launch script of this content; the user stands in its root."""
+def place(folder: Path, script: str = TELLS) -> None:
+    """A repository with seeds.sh and this launch script; the user stands in its root."""
     (folder / "scripts").mkdir(parents=True)
     shutil.copy(ROOT / "scripts" / "seeds.sh", folder / "scripts")
     (folder / "scripts" / "my_run.sh").write_text(script)
@@ -25,8 +24,8 @@ def place(folder: Path, script: str) -> None:
 def seeds(folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
     """(exit status, all that is said)."""
     without = {name: value for name, value in os.environ.items() if name != "OUT_DIR"}
-    command, options = ["bash", "scripts/seeds.sh", *arguments], {"capture_output": True, "text": True, "timeout": 60}
-    done = subprocess.run(command, cwd=folder, env=without | environment, check=False, **options)
+    options = {"cwd": folder, "env": without | environment, "capture_output": True, "text": True, "check": False}
+    done = subprocess.run(["bash", "scripts/seeds.sh", *arguments], **options, timeout=60)
     return done.returncode, done.stderr + done.stdout
 
 
@@ -35,7 +34,7 @@ def started(folder: Path) -> list[str]:
 
 
 def test_each_seed_runs_in_its_own_folder_with_the_users_flags(tmp_path):
-    place(tmp_path, TELLS)
+    place(tmp_path)
     status, said = seeds(tmp_path, "3", "scripts/my_run.sh", "--group_size", "4 x")
     assert status == 0 and "seeds 1 to 3 are done: runs/my_run_seed1 runs/my_run_seed2 runs/my_run_seed3" in said
     assert started(tmp_path) == [f"{seed} runs/my_run_seed{seed} --group_size 4 x --seed {seed}" for seed in (1, 2, 3)]
@@ -71,7 +70,7 @@ def test_a_signal_ends_the_run_and_the_seeds_after_it(tmp_path):
 
 
 def test_mistakes_are_told_in_a_sentence(tmp_path):
-    place(tmp_path, TELLS)
+    place(tmp_path)
     for arguments, sentence in {
         "scripts/my_run.sh": "how many seeds?", "3": "which script?", "3 scripts/none.sh": "scripts/none.sh is not",
         "3 scripts/my_run.sh --seed 7": "--seed is set here for each seed",

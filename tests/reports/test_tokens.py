@@ -31,7 +31,6 @@ def test_the_bytes_of_the_tokens_are_those_of_the_text(kind):
 
 
 def test_unknown_ids_are_empty_and_other_texts_taken_as_they_are():
-    """Token ids that the tokenizer skips have no bytes, and text that is not byte-level is taken as it is."""
     tokenizer = Tokenizer(models.BPE({"a": 0, "\u2192": 1, "\u0120b": 3}, []))
     tokenizer.decoder = decoders.ByteLevel()
     known = bytes_of_tokens(PreTrainedTokenizerFast(tokenizer_object=tokenizer))

@@ -5,6 +5,7 @@ import os
 import re
 import sqlite3
 import sys
+from unittest.mock import Mock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -21,7 +22,7 @@ TIMES = {"time/sample_s": 1.0, "time/rollout_tail_s": 0.5, "time/step_s": 2.0}
 STEP = {"reward/mean": 0.5, "policy/loss": float("nan")} | TIMES
 
 
-def tell(folder, capsys, *steps: dict[str, float], quiet: bool = False) -> list[str]:
+def told(folder, capsys, *steps: dict[str, float], quiet: bool) -> list[str]:
     """The lines that the console shows of a run of 10 steps."""
     console = Console(folder, 10, quiet)
     for number, metrics in enumerate(steps, start=1):
@@ -34,8 +35,7 @@ def status_in(folder) -> dict:
 
 
 def test_the_status_has_phase_last_step_and_time_left(tmp_path, capsys):
-    """The status says what is done now, and below it the last step and the time that is left."""
-    lines = tell(tmp_path, capsys, STEP, STEP | {"time/step_s": 4.0})
+    lines = told(tmp_path, capsys, STEP, STEP | {"time/step_s": 4.0}, quiet=False)
     assert lines[1].endswith("| 0:00:24 left")
     expected = {"now": "log", "step": 2, "last_step": 10, "seconds_left": 24, "reward/mean": 0.5}
     assert expected.items() <= status_in(tmp_path).items()
@@ -55,7 +55,6 @@ def test_the_status_has_phase_last_step_and_time_left(tmp_path, capsys):
     (lambda: None, "load"),
 ])  # fmt: skip
 def test_the_status_says_how_a_run_has_ended_first_reason_first(how, now, tmp_path, monkeypatch):
-    """The status says how a run has ended, and the first reason counts."""
     monkeypatch.delenv("GRPO_LAUNCH_FOLDER", raising=False)
     monkeypatch.setattr("runtime.start.ON_END", (hears := []))
     monkeypatch.setattr("watch.console.ON_END", hears)
@@ -69,17 +68,17 @@ def test_the_status_says_how_a_run_has_ended_first_reason_first(how, now, tmp_pa
 
 
 def test_quiet_shows_steps_with_an_evaluation_and_its_failures(tmp_path, capsys):
-    """With --quiet the console shows the steps with an evaluation, and what could not be graded."""
     failed = {"eval/heldout/avg@4": 0.05, "eval/heldout/frac_failed": 0.347, "eval/other/frac_failed": 0.0}
-    (line,) = tell(tmp_path, capsys, STEP, STEP | failed, quiet=True)
+    (line,) = told(tmp_path, capsys, STEP, STEP | failed, quiet=True)
     assert line.startswith("step  2/10 |")
     assert "| eval/heldout/frac_failed 0.347, see eval/step_2" in line and "other" not in line
 
 
 def test_the_console_line_shows_what_was_measured():
-    metrics = {"reward/mean": 0.5, "time/sample_s": 1.26, "time/step_s": 2.0, "eval/heldout/avg@4": 0.75}
-    metrics |= {"optim/skipped_updates": 2.0}
-    metrics |= {"time/sync_s": 0.01, "time/rollout_tail_s": 1.0, "perf/update_mfu": 0.4}
+    metrics = {
+        "reward/mean": 0.5, "time/sample_s": 1.26, "time/step_s": 2.0, "time/sync_s": 0.01, "time/rollout_tail_s": 1.0,
+        "eval/heldout/avg@4": 0.75, "optim/skipped_updates": 2.0, "perf/update_mfu": 0.4,
+    }  # fmt: skip
     assert console_line(3, 10, metrics, 14.2) == (
         "step  3/10 | reward 0.500 | MFU 40% | SKIPPED UPDATES: 2 not finite | 2.0s (sample 1.3)"
         " | eval/heldout/avg@4 0.750 | 0:00:14 left"
@@ -87,7 +86,7 @@ def test_the_console_line_shows_what_was_measured():
 
 
 def test_five_steps_without_signal_are_warned_of_once(tmp_path, capsys):
-    """Five steps without an advantage or a gradient are warned of once."""
+    """Without an advantage, or without a gradient."""
     console = Console(tmp_path, 20, quiet=True)
     nothing, signal, lone = (0, None), (0.5, 0.1), (None, 0)  # the last: with --group_size 1 no group has a signal
     for step, (share, norm) in enumerate([nothing, signal, *[nothing] * 6, signal, *[lone] * 6], start=1):
@@ -100,22 +99,16 @@ def test_five_steps_without_signal_are_warned_of_once(tmp_path, capsys):
 def test_files_that_a_run_can_miss_cost_a_warning(tmp_path, capsys):
     """Those that cannot be written, once; and curves of a log that is damaged."""
     (tmp_path / "status.json").mkdir()
-    console = Console(tmp_path, 10, quiet=True)
-    for step in (1, 2):
-        console.step(step, STEP)
+    (status,) = told(tmp_path, capsys, STEP, STEP, quiet=True)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean: 0.5}\n')
     Results(tmp_path).end("done")
-    status, curves = capsys.readouterr().out.splitlines()
+    curves = capsys.readouterr().out
     assert status.startswith(f"warning: {tmp_path}/status.json could not be written")
     assert "curves.png could not be written: " in curves and "line 1, is damaged" in curves
 
 
 def test_a_tracker_that_fails_costs_its_curves_and_no_step(tmp_path, capsys, monkeypatch):
-    tracker = Tracker("wandb", tmp_path)
-
-    def fail(step, metrics):
-        raise ConnectionError("no network")
-
+    tracker, fail = Tracker("wandb", tmp_path), Mock(side_effect=ConnectionError("no network"))
     monkeypatch.setitem(TRACKERS, "wandb", lambda *_: (fail, None))
     for step in (1, 2):
         tracker.step(step, STEP)
@@ -146,9 +139,7 @@ for start in TRACKERS.values():
 
 
 def test_each_tracker_shows_one_curve_of_a_continued_run(tmp_path):
-    """Each tracker shows one curve of a run that was continued. Steps 1 to 5, and, after a kill, 4 to 6 again:
-    their values are larger by 3. wandb gets both under one id.
-    """
+    """Steps 1 to 5, and, after a kill, 4 to 6 again, larger by 3. wandb gets both under one id."""
     (tmp_path / "config.json").write_text(json.dumps({"seed": 1}))
     offline = ENVIRONMENT | {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio")}
     for saved, last in (("0", "5"), ("3", "6")):

@@ -14,15 +14,13 @@ from transformers import AutoConfig
 
 from bench_memory import POLICIES
 from flags import FLAGS
-from fsdp_utils import World
+from helpers.made_up import ALONE
 from helpers.runs import PROGRAMS, run_ranks, torchrun, training_flags
 from runtime.ways_out import LARGER_SHARE, WAYS_OUT
 from watch import memory as watch
 from watch.memory import MemoryWatch
 
-GIB = 2**30
-MIB = 2**20
-CPU = World(trainer_rank=0, num_trainers=1, tp_size=1, device=torch.device("cpu"))
+GIB, MIB = 2**30, 2**20
 
 
 def hold(size: int) -> mmap.mmap:
@@ -34,11 +32,9 @@ def hold(size: int) -> mmap.mmap:
 
 
 def test_each_phase_has_its_own_memory_peak():
-    """Each phase has its own peak, and a phase without a figure counts to the phase around it. Within 8 MiB: what
-    Python itself takes meanwhile.
-    """
-    memory = MemoryWatch(CPU)
-    watch.restart(CPU.device)
+    """And one without a figure counts to that around it. Within 8 MiB: what Python itself takes."""
+    memory = MemoryWatch(ALONE)
+    watch.restart(ALONE.device)
     block = hold(64 * MIB)  # before the first phase: loading
     with memory.phase("update"):
         block.close()
@@ -65,18 +61,15 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, taken: int = 0, **stats: int) -> N
 
 
 def test_on_a_gpu_a_phase_leaves_out_what_the_engine_gave_back(monkeypatch):
-    """On a GPU a phase counts all memory that is taken, but nothing that the sleeping engine gave back. CUDA has 2
-    GiB; of an engine of 40, 1 stays; the trainer holds 12 now, 60 at the peak, of which it used 55.
-    """
+    """CUDA has 2 GiB; of an engine of 40, 1 stays; the trainer holds 12, at the peak 60, 55 in use."""
     fake_gpu(monkeypatch, taken=2 + 1 + 12, peak=40 + 60, now=40 + 12, used=40 + 55)
     assert watch.peak(torch.device("cuda")) == ((2 + 1 + 60) * GIB, (2 + 1 + 55) * GIB)
 
 
 def test_a_node_sums_its_ranks_and_their_child_processes(monkeypatch):
-    """A node's memory is the sum over its ranks, with the processes below them."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert watch.largest_node([1, 2, 5, 1, 0, 0]) == 6
-    code = "import subprocess, sys; x = bytearray(64 << 20); print('made', flush=True); sys.stdin.read()"
+    code = "import sys; x = bytearray(64 << 20); print('made', flush=True); sys.stdin.read()"
     below = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
     before = watch.resident_of_children()
     with subprocess.Popen([sys.executable, "-c", below], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
@@ -88,12 +81,9 @@ def test_a_node_sums_its_ranks_and_their_child_processes(monkeypatch):
 
 # Memory that runs out -------------------------------------------------------------------------------------------------
 
-RANK_3 = replace(CPU, trainer_rank=3, num_trainers=4)
-TORCH = (
-    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 80.00 GiB of which 1.00 GiB is free."
-)
-CPU_TORCH = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
-CPU_TORCH += "allocate 268435456 bytes. Error code 12 (Cannot allocate memory)"
+RANK_3 = replace(ALONE, trainer_rank=3, num_trainers=4)
+TORCH = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 80.00 GiB"
+CPU_TORCH = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"
 PINNED = "Registering memory failed with cudaError: 2. Consider launching with CUDA_LAUNCH_BLOCKING=1 to debug."
 LOWER_BATCH = "lower --micro_batch_tokens, add --gradient_checkpointing, "
 
@@ -104,10 +94,8 @@ def said(memory: MemoryWatch, phase: str, error: BaseException) -> str:
     return str(raised.value)
 
 
-@pytest.fixture
-def on_gpu(monkeypatch) -> MemoryWatch:
-    fake_gpu(monkeypatch)
-    return MemoryWatch(replace(RANK_3, device=torch.device("cuda")))
+STAYS = MemoryError("GPU memory ran out; lower --gpu_memory_utilization.")
+STAYS.__cause__ = torch.OutOfMemoryError(TORCH)
 
 
 @pytest.mark.parametrize(("phase", "error", "way"), [
@@ -119,25 +107,22 @@ def on_gpu(monkeypatch) -> MemoryWatch:
     ("update", RuntimeError(PINNED), "if it was the host's, use less of --offload"),
     ("reward", OSError(12, "Cannot allocate memory"), "start fewer ranks"),
 ])  # fmt: skip
-def test_each_phase_has_its_flags(phase, error, way, on_gpu):
-    sentence = said(on_gpu, phase, error)
+def test_each_phase_has_its_flags(phase, error, way, monkeypatch):
+    """But what the engine says about its memory stays the last sentence."""
+    fake_gpu(monkeypatch)
+    memory = MemoryWatch(replace(RANK_3, device=torch.device("cuda")))
+    sentence = said(memory, phase, error)
     assert sentence.startswith(f"memory ran out on rank 3 in phase {phase}; ") and way in sentence
     assert str(error).splitlines()[0] in sentence, "which tells what was asked for"
-
-
-def test_the_engines_sentence_about_its_memory_stays_the_last(on_gpu):
-    """What the engine says about its memory stays the last sentence."""
-    error = MemoryError("GPU memory ran out while the engine takes new weights; lower --gpu_memory_utilization.")
-    error.__cause__ = torch.OutOfMemoryError(TORCH)
-    assert said(on_gpu, "sync", error) == str(error)
+    assert said(memory, "sync", STAYS) == str(STAYS)
 
 
 def test_on_a_cpu_only_flags_with_an_effect_are_named():
-    """On a CPU no flag is named that has no effect there, and a phase inside another one reports alone."""
+    """And a phase inside another one reports alone."""
     memory = MemoryWatch(RANK_3)
+    ways = f"{LOWER_BATCH}or give --param_dtype bfloat16 ({CPU_TORCH})."
     sentence = said(memory, "update", RuntimeError(CPU_TORCH))
-    expected = f"memory ran out on rank 3 in phase update; {LOWER_BATCH}or give --param_dtype bfloat16"
-    assert sentence == f"{expected} ({CPU_TORCH})."
+    assert sentence == f"memory ran out on rank 3 in phase update; {ways}"
     with pytest.raises(MemoryError) as raised, memory.phase("sample"), memory.phase("reward"):
         np.zeros(2**50)
     assert "in phase reward; " in str(raised.value) and "8.00 PiB" in str(raised.value)
@@ -156,17 +141,12 @@ def test_the_ways_out_are_flags_of_the_program():
     assert WAYS_OUT.keys() == {*watch.PHASES, "optimizer", "server", "host"}, "the dry run's, beside those of the loop"
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "function", "phase", "way"),
-    [
-        (2, "grpo.total_loss", "update", "--gradient_checkpointing"),
-        (1, "rollout.repack", "load", "--param_dtype bfloat16"),  # in the first sync
-    ],
-)
+@pytest.mark.parametrize(("num_ranks", "function", "phase", "way"), [
+    (2, "grpo.total_loss", "update", "--gradient_checkpointing"),
+    (1, "rollout.repack", "load", "--param_dtype bfloat16"),  # in the first sync
+])  # fmt: skip
 def test_a_rank_without_memory_ends_the_run_with_a_sentence(num_ranks, function, phase, way, policy, tmp_path):
-    """A run whose last rank gets no memory ends with the sentence about it. The limit is a real one, of the
-    process's address space.
-    """
+    """The limit, of the last rank, is a real one: of the process's address space."""
     flags = training_flags(policy, tmp_path / "run", eval_data=None, eval_every=None, eval_before_training=None)
     done = run_ranks(num_ranks, PROGRAMS, ["starved", function, num_ranks - 1, *flags])
     assert done.returncode == 1, "nobody waits for the rank that is gone"
@@ -177,12 +157,12 @@ def test_a_rank_without_memory_ends_the_run_with_a_sentence(num_ranks, function,
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_update_takes_the_planned_memory_within_10_percent(num_ranks, tmp_path):
-    """An update takes the memory that the planner says, within 10 percent, under every memory policy."""
-    sizes = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
-    AutoConfig.for_model("qwen2", **sizes).save_pretrained(tmp_path)
-    batch = ("--micro_batch_tokens", 256, "--length", 32)
-    done = torchrun(num_ranks, "benchmarks/bench_memory.py", "--model", tmp_path, *batch)
-    found = json.loads(done.stdout.splitlines()[-1])
+    """Under every memory policy."""
+    AutoConfig.for_model(
+        "qwen2", vocab_size=1024, hidden_size=128, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    given = ("--model", tmp_path, "--micro_batch_tokens", 256, "--length", 32)
+    found = json.loads(torchrun(num_ranks, "benchmarks/bench_memory.py", *given).stdout.splitlines()[-1])
     assert found["ranks"] == num_ranks and found["ratios"].keys() == POLICIES.keys()
     assert all(0.9 <= ratio <= 1.1 for ratio in found["ratios"].values()), found["ratios"]

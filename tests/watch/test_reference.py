@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from command_line import parse_flags
-from helpers.made_up import write_completions, write_run
+from helpers.made_up import write_completions, write_lines, write_run
 from helpers.runs import ROOT
 from runtime.history import History, read_run
 from test_setups import launched
 from watch.reference import SAMPLING, belongs_to, judge, judgement, load, names, published_curves, report
 
-GSM8K, DAPO, ZOO, TULU = (
-    "qwen2.5_3b_gsm8k_lora_1gpu", "qwen3_4b_dapo_8gpu", "qwen7b_simplerl_2x8xh100", "tulu8b_rlvr_7plus1",
-)  # fmt: skip
+GSM8K, DAPO = "qwen2.5_3b_gsm8k_lora_1gpu", "qwen3_4b_dapo_8gpu"
+ZOO, TULU = "qwen7b_simplerl_2x8xh100", "tulu8b_rlvr_7plus1"
 UNKNOWN = "cannot be judged"
+EVAL = "eval/gsm8k_test/avg@1"
 BEFORE, AFTER = "GSM8K, 3B, before training", "GSM8K, 3B, after 116 steps"
 
 
@@ -31,7 +31,6 @@ def config_of(name: str) -> dict:
 
 @pytest.mark.parametrize("name", names())
 def test_every_reference_has_its_form_and_documented_figures(name):
-    """Every reference has the form that its reader expects, and its figures stand in the pages."""
     reference = load(name)
     pages = (ROOT / "docs" / "setups.md").read_text() + (ROOT / "benchmarks" / "README.md").read_text()
     assert reference.keys() - {"cannot_be_judged"} == {"set_up", "source", "training", "figures", "curves"}
@@ -58,7 +57,6 @@ def test_every_reference_has_its_form_and_documented_figures(name):
 
 
 def test_every_documented_set_up_has_a_reference_for_its_runs():
-    """Every documented set-up has a reference, to which its runs belong."""
     files = (ROOT / "scripts").glob("*.sh")
     scripts = {path.stem for path in files if re.search("^source .*launch.sh", path.read_text(), re.MULTILINE)}
     documented = set(re.findall(r"^\| `(\w[\w.]*)\.sh` \|", (ROOT / "docs" / "setups.md").read_text(), re.MULTILINE))
@@ -75,10 +73,10 @@ def test_every_documented_set_up_has_a_reference_for_its_runs():
 
 
 def gsm8k_run(folder: Path, before: float = 0.563, after: float = 0.861, last: int = 116, **flags: object) -> Path:
-    """A run of the set-up on 3B with its two evaluations, of 1,319 problems."""
+    """A run of the set-up on 3B with its two evaluations."""
     records = [{"step": step, "reward/mean": 0.5} for step in range(last + 1)]
     for step, accuracy in ((0, before), (last, after)):
-        records[step]["eval/gsm8k_test/avg@1"] = accuracy
+        records[step][EVAL] = accuracy
         write_completions(folder, step, "gsm8k_test", [1.0] * flags.pop("problems", 1319))
     return write_run(folder, config_of(GSM8K) | flags, records)
 
@@ -103,10 +101,10 @@ def test_a_run_is_judged_by_what_was_published(tmp_path, changes, before, after,
     said = judgement(run)
     if overall is None:
         assert said == "", "nothing is said at the end of a run of one's own"
-        return
-    assert said.startswith(f"{run} against {GSM8K}: {overall}\n") and "\nsource: the logs" in said
-    row = rf"^{AFTER} +0\.861 +\S+ +at least 0\.835 +{after[0]}"
-    assert re.search(row, said, re.MULTILINE) and after[1] in said
+    else:
+        assert said.startswith(f"{run} against {GSM8K}: {overall}\n") and "\nsource: the logs" in said
+        row = rf"^{AFTER} +0\.861 +\S+ +at least 0\.835 +{after[0]}"
+        assert re.search(row, said, re.MULTILINE) and after[1] in said
 
 
 def test_of_several_sets_the_one_that_was_evaluated_alike_is_judged(tmp_path):
@@ -118,18 +116,18 @@ def test_of_several_sets_the_one_that_was_evaluated_alike_is_judged(tmp_path):
 
 
 def test_unpublished_or_unmeasured_figures_cannot_be_judged(tmp_path):
-    """What was not published, was not measured or is a replay cannot be judged."""
+    """Nor those of a replay."""
     run = gsm8k_run(tmp_path / "model", model="Qwen/Qwen2.5-14B-Instruct")
     assert f"{UNKNOWN}: nothing is published for --model Qwen/Qwen2.5-14B-Instruct" in judgement(run)
     run = write_run(tmp_path / "qwq", config_of("qwq32b_8xh100"), [{"step": 1}])
     assert f"{UNKNOWN}: the source gives no figure" in judgement(run)
-    run = write_run(tmp_path / "lost", config_of(GSM8K), [{"step": 0}, {"step": 116, "eval/gsm8k_test/avg@1": 0.9}])
+    run = write_run(tmp_path / "lost", config_of(GSM8K), [{"step": 0}, {"step": 116, EVAL: 0.9}])
     assert "problems not known, not 1319" in judged(run, GSM8K)[AFTER][1]
     assert judged(run, GSM8K)[BEFORE] == (UNKNOWN, "metrics.jsonl has no eval/*/avg@1 at step 0")
     other = write_run(tmp_path / "other", config_of(GSM8K) | {"group_size": 16}, [{"step": 0}])
     assert "\nanother training: --group_size 16, not 5\n" in report(GSM8K, read_run(other))
-    with pytest.raises(ValueError, match="is a replay: .*judge that"):
-        report(GSM8K, History(tmp_path, {"replay": "runs/x"}, [{"step": 1}]))
+    replay = History(tmp_path, {"replay": "runs/x"}, [{"step": 1}])
+    pytest.raises(ValueError, report, GSM8K, replay).match("is a replay: .*judge that")
 
 
 def test_a_figure_over_steps_takes_their_mean_and_bears_a_null(tmp_path):
@@ -140,16 +138,14 @@ def test_a_figure_over_steps_takes_their_mean_and_bears_a_null(tmp_path):
     assert found.verdict == "reached" and found.value == pytest.approx((16 * 0.4 + 14 * 0.3) / 30), "0.315 or more"
 
 
-def results(folder: Path, set_name: str, accuracy: float, **settings: object) -> None:
+def results(folder: Path, set_name: str, accuracy: float, top_p: float = 0.95) -> None:
     """results.json as evaluate.py writes it."""
-    protocol = {"problems": 500, "samples": 1, "temperature": 1.0, "top_p": 0.95, "max_completion_tokens": 16000}
-    folder.mkdir(parents=True)
-    found = {"sets": {set_name: protocol | settings | {"avg@1": {"mean": accuracy, "stderr": 0.02}}}}
-    (folder / "results.json").write_text(json.dumps(found))
+    protocol = {"problems": 500, "samples": 1, "temperature": 1.0, "top_p": top_p, "max_completion_tokens": 16000}
+    found = {"sets": {set_name: protocol | {"avg@1": {"mean": accuracy, "stderr": 0.02}}}}
+    write_lines(folder / "results.json", [found])
 
 
 def test_figures_of_evaluations_come_from_the_best_checkpoint(tmp_path):
-    """Figures of an evaluation are read from the best checkpoint."""
     run, what = write_run(tmp_path, config_of(ZOO), [{"step": 100, "reward/mean": 0.5}]), "MATH500, after training"
     advice = f"no results; make them: MODEL={run}/best bash scripts/eval_qwen7b_simplerl.sh"
     assert judged(run, ZOO)[what] == (UNKNOWN, advice)
@@ -163,7 +159,6 @@ def test_figures_of_evaluations_come_from_the_best_checkpoint(tmp_path):
 
 
 def test_figures_of_another_method_are_shown_and_not_judged(tmp_path):
-    """Figures that were published for another method are shown and not judged."""
     write_run(tmp_path, config_of(TULU), [{"step": 223}])
     results(tmp_path / "eval" / "step_223" / "x", "gsm8k_test", 0.9)
     said = judgement(tmp_path)
@@ -172,10 +167,10 @@ def test_figures_of_another_method_are_shown_and_not_judged(tmp_path):
 
 
 def test_published_curves_are_those_of_the_set_up_and_its_model():
-    def curves_of(**changes: object) -> dict[str, dict]:
-        records = [{"step": 1, "reward/mean": 0.5, "eval/gsm8k_test/avg@1": 0.5}]
-        return published_curves(History(Path("run"), config_of(GSM8K) | changes, records))
-
-    assert curves_of()["eval/gsm8k_test/avg@1"]["points"][0] == [0, 0.563]
-    assert curves_of()["reward/mean"]["label"] == "verl's log"
-    assert curves_of(group_size=2) == {} == curves_of(model="Qwen/Qwen2.5-7B-Instruct"), "the curves are of 3B"
+    records = [{"step": 1, "reward/mean": 0.5, EVAL: 0.5}]
+    own, *others = (
+        published_curves(History(Path("run"), config_of(GSM8K) | changes, records))
+        for changes in ({}, {"group_size": 2}, {"model": "Qwen/Qwen2.5-7B-Instruct"})
+    )
+    assert own[EVAL]["points"][0] == [0, 0.563] and own["reward/mean"]["label"] == "verl's log"
+    assert others == [{}, {}], "the curves are of 3B"

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from batch import Rollout, Row, StepRecord
+from batch import Row, StepRecord
 from data import PromptData
 from gate.inputs import describe_data
 from helpers.made_up import make_rollout
@@ -14,48 +14,37 @@ from warm_start import build_tokenizer
 from watch.samples import Samples
 
 
-def one_row(name: str, *excluded: tuple[str, str]) -> PromptData:
-    row = Row([{"role": "user", "content": "?"}], "4", {}, "line 2")
-    return PromptData(name, [row], excluded=list(excluded))
+def row_of(line: int) -> Row:
+    return Row([{"role": "user", "content": "?"}], "4", {}, f"train.jsonl, line {line}")
 
 
-def other_row() -> Row:
-    return replace(one_row("").rows[0], ids=np.ones(1, np.int32))
-
-
-def graded(grades: list[Grade]) -> Rollout:
-    """Completions "a", "b", ... with these grades; two of each row."""
+def sampled(step: int, grades: list[Grade], group_size: int = 2) -> StepRecord:
+    """Completions "a", "b", ..., two of each row; all but the first group are trained on."""
     numbers = range(len(grades))
-    rows = [Row([{"role": "user", "content": "?"}], "4", {}, f"train.jsonl, line {7 + b // 2}") for b in numbers]
-    rollout = make_rollout([2 + b for b in numbers])
-    return replace(rollout, texts=[chr(ord("a") + b) for b in numbers], rows=rows, grades=grades)
-
-
-def sampled_of(rollout: Rollout, step: int, group_size: int = 2) -> StepRecord:
-    """All but the first group are trained on."""
-    count = len(rollout.rows)
-    used_B = np.arange(group_size, count)
+    rows, texts = [row_of(7 + b // 2) for b in numbers], [chr(ord("a") + b) for b in numbers]
+    rollout = replace(make_rollout([2 + b for b in numbers]), texts=texts, rows=rows, grades=grades)
+    used_B = np.arange(group_size, len(grades))
     advantages = [np.full(1, b, np.float32) for b in used_B]
-    return StepRecord(step, group_size, rollout, np.zeros(count), used_B, advantages)
+    return StepRecord(step, group_size, rollout, np.zeros(len(grades)), used_B, advantages)
 
 
 def test_rows_that_cannot_be_used_are_listed_once(tmp_path):
     tokenizer, file = build_tokenizer(), tmp_path / "excluded_rows.jsonl"
+    excluded = [("line 1", "no answer")]
+    train, test = (PromptData(name, [row_of(2)], excluded=excluded) for name in ("train", "test"))
     for _ in range(2):  # the second start of a run
-        said = describe_data([one_row(name, ("line 1", "no answer")) for name in ("train", "test")], tokenizer, file)
-    excluded = [{"set": name, "row": "line 1", "reason": "no answer"} for name in ("train", "test")]
-    assert lines(file) == excluded
+        said = describe_data([train, test], tokenizer, file)
+    assert lines(file) == [{"set": name, "row": "line 1", "reason": "no answer"} for name in ("train", "test")]
     assert "data test: 1 rows; 0 dropped (too many tokens), 1 excluded" in said
     assert said[-1] == "first prompt: ''"
-    test = replace(one_row("test"), rows=[one_row("").rows[0], other_row()])
-    said = describe_data([one_row("train"), test], tokenizer, file)
+    test = replace(test, rows=[row_of(2), replace(row_of(2), ids=np.ones(1, np.int32))])
+    said = describe_data([train, test], tokenizer, file)
     assert "warning: 1 of 2 prompts of test are training prompts" in said
 
 
 def test_failed_gradings_are_kept_and_the_first_three_named(tmp_path, capsys):
-    """What could not be graded is kept, and the first three completions are named."""
     statuses = ["timeout", "error: no", "truncated", "ok", *["timeout"] * 2]
-    Samples(tmp_path).rollout(sampled_of(graded([Grade(0.0, status) for status in statuses]), 3))
+    Samples(tmp_path).rollout(sampled(3, [Grade(0.0, status) for status in statuses]))
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "step 3: reward timeout, of train.jsonl, line 7: 'a'" and "error: no" in said[1]
     assert len(said) == 4 and said[-1].startswith("step 3: 4 completions were not graded; all are in")
@@ -66,7 +55,7 @@ def test_failed_gradings_are_kept_and_the_first_three_named(tmp_path, capsys):
 
 def test_two_completions_of_two_trained_groups_are_kept_as_samples(tmp_path):
     grades = [Grade(float(b), "ok", {"math": 1.0}, str(b)) for b in range(9)]
-    Samples(tmp_path).rollout(sampled_of(graded(grades), 5, group_size=3))
+    Samples(tmp_path).rollout(sampled(5, grades, group_size=3))
     records = lines(tmp_path / "samples.jsonl")
     assert [record["completion"] for record in records] == ["d", "e", "g", "h"]
     assert [(record["reward"], record["read_as"]) for record in records] == [(3, "3"), (4, "4"), (6, "6"), (7, "7")]

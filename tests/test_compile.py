@@ -50,6 +50,7 @@ def test_a_few_graphs_serve_all_layers_and_lengths(found):
     """On CPUs a layer is cut once, at its attention: a graph before it, and one after it."""
     assert found["counts"] == {"graphs": 2, "breaks": 1, "recompilations": 0}
     new = {case: found[case][0] for case in COMPILED}
+    assert new["kernels"] == 2
     assert new["all weights"] == 4, "without gradients, and for the frozen reference"
     assert new["prompts shared"] == 0
     assert new["teacher"] == 2, "with --communicate_once FSDP hands the layers tensors of another kind"

@@ -1,6 +1,4 @@
-"""The commands and snippets of README and docs: what they name exists, and the README's own example does what it
-says.
-"""
+"""README and docs: the programs, flags, metrics and links that they name exist, and their examples do what they say."""
 
 import ast
 import json
@@ -22,6 +20,11 @@ from plan.dry_run import dry_run
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
 README = PAGES[0].read_text()
+SYMPTOMS, RUNS, OTHERS = (ROOT / "docs" / f"{name}.md" for name in ("symptoms", "runs", "from_other_libraries"))
+METRIC = re.compile(r"`((?:reward|completion|policy|rollout|sampling|optim|eval|time|memory|perf)/[^`]*[^`/])`")
+FILES = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), *ROOT.glob("extras/*/*.py")]
+PROGRAM = [path for path in FILES if "tests" not in path.parts]
+SOURCE = "\n".join(path.read_text() for path in PROGRAM)
 
 
 def commands(page: Path) -> list[str]:
@@ -76,18 +79,40 @@ def test_every_link_leads_somewhere(page):
 
 
 def test_every_page_is_named_in_the_readme():
-    """The README names every page, and the program names only pages that exist."""
+    """And the program names only pages that exist."""
     names = {page.relative_to(ROOT).as_posix() for page in PAGES[1:]}
     assert {name for name in names if f"]({name}" not in README} == set()
-    sources = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), *ROOT.glob("extras/*/*.py"), *ROOT.glob("scripts/*.sh")]
-    for path in sources:
-        if "tests" not in path.parts:
-            named = set(re.findall(r"(?<![\w/])(?:docs|benchmarks)/\w+\.md", path.read_text()))
-            assert named <= names, path
+    for path in [*PROGRAM, *ROOT.glob("scripts/*.sh")]:
+        assert set(re.findall(r"(?<![\w/])(?:docs|benchmarks)/\w+\.md", path.read_text())) <= names, path
+
+
+def is_made(metric: str) -> bool:
+    """Whether the program has the text: with { } for <k>, evaluate.py without eval/<set>/, phases without time/."""
+    texts = re.split(r"<\w+>", metric.removeprefix("eval/<set>/"))
+    phase = metric.removeprefix("time/").removesuffix("_s")
+    return bool(re.search(r"\{[^{}]*\}".join(map(re.escape, texts)), SOURCE)) or f'.phase("{phase}")' in SOURCE
+
+
+@pytest.mark.parametrize("page", [SYMPTOMS, OTHERS], ids=lambda page: page.stem)
+def test_every_flag_that_the_page_names_exists(page):
+    for line in page.read_text().splitlines():
+        beside = "".join((ROOT / script).read_text() for script in re.findall(r"python (scripts/\w+\.py)", line))
+        wrong = [flag for flag in re.findall(r"--\w+", line) if flag not in FLAGS and f'"{flag}"' not in beside]
+        assert set(wrong) <= {"--help", "--rlhf_type"}, line
+
+
+@pytest.mark.parametrize("page", [SYMPTOMS, RUNS], ids=lambda page: page.stem)
+def test_every_metric_that_the_page_names_is_made_by_the_program(page):
+    named = METRIC.findall(page.read_text())
+    assert len(set(named)) > 30 and [name for name in named if not is_made(name)] == []
+
+
+def test_the_files_that_the_page_on_symptoms_names_exist():
+    files = set(re.findall(r"`(\w+\.(?:jsonl|png)|\w+/)`", SYMPTOMS.read_text()))
+    assert len(files) >= 5 and [file for file in files if f"`{file}`" not in RUNS.read_text()] == []
 
 
 def test_the_users_own_example_fits_and_pays_correct_answers(tmp_path, monkeypatch, capsys):
-    """The example of the user's own data and reward fits as the README says, and pays the correct answer."""
     problems, rewards = blocks("json")[0], blocks("python")[0]
     (tmp_path / "problems.jsonl").write_text(problems)
     (tmp_path / "my_reward.py").write_text(rewards)
@@ -109,7 +134,6 @@ def test_the_users_own_example_fits_and_pays_correct_answers(tmp_path, monkeypat
 
 
 def test_the_functions_of_the_rewards_page_do_what_it_says(tmp_path):
-    """The functions that the page on rewards shows do what it says."""
     for i, code in enumerate(blocks("python", (ROOT / "docs" / "rewards.md").read_text())):
         (tmp_path / f"my_reward_{i}.py").write_text(code)
     cases = [Case(text, "4") for text in ("4 of them", "sorry, 4", "5")]

@@ -1,6 +1,4 @@
-"""Hints that a step makes of its own completions: who gets which, in which words; and the loss that follows from them,
-by the definition, in SDPO's form.
-"""
+"""Hints that a step makes of its own completions: who gets which, in which words; and their loss, by the definition."""
 
 from dataclasses import replace
 
@@ -14,20 +12,12 @@ from batch import Rollout, Row
 from extras.teacher.hints import Hints
 from flags import PromptFormat
 from grading import Grade
-from helpers.made_up import (
-    ALONE,
-    CHAT_TEMPLATE,
-    byte_tokenizer,
-    flags,
-    load_policy,
-    make_rollout,
-    train_once,
-    user,
-    whole_update,
-)
+from helpers.distributed import kept_gradients
+from helpers.made_up import ALONE, byte_tokenizer, flags, load_policy, make_rollout, train_once, user, whole_update
 from update import add_reference
 
-TOKENIZER = byte_tokenizer("<bos>" + CHAT_TEMPLATE)
+TOKENIZER = byte_tokenizer()
+TOKENIZER.chat_template = f"<bos>{TOKENIZER.chat_template}"
 BEHIND = "\n\nCorrectly solve the original question."
 SOLUTION = "\nCorrect solution:\n\n{}" + BEHIND
 FEEDBACK = "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{}" + BEHIND
@@ -73,30 +63,25 @@ CASES = {
     "SDPO": {"advantage": "zero", "kl_over": "vocabulary", "kl_direction": "jsd"},
     "each alike": {"advantage": "zero", "kl_estimator": "k2", "loss_aggregation": "seq_mean_token_mean"},
     "beside a reward, prompts shared": {"kl_estimator": "k1", "share_prompts": True, "micro_batch_tokens": 40},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_without_a_hint_a_completion_has_no_kl(case, policy, qwen3_policy):
     """Loss and gradient are those of the definition: a mean over the completions that have a hint. To 2e-6."""
-    lengths, has_hint = [5, 7, 3, 6], [True, False, True, True]
-    rng = np.random.default_rng(1)
-    hints = [rng.integers(0, 64, 2 + b) for b in range(4)]
+    rng, lengths, has_hint = np.random.default_rng(1), [5, 7, 3, 6], [True, False, True, True]
     rollout = make_rollout(lengths, group_size=2)
     rows = [Row([], "", {}, "", ids=row.ids) for row in rollout.rows]
     for b in np.flatnonzero(has_hint):
-        rows[b] = replace(rows[b], hinted_ids=np.append(rows[b].ids, hints[b]))
+        rows[b] = replace(rows[b], hinted_ids=np.append(rows[b].ids, rng.integers(0, 64, 2 + b)))
     rollout = replace(rollout, rows=rows).with_parts(is_hinted=has_hint)
     if "advantage" in CASES[case]:
         rollout = replace(rollout, advantages=[np.zeros(n, np.float32) for n in lengths])
     args = flags(model=policy, kl_coef=0.5, group_size=2, prompts_per_step=2, max_grad_norm=1e9, **CASES[case])
     model, reference = load_policy(policy), load_policy(qwen3_policy)
     update = add_reference(whole_update(rollout, args, model, ALONE), reference, algorithm_of(args))
-    gradients = {}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer.register_step_pre_hook(
-        lambda *_: gradients.update((name, x.grad.clone()) for name, x in model.named_parameters())
-    )
+    gradients = kept_gradients(model, optimizer)
     metrics = train_once(model, optimizer, update, args)
 
     plain = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
@@ -108,18 +93,15 @@ def test_without_a_hint_a_completion_has_no_kl(case, policy, qwen3_policy):
             model(torch.tensor([tokens])).logits[0, -len(completion) - 1 : -1].log_softmax(-1)
             for model, tokens in ((plain, own), (teacher, theirs))
         )
-        log_q = log_q.detach()
-        at_labels = torch.arange(len(completion)), torch.from_numpy(completion).long()
+        log_q, at_labels = log_q.detach(), (torch.arange(len(completion)), torch.from_numpy(completion).long())
         p, q = log_p[at_labels], log_q[at_labels]
         log_m = ((log_p.exp() + log_q.exp()) / 2).log()
         jsd = 0.5 * (log_p.exp() * (log_p - log_m)).sum(-1) + 0.5 * (log_q.exp() * (log_q - log_m)).sum(-1)
         kls.append({"SDPO": jsd, "each alike": (p - q) ** 2 / 2}.get(case, p - q))
         losses.append(-(p - p.detach()).exp() * torch.from_numpy(advantages))
     with_hint = [kl for kl, has in zip(kls, has_hint, strict=True) if has]
-    if case == "each alike":
-        wanted = 0.5 * torch.stack([kl.mean() for kl in with_hint]).mean()
-    else:
-        wanted = torch.cat(losses).mean() + 0.5 * torch.cat(with_hint).mean()
+    kl = torch.stack([kl.mean() for kl in with_hint]) if case == "each alike" else torch.cat(with_hint)
+    wanted = torch.cat(losses).mean() + 0.5 * kl.mean()
     wanted.backward()
     assert metrics["policy/loss"] == pytest.approx(wanted.item(), abs=2e-6)
     assert metrics["optim/grad_norm"] > 0.01

@@ -5,7 +5,7 @@ import json
 import sys
 import time
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import make_dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,17 +27,7 @@ from gate.inputs import check_template
 from grading import Grade
 from grading.user_code import load_reference
 from helpers.fake_servers import FakeServer, engine_of, synced
-from helpers.made_up import (
-    ALONE,
-    flags,
-    load_policy,
-    make_grade,
-    make_rollout,
-    make_row,
-    train_once,
-    unpacked_logprobs,
-    whole_update,
-)
+from helpers.made_up import ALONE, flags, make_rollout, make_row, policy_of, train_once, unpacked_logprobs, whole_update
 from helpers.runs import copy_at, lines, metrics_of, torchrun, training_flags, without_times
 from helpers.user_code import DEEDS
 from reports.samples import UNKNOWN, pack_samples
@@ -48,6 +38,7 @@ from warm_start import build_tokenizer
 LONG = Sampling(1, 1.0, 200)
 FILE = "tests/helpers/user_code.py"
 TOKENIZER = build_tokenizer()
+ROW = make_row([3, 20, 4])
 QWEN = (
     "{% if tools %}<|tools|>{% for tool in tools %}{{ tool.function.name }}{% endfor %}{% endif %}"
     "{% for m in messages %}{% if m.role == 'tool' %}[user]<tool>{{ m.content }}</tool>[end]\n"
@@ -56,38 +47,38 @@ QWEN = (
 )
 
 
-def turns_of(environment: str | None, tools: str | None = None, num_workers: int = 2, **changes: object) -> Turns:
-    given = {"max_turns": 3} | changes
-    turning = TurnLimits(environment and f"{given.pop('file', FILE)}:{environment}", tools, given.pop("max_turns"),
-                      given.pop("max_turn_tokens", None))  # fmt: skip
+def turns_of(
+    environment: str | None, tools: str | None = None, num_workers: int = 2, file: object = FILE,
+    max_turn_tokens: int | None = None, **grading: object,
+) -> Turns:  # fmt: skip
+    limits = TurnLimits(environment and f"{file}:{environment}", tools, 3, max_turn_tokens)
+    tokenizer = templated(QWEN) if tools else build_tokenizer()
+    options = Grading(**{"reward_timeout": 3.0} | grading), PromptFormat(tools=tools), tokenizer, num_workers
+    return Turns(limits, *options)
+
+
+def templated(chat_template: str):
     tokenizer = build_tokenizer()
-    if tools:
-        tokenizer.chat_template = QWEN
-    grading = Grading(**{"reward_timeout": 3.0} | given)
-    return Turns(turning, grading, PromptFormat(tools=turning.tools), tokenizer, num_workers)
+    tokenizer.chat_template = chat_template
+    return tokenizer
 
 
 # The chat template --------------------------------------------------------------------------------------------------
 
-
-STRIPS = QWEN.replace("m.content }}[end]", "m.content | trim }} <eos>").replace(
-    "{{ m.content }}</tool>", "{{ m.content | tojson }}</tool>"
-)
+STRIPS = QWEN.replace("m.content }}[end]", "m.content | trim }} <eos>")
+STRIPS = STRIPS.replace("{{ m.content }}</tool>", "{{ m.content | tojson }}</tool>")
 
 
 @pytest.mark.parametrize(("template", "messages", "said"), [
     (QWEN, [("user", "up")], "[end]\n[user]up[end]\n[assistant]"),
     (QWEN, [("tool", "up")], "[end]\n[user]<tool>up</tool>[end]\n[assistant]"),
     # Llama 3 and Gemma strip contents, Llama 3 writes those of tools as JSON, Llama 2 a space before the end.
-    (
-        STRIPS, [("user", " up\n"), ("tool", 'a"b')],
-        ' <eos>\n[user]up <eos>\n[user]<tool>"a\\"b"</tool>[end]\n[assistant]',
-    ),
+    (STRIPS, [("user", " up\n"), ("tool", 'a"b')],
+     ' <eos>\n[user]up <eos>\n[user]<tool>"a\\"b"</tool>[end]\n[assistant]'),
 ])  # fmt: skip
 def test_a_reply_is_what_the_template_writes_between_two_turns(template, messages, said):
-    """A reply is what the template writes between two turns, with the end of a turn once."""
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = template
+    """The end of a turn is there once."""
+    tokenizer = templated(template)
     messages = [{"role": role, "content": content} for role, content in messages]
     for last_id, rest in ((None, said), (tokenizer.eos_token_id, said.partition("<eos>")[2] or said)):
         ids, text = Template(PromptFormat(), tokenizer).suffix(messages, last_id)
@@ -108,11 +99,8 @@ def test_what_looks_like_a_special_token_in_a_reply_is_text():
     ("{% for m in messages %}{{ raise_exception('no') if loop.index > 2 else m.content }}{% endfor %}", "refuses it"),
 ])  # fmt: skip
 def test_a_template_that_cannot_be_continued_is_refused(template, said):
-    """A template that cannot be continued is refused, with the way out."""
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = template
     with pytest.raises(ValueError, match=f"{said}.*give --template_args, or another template"):
-        Template(PromptFormat(), tokenizer)
+        Template(PromptFormat(), templated(template))
 
 
 # Episodes, without a model --------------------------------------------------------------------------------------------
@@ -157,20 +145,16 @@ def played(turns: Turns, rows: list, sampling: Sampling = LONG, engine: StubEngi
 
 
 def test_an_episode_keeps_sampled_tokens_and_replies_in_turn():
-    """An episode has the tokens as they were sampled, and the replies between them."""
     engine = StubEngine()
-    (episode,) = played(turns_of("Counts"), [make_row([3, 20, 4])], engine=engine)
+    (episode,) = played(turns_of("Counts"), [ROW], engine=engine)
     eos, reply = TOKENIZER.eos_token_id, TOKENIZER("turn 1", add_special_tokens=False)["input_ids"]
     user, assistant = TOKENIZER.convert_tokens_to_ids(["<user>", "<assistant>"])
     first, between = [30, 31, eos], [user, *reply, assistant]
     assert episode.token_ids[: len(first + between)] == first + between
     assert episode.is_sampled[:12] == [True] * 3 + [False] * 8 + [True]
-    assert [so_far for _, so_far, _ in engine.asked] == [
-        episode.token_ids[:n] for n in (0, 3 + len(between), 2 * (3 + len(between)))
-    ]
-    assert [
-        value for value, is_sampled in zip(episode.logprobs, episode.is_sampled, strict=True) if not is_sampled
-    ] == [0.0] * (2 * len(between))
+    lengths = (0, 3 + len(between), 2 * (3 + len(between)))
+    assert [so_far for _, so_far, _ in engine.asked] == [episode.token_ids[:n] for n in lengths]
+    assert np.array(episode.logprobs)[~np.array(episode.is_sampled)].tolist() == [0.0] * (2 * len(between))
     assert len(episode.turns) == 3 and episode.finish_reason == "stop"
     assert episode.transcript.count("<user>turn") == 2 and episode.transcript.startswith(episode.turns[0])
 
@@ -184,21 +168,23 @@ def test_an_episode_keeps_sampled_tokens_and_replies_in_turn():
     ("Once", 3, None, 1, "stop"),  # it is over when there is no room left
 ])  # fmt: skip
 def test_limits_end_an_episode_as_truncated(environment, limit, turn_limit, turns, reason):
-    player = turns_of(environment, max_turn_tokens=turn_limit)
-    (episode,) = played(player, [make_row([3, 20, 4])], Sampling(1, 1.0, limit))
+    (episode,) = played(turns_of(environment, max_turn_tokens=turn_limit), [ROW], Sampling(1, 1.0, limit))
     assert (len(episode.turns), episode.finish_reason) == (turns, reason)
     assert len(episode.token_ids) <= limit
     rewarded = ["Counts", *(f"turn_{k + 1}" for k in range(turns))]
     assert episode.grade is None if environment == "Once" else list(episode.grade.parts) == rewarded
 
 
-def test_workers_are_loaded_before_they_are_asked_for_a_reply(tmp_path, monkeypatch):
-    monkeypatch.setattr("extras.turns.turns.REPLY_SECONDS", 0.8)
-    slow = tmp_path / "slow.py"  # longer than replies are waited for
-    slow.write_text("import time\ntime.sleep(1)\nclass Slow:\n def __init__(self, row): 0\n def reply(self, text): 0")
+def test_workers_are_loaded_before_they_are_asked_for_a_reply(tmp_path):
+    """Each has loaded a module that takes long when the trainer's side is made: no reply waits for that."""
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        "import time\ntime.sleep(0.5)\nclass Slow:\n def reply(self, text): 0\nopen(__file__ + '.log', 'a').write('+')"
+    )
     turns = turns_of("Slow", file=slow)
-    played(turns, [make_row([3, i, 4]) for i in range(4)])
-    assert not turns.is_late
+    loaded = Path(f"{slow}.log").read_text()
+    turns.close()
+    assert loaded == "++"
 
 
 def test_a_thousand_episodes_with_hostile_ones_lose_none():
@@ -240,12 +226,12 @@ def test_an_environment_that_waits_holds_nobody_up():
 
 
 def test_replies_enter_the_engine_at_the_same_step():
-    """Replies enter the engine at the same step, however long they take."""
+    """However long they take."""
     asked = []
     for seconds in (0.0, 0.05):
         turns, engine = turns_of("Counts"), StubEngine()
-        take, delay = turns.environments.pop_replies, partial(time.sleep, seconds)
-        turns.environments.pop_replies = lambda wait, take=take, delay=delay: delay() or take(wait)
+        take = turns.environments.pop_replies
+        turns.environments.pop_replies = lambda wait, take=take, seconds=seconds: time.sleep(seconds) or take(wait)
         played(turns, [make_row([3, i, 4]) for i in range(20)], engine=engine)
         asked.append([(row.ids.tolist(), so_far) for row, so_far, _ in engine.asked])
     assert asked[0] == asked[1]
@@ -272,9 +258,9 @@ class Says(StubEngine):
 
 
 def test_a_tools_result_is_the_next_turn():
-    """A tool is called in a format of the user's own, and its result is the next turn."""
+    """A tool is called in a format of the user's own."""
     engine = Says("add(2,3) add(1,1) sub(1,1)", "so 5 and 2")
-    (episode,) = played(turns_of(None, f"{FILE}:add"), [make_row([3, 20, 4])], engine=engine)
+    (episode,) = played(turns_of(None, f"{FILE}:add"), [ROW], engine=engine)
     assert episode.turns == ["add(2,3) add(1,1) sub(1,1)", "so 5 and 2"] and episode.grade is None
     assert episode.transcript.count("<tool>") == 3
     assert "<tool>5</tool>" in episode.transcript and "<tool>2</tool>" in episode.transcript
@@ -287,12 +273,11 @@ def called(completion: str, functions: dict) -> list[str] | None:
 
 
 def test_calls_in_the_format_of_hermes_are_run():
-    """Calls in the format of Hermes are run, and malformed ones are answered with what is wrong."""
+    """Malformed ones are answered with what is wrong."""
     functions = {"add": lambda a, b: a + b, "fail": lambda: 1 / 0, "join": lambda words: {"text": " ".join(words)}}
     call = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
-    assert called(call % ("add", '{"a": 1, "b": 2}') + call % ("join", '{"words": ["a", "b"]}'), functions) == [
-        "3", '{"text": "a b"}',
-    ]  # fmt: skip
+    two = call % ("add", '{"a": 1, "b": 2}') + call % ("join", '{"words": ["a", "b"]}')
+    assert called(two, functions) == ["3", '{"text": "a b"}']
     assert called(call % ("add", '"{\\"a\\": 1, \\"b\\": 2}"'), functions) == ["3"]  # arguments as a text
     assert called("no call", functions) is None
     assert called(call % ("join", '{"words": ["\\ud800"]}'), functions) == ['{"text": "?"}'], "half a surrogate pair"
@@ -306,13 +291,9 @@ def test_calls_in_the_format_of_hermes_are_run():
         assert reply.startswith("error: ") and said in reply
 
 
-@dataclass
-class Place:
-    x: int
-
-
 @pytest.mark.parametrize(("value", "written"), [
-    (np.float32(1.5), "1.5"), (np.arange(2), "[0, 1]"), (Place(3), '"Place(x=3)"'), (Path("a"), '"a"'),
+    (np.float32(1.5), "1.5"), (np.arange(2), "[0, 1]"), (Path("a"), '"a"'),
+    (make_dataclass("Place", ["x"])(3), '"Place(x=3)"'),
 ])  # fmt: skip
 def test_what_a_tool_returns_is_written_as_json(value, written):
     assert called('<tool_call>{"name": "tool"}</tool_call>', {"tool": lambda: value}) == [written]
@@ -323,20 +304,18 @@ def test_a_tool_that_fails_is_counted_and_named_once(limit, count, capsys):
     """A call that the model has made wrongly is none, and a reply that is asked for again counts once."""
     turns = turns_of(None, f"{FILE}:divide")
     engine = Says("divide(2,0) divide(2,1) sub(2,0)", "divide(1,0)", "divide(3,0)")
-    played(turns, [make_row([3, 20, 4])], Sampling(1, 1.0, limit), engine=engine)
+    played(turns, [ROW], Sampling(1, 1.0, limit), engine=engine)
     said = "warning: the tool divide raised ZeroDivisionError: "
     assert capsys.readouterr().out.count(said) == 1
     assert [turns.step(step, {}) for step in (1, 2)] == [{"tools/errors": count}, {"tools/errors": 0.0}]
 
 
 def test_the_chat_template_is_given_the_tools():
-    """The chat template is given the tools, and a template that shows none is refused."""
-    tokenizer, tools = build_tokenizer(), f"{FILE}:add"
+    tools = f"{FILE}:add"
     with pytest.raises(ValueError, match="--tools .*: the chat template of --model shows no tools"):
-        check_template(PromptFormat(tools=tools), tokenizer)
-    tokenizer.chat_template = QWEN
-    check_template(PromptFormat(tools=tools), tokenizer)
-    prompt = render([{"role": "user", "content": "1+2"}], PromptFormat(tools=tools), tokenizer)
+        check_template(PromptFormat(tools=tools), TOKENIZER)
+    check_template(PromptFormat(tools=tools), templated(QWEN))
+    prompt = render([{"role": "user", "content": "1+2"}], PromptFormat(tools=tools), templated(QWEN))
     assert prompt.startswith("<|tools|>add[user]1+2")
     with pytest.raises(ValueError, match="--tools .*Cannot generate JSON schema for NoReply"):
         tool_schemas(f"{FILE}:NoReply")
@@ -390,9 +369,8 @@ def test_an_openenv_server_is_an_environment(monkeypatch):
     """A session of its server is an episode: reset with the row's seed, stepped with each turn, and closed."""
     monkeypatch.setitem(sys.modules, "openenv", SimpleNamespace(core=None))
     monkeypatch.setitem(sys.modules, "openenv.core", SimpleNamespace(GenericEnvClient=EchoServer))
-    options = {"OPENENV_URL": "http://x", "OPENENV_ACTION": "message", "OPENENV_OBSERVATION": "echo"}
-    for name, value in options.items():
-        monkeypatch.setenv(name, value)
+    for name, value in {"URL": "http://x", "ACTION": "message", "OBSERVATION": "echo"}.items():
+        monkeypatch.setenv(f"OPENENV_{name}", value)
     handler = EpisodeWorker("docs/environments/openenv_adapter.py:OpenEnv", None)
     reply = handler(Turn(1, {"answer": "", "seed": "3"}, ("a",), is_last=False))
     assert reply.messages == [{"role": "user", "content": "http://x; {'seed': 3}; a"}]
@@ -415,13 +393,11 @@ def three_turns(lengths: list[int], seed: int = 0) -> Rollout:
 
 @pytest.mark.parametrize("share_prompts", [None, True])
 def test_three_turns_train_like_a_plain_implementation(policy, share_prompts):
-    """Loss and gradient of three turns are those of a plain implementation in float64. The first update of a step,
-    whose ratios are 1; tolerance 1e-6.
-    """
+    """In float64; the first update of a step, whose ratios are 1; tolerance 1e-6."""
     rollout = three_turns([12, 18, 15, 12])
     args = flags(model=policy, prompts_per_step=2, group_size=2, micro_batch_tokens=64, max_prompt_tokens=4,
                  max_completion_tokens=20, share_prompts=share_prompts)  # fmt: skip
-    ours = load_policy(policy)
+    ours = policy_of(args)
     optimizer = torch.optim.SGD(ours.parameters(), lr=1.0)
     found = train_once(ours, optimizer, whole_update(rollout, args, ours, ALONE), args, rate=1.0, max_grad_norm=1e9)
     plain = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float64)
@@ -431,16 +407,15 @@ def test_three_turns_train_like_a_plain_implementation(policy, share_prompts):
     loss = (-advantages_T * (logprobs_T - logprobs_T.detach()).exp())[mask_T].mean()
     loss.backward()
     assert found["policy/loss"] == pytest.approx(loss.item(), abs=1e-6)
-    before = load_policy(policy)
     names = dict(plain.named_parameters())
-    for (name, now), old in zip(ours.model.named_parameters(), before.parameters(), strict=True):
+    for (name, now), old in zip(ours.model.named_parameters(), policy_of(args).parameters(), strict=True):
         assert (old - now - names[name].grad).abs().max() < 1e-6, name
 
 
 def test_lengths_count_what_was_sampled_and_turns_are_counted():
     rollout = three_turns([12, 18])
     assert rollout.completion_lengths_B.tolist() == [9, 12]
-    graded = replace(rollout, rows=[make_row([1], prompt="")] * 2, grades=[make_grade(1.0)] * 2)
+    graded = replace(rollout, rows=[make_row([1], prompt="")] * 2, grades=[Grade(1.0, "ok")] * 2)
     assert [graded.describe(b)["num_tokens"] for b in range(2)] == [9, 12]
     assert [each.max() + 1 for each in rollout.turns] == [3, 3]
     batch = pack(rollout, [0, 1])
@@ -450,38 +425,32 @@ def test_lengths_count_what_was_sampled_and_turns_are_counted():
 
 
 def test_rewards_of_turns_become_returns_to_go():
-    """Rewards of turns become returns to go, and mt_grpo compares each turn. A group of two episodes: of two turns
-    and of one.
-    """
+    """And mt_grpo compares each turn. A group of two episodes: of two turns and of one."""
     rollout = Rollout(
         rows=[make_row([1, 2])] * 2, completions=[np.arange(5), np.arange(2)],
         rollout_logprobs=[np.zeros(5), np.zeros(2)], texts=["", ""], is_truncated_B=np.zeros(2, bool),
         is_sampled=[np.array([1, 1, 0, 0, 1], bool), np.array([1, 1], bool)], is_trained_B=np.ones(2, bool),
         grades=[Grade(3.0, "ok", turn_rewards=(1.0, 2.0)), Grade(0.5, "ok", turn_rewards=(0.5,))],
     )  # fmt: skip
-    by_return, by_turns = (
-        compute_advantages(rollout, None, algorithm_of(flags(advantage=name, group_size=2, **more)))
-        for name, more in (("reinforce++", {}), ("mt_grpo", {"environment": f"{FILE}:Counts", "advantage_eps": 0}))
-    )
-    returns = np.array([3.0, 3.0, 2.0, 0.5, 0.5])  # one for each sampled token
-    wanted = (returns - returns.mean()) / (returns.std(ddof=1) + 1e-6)
-    assert np.concatenate(rollout.sampled_only(by_return)) == pytest.approx(wanted, abs=1e-6)
-    one = 0.5**0.5  # (1 - 0.75) / std of 1 and 0.5; the second turn has nothing to be compared with
-    assert np.concatenate(rollout.sampled_only(by_turns)) == pytest.approx([one, one, 0.0, -one, -one], abs=1e-6)
+
+    def advantages(rollout: Rollout, name: str, **more: object) -> np.ndarray:
+        """Those of the sampled tokens."""
+        found = compute_advantages(rollout, None, algorithm_of(flags(advantage=name, group_size=2, **more)))
+        return np.concatenate(rollout.sampled_only(found))
+
+    named = replace(rollout, grades=[Grade(3.0, "ok", {"turn_1": 9.0}), Grade(0.5, "ok", {"turn_1": 0.0})])
+    for each, returns in ((rollout, [3.0, 3.0, 2.0, 0.5, 0.5]), (named, [3.0, 3.0, 3.0, 0.5, 0.5])):
+        wanted = (returns - np.mean(returns)) / (np.std(returns, ddof=1) + 1e-6)
+        assert advantages(each, "reinforce++") == pytest.approx(wanted, abs=1e-6), "a sub-score's name makes no turn"
+    one, played_by = 0.5**0.5, {"environment": f"{FILE}:Counts"}
+    by_turns = [one, one, 0.0, -one, -one]  # (1 - 0.75) / std of 1 and 0.5; the second turn is compared with nothing
+    assert advantages(rollout, "mt_grpo", advantage_eps=0, **played_by) == pytest.approx(by_turns, abs=1e-6)
     assert states_of(rollout) == [[b"", np.array([2, 3]).tobytes()], [b""]], "the tokens between the turns"
     failed = replace(rollout, grades=[Grade(0.0, "truncated"), Grade(0.0, "timeout")])
-    given = flags(advantage="mt_grpo", group_size=2, environment=f"{FILE}:Counts")
-    assert not np.concatenate(compute_advantages(failed, None, algorithm_of(given))).any(), (
-        "no reward, and no end of it"
-    )
-    mixed = replace(rollout, grades=[rollout.grades[0], make_grade(1.0)])
+    assert not advantages(failed, "mt_grpo", **played_by).any(), "no reward, and no end of it"
+    mixed = replace(rollout, grades=[rollout.grades[0], Grade(1.0, "ok")])
     with pytest.raises(OwnCodeError, match="mt_grpo needs an --environment whose reward"):
-        compute_advantages(mixed, None, algorithm_of(given))
-    named = replace(rollout, grades=[make_grade(3.0, turn_1=9.0), make_grade(0.5, turn_1=0.0)])
-    whole = compute_advantages(named, None, algorithm_of(flags(advantage="reinforce++", group_size=2)))
-    returns = np.array([3.0, 3.0, 3.0, 0.5, 0.5])
-    wanted = (returns - returns.mean()) / (returns.std(ddof=1) + 1e-6)
-    assert np.concatenate(rollout.sampled_only(whole)) == pytest.approx(wanted, abs=1e-6), "a name is no turn"
+        advantages(mixed, "mt_grpo", **played_by)
 
 
 # Whole runs -----------------------------------------------------------------------------------------------------------
@@ -516,26 +485,25 @@ def test_an_environment_that_ends_at_once_changes_no_bit(policy, reward, tmp_pat
 
 @pytest.fixture(scope="module")
 def game(policy, tmp_path_factory):
-    """A run with evaluation on two ranks."""
+    """A run with evaluation on two ranks: its flags in any folder, and its own folder."""
     out_dir = tmp_path_factory.mktemp("game") / "run"
     given = {"environment": f"{FILE}:Counts", "max_turns": 3, "advantage": "mt_grpo"}
     evaluated = {"total_steps": 4, "eval_every": 2, "eval_data": policy / "heldout.jsonl"}
-    run = training_flags(policy, out_dir, **SHORT | given | evaluated)
-    torchrun(2, "train_grpo.py", *run)
-    return run, out_dir
+    flags_in = partial(training_flags, policy, **SHORT | given | evaluated)
+    torchrun(2, "train_grpo.py", *flags_in(out_dir))
+    return flags_in, out_dir
 
 
 def test_a_run_from_a_checkpoint_equals_the_undisturbed_one(game, tmp_path):
-    """A run that goes on from a checkpoint is the undisturbed one, bit for bit."""
-    run, out_dir = game
+    flags_in, out_dir = game
     copy = copy_at(2, out_dir, tmp_path / "copy")
-    torchrun(2, "train_grpo.py", *[str(copy) if each == str(out_dir) else each for each in run])
+    torchrun(2, "train_grpo.py", *flags_in(copy))
     expected, found = metrics_of(out_dir), metrics_of(copy)
     assert all(without_times(found[step]) == without_times(expected[step]) for step in (3, 4))
 
 
 def test_evaluation_plays_the_same_episodes(game):
-    """Evaluation plays the same episodes, and the kept completions show the turns."""
+    """And the kept completions show the turns."""
     _, out_dir = game
     rows = lines(out_dir / "eval" / "step_4" / "heldout.jsonl")
     assert all(row["completion"].count("<user>turn") == 2 and "turn_3" in row["reward_parts"] for row in rows)
@@ -550,9 +518,8 @@ def test_evaluation_plays_the_same_episodes(game):
 
 
 def test_a_replay_trains_on_the_same_turns(game, tmp_path):
-    run, out_dir = game
-    again = [str(tmp_path / "again") if each == str(out_dir) else each for each in run]
-    torchrun(2, "train_grpo.py", *again, "--replay", out_dir, "--stop_after", 2)
+    flags_in, out_dir = game
+    torchrun(2, "train_grpo.py", *flags_in(tmp_path / "again"), "--replay", out_dir, "--stop_after", 2)
     names = ("policy/loss", "policy/entropy", "optim/grad_norm", "completion/tokens_mean", "reward/mean")
     expected, found = metrics_of(out_dir), metrics_of(tmp_path / "again")
     assert [[found[s][n] for n in names] for s in (1, 2)] == [[expected[s][n] for n in names] for s in (1, 2)]
@@ -576,12 +543,11 @@ def test_servers_play_turns():
 
 @pytest.mark.parametrize("name", ["end_turn", "end_reply"])
 def test_an_exception_amid_turns_ends_the_run_at_once(name, monkeypatch, capsys):
-    """An exception amid turns ends the run at once, with its sentence."""
     turns = turns_of("Counts", max_turn_tokens=4)
     monkeypatch.setattr(turns, name, lambda *_: {}["no such token"])
     with engine_of(FakeServer(), turns=turns) as engine:
         synced(engine)
         with pytest.raises(RunError, match="sampling failed: KeyError.'no such token'"):
-            engine.sample([make_row([3, 20, 4])], Sampling(2, 1.0, 100), (1, 1))
+            engine.sample([ROW], Sampling(2, 1.0, 100), (1, 1))
     turns.close()
     assert "Traceback" in capsys.readouterr().err

@@ -38,24 +38,17 @@ WEIGHTS = {"layer.weight": torch.arange(6.0).reshape(2, 3), "norm.weight": torch
 DESCRIPTION = {"names": list(WEIGHTS), "dtype_names": ["float32"] * 2, "shapes": [[2, 3], [3]]}
 A, B = "/runs/a on node-a (process 7)", "/runs/b on node-b (process 8)"  # two runs
 HAS = {
-    "--model": "Qwen2ForCausalLM of 2 layers",
-    "--max_model_len": 64,
-    "--dtype": "float32",
-    "--head_dtype": "float32",
-}
+    "--model": "Qwen2ForCausalLM of 2 layers", "--max_model_len": 64, "--dtype": "float32", "--head_dtype": "float32",
+}  # fmt: skip
 TOKENIZER = build_tokenizer()
 
 
 class FakeServer:
-    """Each token takes `seconds`; a completion is as long as it may be. It answers with these `changes`.
-
-    It has the description HAS.
-    """
+    """Each token takes `seconds`; a completion is as long as it may be. It says that it HAS, and answers `changes`."""
 
     def __init__(self, seconds: float = 0.0, port: int = 0) -> None:
         self.seconds, self.port = seconds, port
-        self.version, self.tokens, self.paused, self.key = "default", 0, False, KEY
-        self.num_aborts = 0
+        self.version, self.tokens, self.paused, self.key, self.num_aborts = "default", 0, False, KEY, 0
         self.dies_in_sync: threading.Event | None = None  # it fails after the first tensor, and not before the event
         # Connections: it hangs up when one is used again, as vLLM's does with idle ones.
         self.used: set[asyncio.Transport] = set()
@@ -181,24 +174,16 @@ def synced(engine: ServerEngine) -> ServerEngine:
     return engine
 
 
-class StubGrader:
-    """Every second completion is correct, but none of a prompt whose number is odd."""
-
-    def callback_for(self, rows, sampling):
-        self.is_correct = [bool(i % 2 > row.ids[0] % 2) for row in rows for i in range(sampling.num_samples)]
-        return lambda *_: None
-
-    def collect_from_ranks(self):
-        return [make_grade(is_correct, is_correct=is_correct) for is_correct in self.is_correct]
-
-
-def sampler_over(engine, **changes) -> Sampler:
+def sampler_over(engine: ServerEngine, **changes: object) -> Sampler:
+    """4 prompts a step, of 2 completions each; all are correct."""
     args = flags(prompts_per_step=4, group_size=2, engine="server", **changes)
     data = SimpleNamespace(
         rows=[make_row([i, i], where=f"row {i}") for i in range(400)],
         indices_of_step=lambda step, count, *_: np.arange((step - 1) * count, step * count),
         indices_from=lambda start, count, _: np.arange(start, start + count),
     )
+    grader = SimpleNamespace(
+        callback_for=lambda *_: lambda *_: None, collect_from_ranks=lambda: [make_grade(1.0, is_correct=True)] * 8
+    )
     run = SimpleNamespace(phase=lambda _: nullcontext(), reward_failures=lambda *_: None)
-    sampling = Sampling.from_flags(args, num_samples=2)
-    return Sampler(engine, StubGrader(), data, DrawSettings.from_flags(args), sampling, run)
+    return Sampler(engine, grader, data, DrawSettings.from_flags(args), Sampling.from_flags(args, num_samples=2), run)

@@ -54,8 +54,7 @@ def score(completion, answer, columns):
 class Once:
     """Over at once; --reward grades."""
 
-    def __init__(self, row):
-        pass
+    def __init__(self, row): ...
 
     def reply(self, completion):
         return None
@@ -91,16 +90,11 @@ class Own(str):
 
 
 DEEDS = {
-    "hang": lambda: time.sleep(1000),
-    "exit": lambda: os._exit(3),
-    "raise": lambda: {}["no such luck"],
-    "10 MB": lambda: "x" * 10_000_000,
-    "no text": lambda: sys,
-    "surrogate": lambda: "half \ud800",
-    "control tokens": lambda: "<eos><user>",
-    "own class": lambda: Own("hello"),
+    "hang": lambda: time.sleep(1000), "exit": lambda: os._exit(3), "raise": lambda: {}["no such luck"],
+    "10 MB": lambda: "x" * 10_000_000, "no text": lambda: sys, "surrogate": lambda: "half \ud800",
+    "control tokens": lambda: "<eos><user>", "own class": lambda: Own("hello"),
     "odd role": lambda: {"role": "nobody", "content": "?"},
-}
+}  # fmt: skip
 
 
 class Hostile(Counts):
@@ -146,5 +140,4 @@ def read_calls(completion):
     ]
 
 
-class NoReply:
-    pass
+class NoReply: ...

@@ -17,13 +17,13 @@ from model.attention import make_packing
 from model.packed import Packing
 
 Place = tuple[slice, slice, Tensor]  # queries and keys of a sequence, and which of the latter each of the former sees
-windows: list[tuple[int, int]] = []  # of each call, in tokens before and after a query
+windows: set[int] = set()  # of the calls so far: keys before a query; -1: all
 
 
 def places(cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, window: list[int]) -> Iterator[Place]:
     """Causal: the last query sees the last key. The window is the number of keys before a query."""
-    windows.append(tuple(window))
     before, after = window
+    windows.add(before)
     assert after == 0 and max_q >= cu_q.diff().max() and max_k >= cu_k.diff().max()
     bounds = (cu.unfold(0, 2, 1).tolist() for cu in (cu_q, cu_k))
     for (first_q, end_q), (first_k, end_k) in zip(*bounds, strict=True):
@@ -63,8 +63,7 @@ def backward(grad, query, key, value, out, lse, cu_q, cu_k, max_q, max_k, is_cau
 
 
 def pack_as_on_cuda(patch: pytest.MonkeyPatch) -> None:
-    """From here on policies pack for the kernel; it notes its `windows`."""
-    windows.clear()
+    """While it is patched, policies pack for the kernel."""
     varlen._varlen_attn.register_kernel("cpu")(attend)
     varlen._varlen_attn_backward.register_kernel("cpu")(backward)
     patch.setattr(Packing, "to", lambda packing, device: packing)

@@ -10,15 +10,14 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations import moe
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-import policy
 from batch import pack
 from extras.models import linear_attention
 from helpers.made_up import RAGGED, load_policy, make_model_of_family, make_rollout, unpacked_logprobs
+from helpers.varlen import pack_as_on_cuda, windows
 from model import attention
-from model.attention import check_device, make_packing
-from model.packed import Packing, Segment
+from model.attention import check_device
+from model.packed import Segment
 
-CUDA = torch.device("cuda")
 WINDOW = 16
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -137,34 +136,14 @@ def test_without_rows_a_recurrence_goes_on_into_the_next_sequence(tmp_path, monk
 
 @pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma3_text", "qwen3_5_text"])
 def test_cuda_packing_gives_the_kernel_what_the_cpu_computes(name, tmp_path, monkeypatch):
-    """The kernel by its documentation: cumulative lengths, causal, the last query sees the last key, and the window is
-    the number of keys before a query.
-    """
-    windows = set()
-
-    def varlen_attn(query, key, value, cu_seqlens, cu_seqlens_k, max_q, max_k, scale, window_size, enable_gqa):
-        before, after = window_size
-        windows.add(before)
-        assert after == 0 and max_q >= cu_seqlens.diff().max() and max_k >= cu_seqlens_k.diff().max()
-        assert cu_seqlens[-1] == len(query) and cu_seqlens_k[-1] == len(key) == len(value)
-        out, pairs = [], ((query, cu_seqlens), (key, cu_seqlens_k), (value, cu_seqlens_k))
-        for q, k, v in zip(*(x.split(cu.diff().tolist()) for x, cu in pairs), strict=True):
-            distances = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
-            mask = (distances >= 0) & (distances <= (len(k) if before == -1 else before))
-            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            attended = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
-            out.append(attended[0].transpose(0, 1))
-        return torch.cat(out)
-
+    windows.clear()
     model, rollout = load_policy(random_model(tmp_path, name)), make_rollout(SEVERAL_RECTANGLES, 40, group_size=2)
     for group_size in (1, 2):
         batch, found = pack(rollout, [3, 0, 4, 2, 1], group_size), []
         for kernel in (False, True):
             with monkeypatch.context() as patch:
                 if kernel:
-                    patch.setattr(attention, "varlen_attn", varlen_attn)
-                    patch.setattr(Packing, "to", lambda packing, device: packing)
-                    patch.setattr(policy, "make_packing", lambda segments, _: make_packing(segments, CUDA))
+                    pack_as_on_cuda(patch)
                 logprobs = model(batch, 1.0)[0]
             found.append([logprobs.detach(), *torch.autograd.grad(logprobs.square().sum(), [*model.parameters()])])
         for a, b in zip(*found, strict=True):
@@ -190,5 +169,5 @@ def test_flash_attention_3_is_requested_on_hopper_before_checks(capability, erro
     monkeypatch.setattr(attention, "activate_flash_attention_impl", activate)
     monkeypatch.setattr(attention, "check_alignment", lambda device: checked.append(activate.called))
     for share_prompts in (False, True):
-        check_device(CUDA, share_prompts)
+        check_device(torch.device("cuda"), share_prompts)
         assert checked == [capability == 9] * share_prompts

@@ -36,7 +36,7 @@ REWARD = "def score(completion, answer, columns):\n    return len(set(completion
 THINGS = ("bird", "fish", "tree", "king")  # a token each: all prompts are of one length, 21 tokens
 KINDS = {
     "full": {"learning_rate": 1e-4, "eval_every": 2, "eval_before_training": True},
-    "lora": {"learning_rate": 1e-3, "lora_rank": 8, "eval_data": None},
+    "lora": {"learning_rate": 1e-3, "lora_rank": 8, "eval_data": None, "save_every": 2},
 }
 TOLERANCE = {"atol": 1e-4, "rtol": 0}  # for a log-prob
 

@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,6 @@ from helpers.made_up import (
     flags,
     load_policy,
     make_hybrid,
-    make_model,
     make_model_of_family,
     make_rollout,
     policy_of,
@@ -45,24 +44,12 @@ from update import add_reference
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy of another architecture and width than the fixture `policy`; the vocabulary is the same."""
-    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    return make_model(tmp_path_factory.mktemp("teacher"), tied=False, **sizes)
-
-
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3.5, which has linear attention."""
-    make_hybrid(folder := tmp_path_factory.mktemp("hybrid"))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Granite, which divides its logits."""
-    make_model_of_family(folder := tmp_path_factory.mktemp("granite"), "granite", logits_scaling=8.0)
-    return folder
+def teachers(untied_qwen3_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """All have the vocabulary of the fixture `policy`."""
+    hybrid, granite = map(tmp_path_factory.mktemp, ("hybrid", "granite"))
+    make_hybrid(hybrid)  # a Qwen3.5, which has linear attention
+    make_model_of_family(granite, "granite", logits_scaling=8.0)  # divides its logits
+    return {"another": untied_qwen3_policy, "hybrid": hybrid, "granite": granite}
 
 
 def plain_logits(path: Path, rollout: Rollout, temperature: float) -> Tensor:
@@ -88,17 +75,13 @@ def in_order(values: list[tuple[object, Tensor]], num_sequences: int) -> Tensor:
 FORMS = {"whole": {}, "small": {"micro_batch_tokens": 24}, "shared": {"share_prompts": True}}
 
 
-@pytest.mark.parametrize(
-    ("kind", "form", "direction"),
-    [
-        *product(["teacher"], FORMS, ["reverse", "forward"]),
-        ("hybrid", "shared", "reverse"),
-        ("granite", "small", "reverse"),
-    ],
-)
-def test_log_probs_and_kl_are_those_of_full_logits(kind, form, direction, policy, request):
-    """Log-probs and KL are those of full logits, of each model after its own prompt. A Granite teaches itself."""
-    teacher = request.getfixturevalue(kind)
+@pytest.mark.parametrize(("kind", "form", "direction"), [
+    *product(["another"], FORMS, ["reverse", "forward"]),
+    ("hybrid", "shared", "reverse"), ("granite", "small", "reverse"),
+])  # fmt: skip
+def test_log_probs_and_kl_are_those_of_full_logits(kind, form, direction, policy, teachers):
+    """Of each model after its own prompt. A Granite teaches itself."""
+    teacher = teachers[kind]
     policy = teacher if kind == "granite" else policy
     rollout = with_hints(make_rollout(group_size=2))
     changes = {"kl_over": "vocabulary", "kl_direction": direction, "prompts_per_step": 4} | FORMS[form]
@@ -112,10 +95,10 @@ def test_log_probs_and_kl_are_those_of_full_logits(kind, form, direction, policy
         found.append((batch, [scores.logprobs_N, scores.entropies_N, *scores.distilled]))
     log_p, log_q = plain_logits(policy, rollout, 0.8), plain_logits(teacher, rollout.hinted(), 0.8)
     a, b = (log_p, log_q) if direction == "reverse" else (log_q, log_p)
-    wanted = [None, None, None, (a.exp() * (a - b)).sum(-1), (log_p.argmax(-1) == log_q.argmax(-1)).double()]
     labels = torch.from_numpy(np.concatenate(rollout.completions)).long()
     label_logprobs = [x.gather(1, labels[:, None])[:, 0] for x in (log_p, log_q)]
-    wanted[:3] = label_logprobs[0], -(log_p.exp() * log_p).sum(-1), label_logprobs[1]
+    wanted = [label_logprobs[0], -(log_p.exp() * log_p).sum(-1), label_logprobs[1], (a.exp() * (a - b)).sum(-1)]
+    wanted.append((log_p.argmax(-1) == log_q.argmax(-1)).double())
     for i, expected in enumerate(wanted):
         ours = in_order([(batch, values[i].detach()) for batch, values in found], len(RAGGED))
         torch.testing.assert_close(ours.double(), expected, atol=1e-4, rtol=1e-5)
@@ -128,11 +111,9 @@ def test_log_probs_and_kl_are_those_of_full_logits(kind, form, direction, policy
     {}, {"kl_over": "vocabulary", "kl_direction": "forward"}, {"kl_estimator": "k2"}, {"lora_rank": 4},
     {"lora_rank": 4, "kl_over": "vocabulary", "communicate_once": True}, {"lora_rank": 4, "kl_over": "vocabulary"},
 ])  # fmt: skip
-def test_without_advantages_only_the_reference_teaches(changes, policy, teacher):
-    """Without an advantage, the policy learns from the reference alone. Rewards differ, so any other advantage
-    would have a gradient. Without --reference LoRA's is the adapter off.
-    """
-    path = None if "lora_rank" in changes else teacher
+def test_without_advantages_only_the_reference_teaches(changes, policy, untied_qwen3_policy):
+    """Rewards differ, so any other advantage would have a gradient. LoRA's reference is the adapter off."""
+    path = None if "lora_rank" in changes else untied_qwen3_policy
     args = flags(model=policy, reference=path, advantage="zero", kl_coef=0.5, group_size=2, **changes)
     model = policy_of(args)
     reference = model if path is None else load_policy(path)
@@ -147,24 +128,21 @@ def test_without_advantages_only_the_reference_teaches(changes, policy, teacher)
         assert metrics["policy/loss"] == pytest.approx(0.5 * metrics["distill/kl"], rel=1e-4)
 
 
-def test_packing_ranks_and_offload_do_not_change_distillation(policy, teacher):
-    """Neither packing nor ranks nor offloading changes what is learnt from a reference. One and two ranks; fp32.
-    With LoRA the reference is the adapter off, between two passes of the policy.
-    """
-    results = [on_ranks(num_ranks, "distributed:taught", policy, teacher) for num_ranks in (1, 2)]
-    whole = ["whole", "small, on the host", "shared, communicates once"]
-    lora = ["LoRA", "LoRA, small", "LoRA, small, communicates once", "LoRA, shared, recomputed"]
-    made = ["hints of the step", "hints of the step, shared"]
-    for names in (["sampled, with hints"], made, whole, lora):
+def test_packing_ranks_and_offload_do_not_change_distillation(policy, untied_qwen3_policy):
+    """One and two ranks; fp32. With LoRA the reference is the adapter off, between two passes of the policy."""
+    results = [on_ranks(num_ranks, "distributed:taught", policy, untied_qwen3_policy) for num_ranks in (1, 2)]
+    alike = [
+        ["sampled, with hints"], ["hints of the step", "hints of the step, shared"],
+        ["whole", "small, on the host", "shared, communicates once"],
+        ["LoRA", "LoRA, small", "LoRA, small, communicates once", "LoRA, shared, recomputed"],
+    ]  # fmt: skip
+    for names in alike:
         cases = [found[name] for found in results for name in names]
-        assert cases[0][0]["optim/grad_norm"] > 0.01
-        for metrics, gradients in cases[1:]:
-            without = [
-                {k: v for k, v in each.items() if k != "perf/update_idle_frac"} for each in (metrics, cases[0][0])
-            ]
-            assert without[0] == pytest.approx(without[1], abs=1e-5)
+        for metrics, gradients in cases:
+            metrics.pop("perf/update_idle_frac", None)
+            assert metrics["optim/grad_norm"] > 0.01 and metrics == pytest.approx(cases[0][0], abs=1e-5)
             torch.testing.assert_close(gradients, cases[0][1], atol=2e-6, rtol=1e-4)
-    assert {name for names in (["sampled, with hints"], made, whole, lora) for name in names} == TAUGHT.keys()
+    assert set(chain(*alike)) == TAUGHT.keys()
 
 
 def test_a_reference_that_moves_is_the_policy_or_a_mean_of_it(policy):
@@ -174,8 +152,7 @@ def test_a_reference_that_moves_is_the_policy_or_a_mean_of_it(policy):
         start, expected = steps[0][0], steps[0][1].double()
         for number, (trained, reference, count) in enumerate(steps):
             if name == "replaced":
-                wanted, has_begun_anew = steps[number - number % 2][0], number % 2 == 0
-                assert reference.equal(wanted) and count == (0 if has_begun_anew else 1)
+                assert reference.equal(steps[number - number % 2][0]) and count == number % 2
             elif name == "replaced, bf16":
                 assert reference.equal(steps[number - number % 2][0].bfloat16().float()) and count == number
             elif number:
@@ -188,12 +165,11 @@ def test_a_reference_that_moves_is_the_policy_or_a_mean_of_it(policy):
 
 
 @pytest.mark.parametrize(("changes", "is_own"), [
-    ({}, True), ({"lora_rank": 4}, False), ({"lora_rank": 4, "reference": "teacher"}, True),
+    ({}, True), ({"lora_rank": 4}, False), ({"lora_rank": 4, "reference": "another"}, True),
 ])  # fmt: skip
-def test_a_reference_of_another_path_is_its_own_model(changes, is_own, policy, teacher, monkeypatch):
-    """A reference of another path is its own model, also with LoRA."""
+def test_a_reference_of_another_path_is_its_own_model(changes, is_own, policy, untied_qwen3_policy, monkeypatch):
     monkeypatch.setattr("policy.shard_and_fill", lambda policy, *rest: policy)
-    changes = changes | ({"reference": teacher} if "reference" in changes else {})
+    changes = {name: untied_qwen3_policy if name == "reference" else value for name, value in changes.items()}
     found, reference, _ = build(flags(model=policy, kl_coef=1, **changes), ALONE)
     assert (reference is not found) == is_own
     assert ("Qwen3" in type(reference.model).__name__) == ("reference" in changes)
@@ -213,9 +189,7 @@ def test_another_vocabulary_is_told_by_its_first_different_token(policy, tmp_pat
     ({"max_position_embeddings": 19}, "= 20 is beyond the context of --reference .*, 19 tokens"),
 ])  # fmt: skip
 def test_a_reference_that_cannot_score_every_sample_is_refused(changes, words, policy, tmp_path):
-    """A reference that cannot score all that the policy samples is refused. Before any weight is read. A
-    vocabulary that is padded to more rows is no fault.
-    """
+    """Before any weight is read. A vocabulary that is padded to more rows is no fault."""
     folder = shutil.copytree(policy, tmp_path / "teacher")
     config = json.loads((folder / "config.json").read_text())
     args = parse_flags(training_flags(policy, tmp_path / "run", reference=folder))
@@ -227,7 +201,6 @@ def test_a_reference_that_cannot_score_every_sample_is_refused(changes, words, p
 
 
 def test_a_hint_is_before_the_suffix_and_counts_for_the_limit(policy, tmp_path):
-    """A prompt with a hint has it before the suffix, and the hint counts for the limit."""
     rows = [{"problem": "1+2", "answer": "3", "why": "so"}, {"problem": "1+3", "answer": "4", "why": "so" * 60}]
     unusable = [{"problem": "1+4", "answer": "5", "why": why} for why in (None, "<user>so")]
     data = write_lines(tmp_path / "d.jsonl", [*rows, *unusable])
@@ -247,7 +220,6 @@ def test_a_hint_is_before_the_suffix_and_counts_for_the_limit(policy, tmp_path):
 
 
 def test_without_a_reward_nothing_is_graded(policy, tmp_path):
-    """Without a reward nothing is graded, and no answer is needed."""
     data = write_lines(tmp_path / "d.jsonl", [{"problem": f"1+{i}"} for i in range(9)])
     changes = {"train_data": data, "eval_data": None, "eval_every": 0, "eval_before_training": None}
     args = parse_flags(training_flags(policy, tmp_path / "run", reward="none", advantage="zero", **changes))
@@ -260,6 +232,5 @@ def test_without_a_reward_nothing_is_graded(policy, tmp_path):
     grades = grader.collect_from_ranks()
     assert [grade.status for grade in grades] == [NOT_GRADED] * 2 and grader.pool is None
     rollout = replace(make_rollout([3, 5]), grades=grades)
-    assert rollout_metrics(rollout, 2).keys() == {
-        "completion/tokens_mean", "completion/tokens_max", "completion/frac_truncated",
-    }  # fmt: skip
+    names = ("tokens_mean", "tokens_max", "frac_truncated")
+    assert rollout_metrics(rollout, 2).keys() == {f"completion/{name}" for name in names}

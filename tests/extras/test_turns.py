@@ -9,6 +9,7 @@ from dataclasses import make_dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from algorithm import algorithm_of
-from batch import Completion, Rollout, pack
+from batch import Completion, Rollout
 from data import render, tool_schemas
 from extras.turns.credit import states_of
 from extras.turns.episode import EpisodeWorker, Turn
@@ -273,30 +274,25 @@ def called(completion: str, functions: dict) -> list[str] | None:
 
 
 def test_calls_in_the_format_of_hermes_are_run():
-    """Malformed ones are answered with what is wrong."""
+    """Malformed ones are answered with what is wrong; what a tool returns is written as JSON."""
     functions = {"add": lambda a, b: a + b, "fail": lambda: 1 / 0, "join": lambda words: {"text": " ".join(words)}}
-    call = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
-    two = call % ("add", '{"a": 1, "b": 2}') + call % ("join", '{"words": ["a", "b"]}')
+    form = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
+    two = form % ("add", '{"a": 1, "b": 2}') + form % ("join", '{"words": ["a", "b"]}')
     assert called(two, functions) == ["3", '{"text": "a b"}']
-    assert called(call % ("add", '"{\\"a\\": 1, \\"b\\": 2}"'), functions) == ["3"]  # arguments as a text
+    assert called(form % ("add", '"{\\"a\\": 1, \\"b\\": 2}"'), functions) == ["3"]  # arguments as a text
     assert called("no call", functions) is None
-    assert called(call % ("join", '{"words": ["\\ud800"]}'), functions) == ['{"text": "?"}'], "half a surrogate pair"
-    assert called(f"<think>{call % ('add', '{}')}</think> none", functions) is None, "a thought calls nothing"
+    assert called(form % ("join", '{"words": ["\\ud800"]}'), functions) == ['{"text": "?"}'], "half a surrogate pair"
+    assert called(f"<think>{form % ('add', '{}')}</think> none", functions) is None, "a thought calls nothing"
     for wrong, said in {
         "<tool_call>{": "is not closed", "<tool_call>{]</tool_call>": "Expecting",
-        call % ("fail", "{}"): "ZeroDivisionError",
-        call % ("add", '{"a": 1}'): "missing a required", "<tool_call>[1]</tool_call>": "TypeError",
+        form % ("fail", "{}"): "ZeroDivisionError",
+        form % ("add", '{"a": 1}'): "missing a required", "<tool_call>[1]</tool_call>": "TypeError",
     }.items():  # fmt: skip
         (reply,) = called(wrong, functions)
         assert reply.startswith("error: ") and said in reply
-
-
-@pytest.mark.parametrize(("value", "written"), [
-    (np.float32(1.5), "1.5"), (np.arange(2), "[0, 1]"), (Path("a"), '"a"'),
-    (make_dataclass("Place", ["x"])(3), '"Place(x=3)"'),
-])  # fmt: skip
-def test_what_a_tool_returns_is_written_as_json(value, written):
-    assert called('<tool_call>{"name": "tool"}</tool_call>', {"tool": lambda: value}) == [written]
+    values = [np.float32(1.5), np.arange(2), make_dataclass("Place", ["x"])(3), Path("a")]
+    for value, written in zip(values, ["1.5", "[0, 1]", '"Place(x=3)"', '"a"'], strict=True):
+        assert called('<tool_call>{"name": "tool"}</tool_call>', {"tool": Mock(return_value=value)}) == [written]
 
 
 @pytest.mark.parametrize(("limit", "count"), [(400, 3.0), (30, 1.0)])  # in the second the first reply has no room
@@ -344,39 +340,23 @@ def test_an_environment_of_another_library_is_ours_by_an_adapter():
     assert len(Path("docs/environments/gym_adapter.py").read_text().partition("class Adapter")[2].splitlines()) <= 25
 
 
-class EchoServer:
-    """Stands for openenv.core.GenericEnvClient: an episode of two steps, whose observations repeat the action."""
-
-    def __init__(self, base_url: str) -> None:
-        self.texts, self.is_open = [base_url], True
-
-    def sync(self) -> "EchoServer":
-        return self
-
-    def reset(self, **options: int) -> None:
-        self.texts.append(str(options))
-
-    def step(self, action: dict[str, str]) -> SimpleNamespace:
-        self.texts.append(action["message"])
-        observation = {"echo": "; ".join(self.texts)}
-        return SimpleNamespace(observation=observation, reward=0.5, done=len(self.texts) == 4)
-
-    def close(self) -> None:
-        self.is_open = False
-
-
 def test_an_openenv_server_is_an_environment(monkeypatch):
     """A session of its server is an episode: reset with the row's seed, stepped with each turn, and closed."""
-    monkeypatch.setitem(sys.modules, "openenv", SimpleNamespace(core=None))
-    monkeypatch.setitem(sys.modules, "openenv.core", SimpleNamespace(GenericEnvClient=EchoServer))
+    client = Mock()
+    client.sync.return_value = client
+    client.step.side_effect = [SimpleNamespace(observation={"echo": "hi"}, reward=0.5, done=x) for x in (False, True)]
+    library = SimpleNamespace(GenericEnvClient=Mock(return_value=client))
+    monkeypatch.setitem(sys.modules, "openenv", SimpleNamespace(core=library))
+    monkeypatch.setitem(sys.modules, "openenv.core", library)
     for name, value in {"URL": "http://x", "ACTION": "message", "OBSERVATION": "echo"}.items():
         monkeypatch.setenv(f"OPENENV_{name}", value)
-    handler = EpisodeWorker("docs/environments/openenv_adapter.py:OpenEnv", None)
-    reply = handler(Turn(1, {"answer": "", "seed": "3"}, ("a",), is_last=False))
-    assert reply.messages == [{"role": "user", "content": "http://x; {'seed': 3}; a"}]
-    (episode, _), *_ = handler.episodes.values()
-    reply = handler(Turn(1, {"answer": "", "seed": "3"}, ("a", "b"), is_last=False))
-    assert (reply.messages, reply.grade.reward, episode.client.is_open) == ([], 1.0, False)
+    handler, row = EpisodeWorker("docs/environments/openenv_adapter.py:OpenEnv", None), {"answer": "", "seed": "3"}
+    assert handler(Turn(1, row, ("a",), is_last=False)).messages == [{"role": "user", "content": "hi"}]
+    reply = handler(Turn(1, row, ("a", "b"), is_last=False))
+    assert (reply.messages, reply.grade.reward) == ([], 1.0)
+    steps = [call.step({"message": text}) for text in "ab"]
+    assert client.mock_calls == [call.sync(), call.reset(seed=3), *steps, call.close()]
+    library.GenericEnvClient.assert_called_once_with(base_url="http://x")
 
 
 # Training on them -----------------------------------------------------------------------------------------------------
@@ -418,10 +398,6 @@ def test_lengths_count_what_was_sampled_and_turns_are_counted():
     graded = replace(rollout, rows=[make_row([1], prompt="")] * 2, grades=[Grade(1.0, "ok")] * 2)
     assert [graded.describe(b)["num_tokens"] for b in range(2)] == [9, 12]
     assert [each.max() + 1 for each in rollout.turns] == [3, 3]
-    batch = pack(rollout, [0, 1])
-    assert int(batch.loss_mask_N.sum()) == 21
-    sampled = np.concatenate(rollout.sampled_only(rollout.completions))
-    assert batch.labels_N[batch.loss_mask_N].tolist() == sampled.tolist()
 
 
 def test_rewards_of_turns_become_returns_to_go():
@@ -494,12 +470,16 @@ def game(policy, tmp_path_factory):
     return flags_in, out_dir
 
 
-def test_a_run_from_a_checkpoint_equals_the_undisturbed_one(game, tmp_path):
+def test_a_run_from_a_checkpoint_and_a_replay_have_the_same_turns(game, tmp_path):
+    """The run that goes on is the undisturbed one bit for bit."""
     flags_in, out_dir = game
-    copy = copy_at(2, out_dir, tmp_path / "copy")
+    copy, again = copy_at(2, out_dir, tmp_path / "copy"), tmp_path / "again"
     torchrun(2, "train_grpo.py", *flags_in(copy))
-    expected, found = metrics_of(out_dir), metrics_of(copy)
-    assert all(without_times(found[step]) == without_times(expected[step]) for step in (3, 4))
+    torchrun(2, "train_grpo.py", *flags_in(again), "--replay", out_dir, "--stop_after", 2)
+    expected, resumed, replayed = map(metrics_of, (out_dir, copy, again))
+    assert all(without_times(resumed[step]) == without_times(expected[step]) for step in (3, 4))
+    names = ("policy/loss", "policy/entropy", "optim/grad_norm", "completion/tokens_mean", "reward/mean")
+    assert [[replayed[s][n] for n in names] for s in (1, 2)] == [[expected[s][n] for n in names] for s in (1, 2)]
 
 
 def test_evaluation_plays_the_same_episodes(game):
@@ -515,14 +495,6 @@ def test_evaluation_plays_the_same_episodes(game):
     ends = np.cumsum(np.frombuffer(raw[4 + length + num_bytes :][:sizes], "<u2"))
     said = "".join(text[end - 1] for end, code in zip(ends, codes, strict=True) if code == UNKNOWN)
     assert said.count("turn1") == said.count("turn2") == 32, "a letter each; the tokenizer of the tests has no space"
-
-
-def test_a_replay_trains_on_the_same_turns(game, tmp_path):
-    flags_in, out_dir = game
-    torchrun(2, "train_grpo.py", *flags_in(tmp_path / "again"), "--replay", out_dir, "--stop_after", 2)
-    names = ("policy/loss", "policy/entropy", "optim/grad_norm", "completion/tokens_mean", "reward/mean")
-    expected, found = metrics_of(out_dir), metrics_of(tmp_path / "again")
-    assert [[found[s][n] for n in names] for s in (1, 2)] == [[expected[s][n] for n in names] for s in (1, 2)]
 
 
 def test_servers_play_turns():

@@ -71,8 +71,7 @@ def assert_near(found: torch.Tensor, wanted: torch.Tensor, share_of_largest: flo
     torch.testing.assert_close(found, wanted, **tolerance)
 
 
-def test_packed_vision_logprobs_are_those_of_the_unpacked_model(model):
-    """Packed log-probs and gradients are those of the unpacked model."""
+def test_packed_logprobs_and_gradients_are_those_of_the_unpacked_model(model):
     data = vision_data(vision_flags(model))
     rollout = vision_rollout(data)
     rollout.completions[0][3] = 7  # transformers would take a sampled image token for an image
@@ -94,14 +93,12 @@ def test_packed_vision_logprobs_are_those_of_the_unpacked_model(model):
 
 
 def test_a_shared_image_prompt_equals_its_completions_alone(model):
-    """A shared prompt with images gives what its completions give alone. fp32, 1e-5 of the largest number. One
-    image, several, none; the tower sees a shared prompt's pixels once.
-    """
+    """fp32, 1e-5 of the largest number. One image, several, none; the tower sees a shared prompt's pixels once."""
     data = vision_data(vision_flags(model))
     rollout = vision_rollout(data).select(np.array([0, 0, 2, 2, 4, 4]))
-    rollout.completions[1] = rollout.completions[1][::-1][:6]
-    rollout.is_sampled[1] = rollout.is_sampled[1][:6]
-    rollout.rollout_logprobs[1] = rollout.rollout_logprobs[1][:6]
+    rollout.completions[1] = rollout.completions[1][::-1]
+    for field in (rollout.completions, rollout.is_sampled, rollout.rollout_logprobs):
+        field[1] = field[1][:6]
     policy, found = load_policy(model), []
     for group_size in (1, 2):
         batch = pack_with_images(rollout, list(range(6)), group_size)
@@ -141,7 +138,6 @@ def test_engine_and_trainer_agree_on_one_image_several_and_none(found):
 
 @pytest.mark.parametrize(("name", "changes"), [("all weights", {}), ("LoRA", {"lora_rank": 4})])
 def test_a_rank_without_images_keeps_up_with_the_same_gradient(name, changes, model, found):
-    """A rank without images completes its update, and the gradient is that of one rank."""
     args = vision_flags(model, **changes)
     metrics, wanted = vision_gradient(policy_of(args), args, ALONE, WITH_IMAGES + WITHOUT)
     sharded_metrics, gradients = found["gradients"][name]
@@ -153,7 +149,7 @@ def test_a_rank_without_images_keeps_up_with_the_same_gradient(name, changes, mo
 
 
 def test_an_exported_vision_policy_loads_in_both_libraries(model, found, tmp_path):
-    """An exported policy loads in transformers and, with its processor, in vLLM."""
+    """In transformers and, with its processor, in vLLM."""
     exported = AutoModelForImageTextToText.from_pretrained(found["exported"], dtype=torch.float32)
     torch.testing.assert_close(dict(exported.named_parameters()), found["merged"], atol=0, rtol=0)
     flags = {
@@ -165,18 +161,16 @@ def test_an_exported_vision_policy_loads_in_both_libraries(model, found, tmp_pat
 
 
 def test_a_sampled_image_token_is_text_in_the_position_ids(model):
-    """A sampled image token is a text token, and texts count on in all three rows of positions."""
+    """Texts count on in all three rows of positions."""
     data = vision_data(vision_flags(model))
     rollout = vision_rollout(data)
     batch = pack_with_images(rollout, [0, 1])
     token = data.rows[0].images.vision.image_token
     assert int((batch.input_ids_N == token).sum()) == 7 and len(batch.parts[0].places_I) == 6
-    length = len(data.rows[0].ids) + 7
-    start = data.rows[0].ids.tolist().index(token)
+    length, start = len(data.rows[0].ids) + 7, data.rows[0].ids.tolist().index(token)
     columns = [[start] * 6, [start + i // 2 for i in range(6)], [start, start + 1] * 3]
     assert batch.position_ids_N[:, start : start + 6].tolist() == columns
-    after = batch.position_ids_N[:, start + 6].tolist()
-    assert after == [start + 3] * 3, "an image takes as many positions as its longer side"
+    assert batch.position_ids_N[:, start + 6].tolist() == [start + 3] * 3, "an image takes as many as its longer side"
     assert batch.position_ids_N[:, length:].tolist() == [list(range(len(data.rows[1].ids) + 4))] * 3
     texts = pack_with_images(rollout, [1, 3])
     assert texts.position_ids_N.dim() == 1 and texts.parts == ()
@@ -190,7 +184,6 @@ def test_the_passes_with_images_never_wait_for_the_device(changes, model):
 
 
 def test_pixel_values_are_shared_and_stay_on_the_host(model):
-    """Pixel values are shared while they are needed, and stay on the host."""
     data = vision_data(vision_flags(model))
     rollout = vision_rollout(data)
     batches = pack_with_images(rollout, [0]), pack_with_images(rollout, [0, 1]).to(torch.device("meta"))
@@ -206,7 +199,6 @@ def test_pixel_values_are_shared_and_stay_on_the_host(model):
 
 
 def test_images_of_the_datasets_library_are_read_and_counted(model, tmp_path):
-    """Images of the datasets library are read, and their tokens count for the limit."""
     wide, large = Image.new("RGB", (600, 2)), Image.new("RGB", (84, 56))
     problems = ["one?", "wide?", "large?", "<|image_pad|>?", "text?"]
     rows = {"problem": problems, "answer": ["1"] * 5, "image": [Image.new("RGB", (56, 56)), wide, large, None, None]}
@@ -221,14 +213,12 @@ def test_images_of_the_datasets_library_are_read_and_counted(model, tmp_path):
     assert [row.images and row.images.is_image().sum() for row in data.rows] == [4, 6, None]
     mixed = PromptData.mix([data, data])
     assert [row.images for row in mixed.rows] == [row.images for row in data.rows] * 2
-    limits = {"max_prompt_tokens": len(data.rows[0].ids)}
-    shorter = vision_data(vision_flags(model, image_column="image", **limits), tmp_path / "pil")
+    args = vision_flags(model, image_column="image", max_prompt_tokens=len(data.rows[0].ids))
+    shorter = vision_data(args, tmp_path / "pil")
     assert [prompt_of(row) for row in shorter.rows] == ["<image>one?", "text?"] and shorter.num_too_long == 1
 
 
 def test_an_image_is_upright_rgb_and_white_where_transparent():
-    """An image is upright, in RGB, and white where it is transparent."""
-
     def encoded(image: Image.Image, **options: object) -> bytes:
         out = io.BytesIO()
         image.save(out, "PNG", **options)
@@ -268,5 +258,4 @@ def test_a_mistake_with_images_is_told_before_anything_is_loaded(changes, words,
     with pytest.raises(ValueError) as error:
         check_flags(args)
         load_inputs(args)
-    for word in words:
-        assert word in str(error.value)
+    assert all(word in str(error.value) for word in words), error.value

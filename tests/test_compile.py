@@ -119,7 +119,7 @@ def test_a_compiled_run_begins_as_the_golden_curve(tmp_path, found):
     one compiles beside an engine, which turns compilation off in the whole process.
     """
     flags = ["--compile", "--stop_after", "1", "--eval_data", f"{POLICY}/heldout.jsonl#4"]
-    done = run_job(run_script, tmp_path / "run", *flags, OMP_NUM_THREADS=1)
+    done = run_job(run_script, tmp_path / "run", *flags)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     step, golden = without_times(metrics_of(tmp_path / "run")[1]), lines(ROOT / "tests" / "golden_curve.jsonl")[1]
     rounding_noise = {name: step[name] for name in ["policy/rollout_temperature_r2"]}

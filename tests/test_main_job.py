@@ -22,14 +22,15 @@ SHORT += ["--train_data", f"{POLICY}/train.jsonl#64", "--eval_data", f"{POLICY}/
 def run_job(run_it: Callable, run_dir: Path, *flags: str, **settings: object) -> CompletedProcess[str]:
     """`bash scripts/tiny_cpu.sh FLAGS`, for real or forked, in a folder of the test's own."""
     environment = {key: value for key, value in os.environ.items() if key not in TEST_VARIABLES}
-    environment |= {"OUT_DIR": str(run_dir)} | {k: str(v) for k, v in settings.items()}
+    # One thread a rank, as two ranks have on two cores: sums depend on it, and more wait for each other.
+    environment |= {"OUT_DIR": str(run_dir), "OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in settings.items()}
     return run_it(["bash", "scripts/tiny_cpu.sh", *flags], environment)
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("main_job")
-    done = run_job(run_command, folder / "run", OMP_NUM_THREADS=1)  # as two cores have: sums depend
+    done = run_job(run_command, folder / "run")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return folder
 

@@ -182,7 +182,7 @@ def test_a_script_runs_on_a_tiny_model(name, tmp_path):
     """Each with a start of its own: it reads data of its own columns by its own template and reward. One step: most of
     what it takes is the start. As a user starts it: test_main_job.py.
     """
-    settings = SMOKED[name]
+    settings = SMOKED[name] | {"OMP_NUM_THREADS": 1}  # more threads wait for each other beside other tests
     shown = run(run_script, "scripts/smoke.sh", f"scripts/{name}.sh", *smaller(name), SMOKE_DIR=tmp_path, **settings)
     (run_dir,) = (tmp_path / name).glob("run_*")
     metrics, steps = metrics_of(run_dir), range(1, settings.get("STEPS", 2) + 1)

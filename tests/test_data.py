@@ -65,7 +65,6 @@ def prompts(loaded: PromptData) -> list[str]:
 
 
 def test_answers_become_text_or_are_excluded_and_listed(tmp_path):
-    """Answers become text, and those that cannot are excluded and listed."""
     good = ["x", 3, 2.5, -0.0, 10**400, ["a", 1], {"f": "é"}, " y "]
     answers = ["x", "3", "2.5", "0", "1" + "0" * 400, '["a", "1"]', '{"f": "é"}', " y "]
     bad = {"null": None, "True": True, "blank": " \n", "inf": float("inf"), "nan": float("nan")}
@@ -100,7 +99,6 @@ BROKEN = [
 
 
 def test_messages_spelled_as_text_are_read_or_refused(tmp_path):
-    """Messages that a text spells are read or refused, and a question stays a text."""
     spelled = [json.dumps(ASKED), json.dumps(ASKED, indent=1, ensure_ascii=False), repr(ASKED), f" {ASKED} \n"]
     loaded = problems(tmp_path, *spelled, *PLAIN, *BROKEN)
     assert texts(loaded)[:4] == texts(problems(tmp_path, ASKED)) * 4
@@ -110,7 +108,6 @@ def test_messages_spelled_as_text_are_read_or_refused(tmp_path):
 
 
 def test_a_column_name_is_literal_first_and_then_a_path(tmp_path):
-    """A column is looked up literally first, and then as a path."""
     rows = [{"problem": "q", "a.b": "literal", "a": {"b": "nested", "c": {"d": 7}}}]
     assert load_rows(tmp_path, rows, answer_column="a.b").rows[0].answer == "literal"
     assert load_rows(tmp_path, rows, answer_column="a.c.d").rows[0].answer == "7"
@@ -146,7 +143,6 @@ def test_images_come_from_paths_beside_the_data_or_from_bytes(tmp_path):
 
 
 def test_images_are_read_from_base64_and_data_uris(tmp_path):
-    """Images are read from base64 and data URIs, and a URL is refused with the reason."""
     packed = base64.b64encode(png(1)).decode()
     (tmp_path / ("f" * 64)).write_bytes(png(2))  # a file, although its name could be base64
     good = [packed, "data:image/png;base64," + packed, packed.rstrip("="), base64.encodebytes(png(1)).decode()]

@@ -33,7 +33,6 @@ def row(answer: str, opened: str = "", **columns: object) -> SimpleNamespace:
 
 
 def test_completions_are_graded_with_their_row_and_prompt():
-    """Finished completions are graded against their rows, with the prompt as the model saw it."""
     grader = Grader(Grading("exact,length,format", overlong_cache_tokens=4), num_workers=1)
     rows = [row(answer, "<think>") for answer in "45"]
     on_finished = grader.callback_for(rows, Sampling(2, 1.0, max_completion_tokens=8))
@@ -127,7 +126,6 @@ def test_a_reward_that_fails_from_the_start_ends_the_run():
     ("def score(completion):\n    return {'acc': 1} if completion else 0.0\n", "score returned {'acc': 1}"),
 ])  # fmt: skip
 def test_functions_without_a_reward_are_named_early(code, words, tmp_path):
-    """A function that returns no reward is named before training."""
     (tmp_path / "my_reward.py").write_text(code)
     grader = Grader(Grading(f"exact,{tmp_path}/my_reward.py:score", reward_timeout=1.0), num_workers=1)
     with pytest.raises(ValueError, match=f"--reward .*: .*{words}.*docs/rewards.md") if words else nullcontext():

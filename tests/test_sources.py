@@ -79,7 +79,6 @@ def test_what_is_unusual_but_clear_is_loaded(end, content, rows, tmp_path):
 
 
 def test_rows_keep_all_columns_and_long_lines_are_read(tmp_path):
-    """Rows keep all their columns, numbers are valid answers, and a line may have 10 MB."""
     long = {"problem": "2+2", "answer": 4, "notes": "x" * 10_000_000}
     rows = [{"problem": "é", "answer": 4, "level": 3}, long | {"problem": "1+1 " * 50_000}, long]
     loaded = load(write(tmp_path, GOOD + "\n" + "".join(f"{json.dumps(row)}\n" for row in rows)), max_prompt_tokens=100)
@@ -111,7 +110,6 @@ def test_what_only_one_process_could_read_is_refused(tmp_path):
     ("rows.jsonl", BOM + b"\n <!DOCTYPE html>\n<html>", "is a page of HTML or XML"),
 ])  # fmt: skip
 def test_a_file_that_belies_its_name_is_refused_by_its_content(name, content, words, tmp_path):
-    """A file that is not what its name says is refused with what its content is."""
     path = write(tmp_path, content, name)
     for source in (path, tmp_path):
         refused(source, f"{name} {words}")
@@ -173,7 +171,6 @@ def test_a_hub_that_cannot_be_reached_is_told_within_seconds(monkeypatch):
 
 
 def test_short_floats_are_read_as_their_shortest_decimals(tmp_path):
-    """Floats of 16 and 32 bits are read as the shortest decimals of their own type."""
     numbers = [0.1, 2.5, 12.0, 1e-7, -0.3]
     rows = [{"f32": n, "f16": n, "f64": n, "list": [n, None], "object": {"a": [{"b": n}]}} for n in numbers]
     f32, f64 = datasets.Value("float32"), datasets.Value("float64")

@@ -132,10 +132,10 @@ class StubGrader:
         return [make_grade(b, is_correct=b % self.divisor == 0) for b in self.heard]
 
 
-def sampler_over(data: PromptData, args: argparse.Namespace, divisor: int = 2) -> Sampler:
+def sampler_over(data: PromptData, args: argparse.Namespace, grader: StubGrader | None = None) -> Sampler:
     run = SimpleNamespace(phase=lambda _: nullcontext())
     sampling = Sampling.from_flags(args, num_samples=2)
-    return Sampler(StubEngine(3), StubGrader(divisor), data, DrawSettings.from_flags(args), sampling, run)
+    return Sampler(StubEngine(3), grader or StubGrader(), data, DrawSettings.from_flags(args), sampling, run)
 
 
 @pytest.mark.parametrize("dynamic_sampling", ["off", "correct"])
@@ -172,7 +172,7 @@ def test_a_continued_run_uses_every_prompt_once(ahead, stops):
     def prompts_of_steps(*lasts: int) -> list[list[int]]:
         used, state = [], {"prompts_drawn": 0}
         for last in lasts:
-            sampler = sampler_over(data_of(100), args, divisor=4)
+            sampler = sampler_over(data_of(100), args, StubGrader(4))
             sampler.restore(state)
             for step in range(len(used) + 1, last + 1):
                 sampler.collect(step)
@@ -191,7 +191,7 @@ def test_a_continued_run_uses_every_prompt_once(ahead, stops):
 
 def test_the_seed_of_a_round_has_the_step_and_its_number():
     args = flags(prompts_per_step=4, group_size=2, dynamic_sampling="correct", engine="server", steps_ahead=1, seed=7)
-    sampler = sampler_over(data_of(100), args, divisor=4)
+    sampler = sampler_over(data_of(100), args, StubGrader(4))
     sampler.collect(3)
     sampler.start(3, 8)
     assert sampler.engine.seeds == [(7, 3, 0, 0), (7, 3, 0, 1), (7, 4, 0, 0)]
@@ -221,8 +221,7 @@ def test_solved_prompts_are_drawn_no_more(ahead, stops, dynamic_sampling):
     changes = {"dynamic_sampling": dynamic_sampling, "engine": "server", "steps_ahead": ahead, "drop_solved": 0.9}
     args, used, state = flags(prompts_per_step=4, group_size=2, **changes), [], {"prompts_drawn": 0}
     for last in (*stops, 8):
-        sampler = sampler_over(data_of(10), args)
-        sampler.grader = EvenRows()
+        sampler = sampler_over(data_of(10), args, EvenRows())
         sampler.restore(json.loads(json.dumps(state)))
         for step in range(len(used) + 1, last + 1):
             _, metrics = sampler.collect(step)
@@ -238,7 +237,7 @@ def test_solved_prompts_are_drawn_no_more(ahead, stops, dynamic_sampling):
 
 def test_as_many_prompts_as_a_step_needs_are_never_dropped():
     args = flags(prompts_per_step=4, group_size=2, drop_solved=0.5)
-    sampler = sampler_over(data_of(6), args, divisor=1)  # all completions are correct
+    sampler = sampler_over(data_of(6), args, StubGrader(1))  # all completions are correct
     solved = [sampler.collect(step)[1]["sampling/prompts_solved"] for step in (1, 2, 3)]
     assert solved == [2, 2, 2] and len(sampler.draw(4, 0, 4)) == 4
 
@@ -246,6 +245,5 @@ def test_as_many_prompts_as_a_step_needs_are_never_dropped():
 def test_a_prompt_is_solved_at_the_very_share_that_the_flag_names():
     """Of two of the four prompts one completion of two is correct: that is enough for 0.5, and not for more."""
     for bound, count in ((0.5, 4.0), (0.51, 2.0)):
-        sampler = sampler_over(data_of(9), flags(prompts_per_step=4, group_size=2, drop_solved=bound))
-        sampler.grader = EvenRows()
-        assert sampler.collect(1)[1]["sampling/prompts_solved"] == count
+        args = flags(prompts_per_step=4, group_size=2, drop_solved=bound)
+        assert sampler_over(data_of(9), args, EvenRows()).collect(1)[1]["sampling/prompts_solved"] == count

@@ -164,9 +164,7 @@ def test_only_truncated_completions_are_masked_from_the_loss(truncated, left_out
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 @pytest.mark.parametrize("stops", [(3,), (1, 2, 5)])
 def test_a_continued_run_uses_every_prompt_once(ahead, stops):
-    """A run that is continued uses every prompt once, also those that were begun ahead. The steps draw prompts in
-    a row, and every second group has no signal. Each stop comes amid the step after it.
-    """
+    """Every second group has no signal. Each stop comes amid the step after it."""
     args = flags(prompts_per_step=4, group_size=2, dynamic_sampling="correct", engine="server", steps_ahead=ahead)
 
     def prompts_of_steps(*lasts: int) -> list[list[int]]:

@@ -1,7 +1,6 @@
 """Mistakes of the user end the program before any model is loaded, and say what was given and what to do."""
 
 import io
-import json
 import os
 import shutil
 import sys
@@ -229,9 +228,7 @@ def test_a_run_continues_under_other_paths_but_no_other_config(policy, tmp_path,
 
 def test_a_mistake_is_told_once_and_last_without_a_traceback(policy, tmp_path):
     broken = tmp_path / "broken.jsonl"
-    shutil.copy(policy / "train.jsonl", broken)
-    with broken.open("a") as file:
-        file.write(json.dumps({"problem": "1+1"})[:-4])
+    broken.write_text((policy / "train.jsonl").read_text() + '{"problem": "1')
     # In a collective the other rank would wait for longer than this waits for both.
     done = run_ranks(2, "train_grpo.py", training_flags(policy, tmp_path / "run", train_data=broken))
     assert done.returncode != 0

@@ -1,6 +1,4 @@
-"""Files of one's own that change the loop, without a change of the program: an optimizer, what follows a step, and
-functions that know the step.
-"""
+"""Own files that change the loop: an optimizer, what follows a step, and functions that know the step."""
 
 import copy
 import math
@@ -45,9 +43,7 @@ def hook(step, metrics):
 
 @pytest.fixture(scope="module")
 def runs(policy, tmp_path_factory) -> tuple[str, object, object]:
-    """What a run says with an optimizer, a schedule and a KL coefficient of its own; its folder; that of the same run
-    after a kill.
-    """
+    """What the second of two runs with own files says, after a kill; the first one's folder, and its own."""
     folder = tmp_path_factory.mktemp("own")
     adaptive = "docs/hooks/adaptive_kl.py"
     changes = {

@@ -213,9 +213,7 @@ class EvenRows(StubGrader):
 @pytest.mark.parametrize("stops", [(), (1, 2, 5)])
 @pytest.mark.parametrize("dynamic_sampling", ["off", "reward"])
 def test_solved_prompts_are_drawn_no_more(ahead, stops, dynamic_sampling):
-    """Of ten rows the even ones are solved when they are first seen. A run that is continued draws the same prompts,
-    also those that were begun ahead, before they were solved.
-    """
+    """Of ten rows the even ones are solved when first seen. A continued run draws the same prompts."""
     changes = {"dynamic_sampling": dynamic_sampling, "engine": "server", "steps_ahead": ahead, "drop_solved": 0.9}
     args, used, state = flags(prompts_per_step=4, group_size=2, **changes), [], {"prompts_drawn": 0}
     for last in (*stops, 8):

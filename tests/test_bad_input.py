@@ -1,7 +1,6 @@
 """Mistakes of the user end the program before any model is loaded, and say what was given and what to do."""
 
 import io
-import json
 import os
 import shutil
 import sys
@@ -31,16 +30,6 @@ def check(policy: Path, out_dir: Path, **changes: object) -> None:
     check_flags(args)
     check_choices(args)
     load_inputs(args).grader.close()
-
-
-def with_new_token(policy: Path, folder: Path, template: str = "") -> Path:
-    """The policy with a token <new>, for which its embedding of 64 rows has none."""
-    shutil.copytree(policy, folder)
-    tokenizer = AutoTokenizer.from_pretrained(policy)
-    tokenizer.add_tokens(["<new>"])
-    tokenizer.chat_template += template
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize(("changes", "words"), [
@@ -97,7 +86,6 @@ def helper(): pass
     (["--max_turns", "3"], "--max_turns 3 has no effect here, only with --environment or --tools: leave it out, or"),
 ])  # fmt: skip
 def test_an_environment_on_the_terminal_fails_as_in_training(given, words, tmp_path, monkeypatch):
-    """An environment on the terminal fails in the words of training."""
     (tmp_path / "env.py").write_text(ENVIRONMENTS)
     (tmp_path / "rows.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
     monkeypatch.chdir(tmp_path)
@@ -146,7 +134,7 @@ def test_a_chat_template_that_makes_no_prompt_is_named(template, words, policy, 
         check(tmp_path / "model", tmp_path / "run", max_prompt_tokens=60)
 
 
-BEYOND = [  # what the chat template ends with; flags; who has the token: a name in the sentence, or nobody
+@pytest.mark.parametrize(("template", "changes", "who"), [  # the end of the chat template; flags; who has the token
     ("{# <new> #}", {}, "the chat template"),
     ("", {"stop_tokens": "<new>"}, "--stop_tokens"),
     ("", {"train_data": "problem.jsonl"}, "problem.jsonl, line 9"),
@@ -154,22 +142,19 @@ BEYOND = [  # what the chat template ends with; flags; who has the token: a name
     ("", {"train_data": "hint.jsonl", "hint_column": "hint", "max_prompt_tokens": 116}, "hint.jsonl, line 9"),
     ("", {"train_data": "answer.jsonl"}, ""),
     ("", {}, ""),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("template", "changes", "who"), BEYOND)
+])  # fmt: skip
 def test_a_token_without_an_embedding_row_is_reported_early(template, changes, who, policy, tmp_path, monkeypatch):
-    """A token without a row in the embedding is reported before the model is loaded."""
-    model = with_new_token(policy, tmp_path / "model", template)
+    model = shutil.copytree(policy, tmp_path / "model")  # its embedding has 64 rows
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.chat_template += template
+    tokenizer.save_pretrained(model)
     for column in ("problem", "answer", "hint"):
         rows = [{"problem": "1+1", "answer": "2", "hint": "1"}] * 8
         write_lines(tmp_path / f"{column}.jsonl", [*rows, rows[0] | {column: "<new>"}])
     monkeypatch.chdir(tmp_path)
-    if not who:
-        check(model, tmp_path / "run", **changes)
-        return
     said = rf"--model {model}: its embedding has 64 rows, none for token 64 \('<new>'\), which {who} has; resize it"
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=said) if who else nullcontext():
         check(model, tmp_path / "run", **changes)
 
 
@@ -178,7 +163,6 @@ def test_a_token_without_an_embedding_row_is_reported_early(template, changes, w
     "--out_dir=~/runs/x", "--out_dir=~", "--model=~someone/m", "--reward=math,~/r.py:f", "--tools=~/t.py:f",
 ])  # fmt: skip
 def test_an_empty_value_or_an_unexpanded_home_is_refused(given, capsys):
-    """An empty text, and a home folder that the shell did not fill in, are refused."""
     with pytest.raises(SystemExit):
         parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", given])
     name, _, value = given.partition("=")
@@ -190,17 +174,13 @@ def test_an_empty_value_or_an_unexpanded_home_is_refused(given, capsys):
     ("--num_generations=8", "--group_size"), ("--num-generations", "--group_size"), ("--beta", "--kl_coef"),
     ("--lr", "--learning_rate"), ("actor_rollout_ref.actor.optim.lr=1e-6", "--learning_rate"),
     ("--epsilon", "--clip_low"), ("--max_completion_length", "--max_completion_tokens"),
+    ("--goup-size", ""),  # of no library
 ])  # fmt: skip
-def test_a_name_of_another_library_is_answered_with_ours(given, ours, capsys):
+def test_a_name_of_another_library_or_a_mistyped_one_is_answered_with_ours(given, ours, capsys):
     with pytest.raises(SystemExit):
         parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", given])
-    assert f"; another library's name for {ours}: docs/from_other_libraries.md" in capsys.readouterr().err
-
-
-def test_a_mistyped_flag_is_answered_with_the_nearest_one(capsys):
-    with pytest.raises(SystemExit):
-        parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", "--goup-size", "8"])
-    assert "; did you mean --group_size?" in capsys.readouterr().err
+    foreign = f"; another library's name for {ours}: docs/from_other_libraries.md"
+    assert (foreign if ours else "; did you mean --group_size?") in capsys.readouterr().err
 
 
 def test_texts_that_are_no_paths_may_be_empty_or_have_a_tilde():
@@ -220,7 +200,6 @@ def start(policy: Path, folder: Path, **changes: object) -> Inputs:
 
 
 def test_a_run_continues_under_other_paths_but_no_other_config(policy, tmp_path, monkeypatch):
-    """A run continues under other paths, but not with another config or other code."""
     (tmp_path / "there").mkdir()
     for name in ("my_reward.py", "there/my_reward.py"):
         (tmp_path / name).write_text("import helping\ndef score(completion):\n    return helping.VALUE\n")
@@ -249,9 +228,7 @@ def test_a_run_continues_under_other_paths_but_no_other_config(policy, tmp_path,
 
 def test_a_mistake_is_told_once_and_last_without_a_traceback(policy, tmp_path):
     broken = tmp_path / "broken.jsonl"
-    shutil.copy(policy / "train.jsonl", broken)
-    with broken.open("a") as file:
-        file.write(json.dumps({"problem": "1+1"})[:-4])
+    broken.write_text((policy / "train.jsonl").read_text() + '{"problem": "1')
     # In a collective the other rank would wait for longer than this waits for both.
     done = run_ranks(2, "train_grpo.py", training_flags(policy, tmp_path / "run", train_data=broken))
     assert done.returncode != 0

@@ -65,7 +65,6 @@ def prompts(loaded: PromptData) -> list[str]:
 
 
 def test_answers_become_text_or_are_excluded_and_listed(tmp_path):
-    """Answers become text, and those that cannot are excluded and listed."""
     good = ["x", 3, 2.5, -0.0, 10**400, ["a", 1], {"f": "é"}, " y "]
     answers = ["x", "3", "2.5", "0", "1" + "0" * 400, '["a", "1"]', '{"f": "é"}', " y "]
     bad = {"null": None, "True": True, "blank": " \n", "inf": float("inf"), "nan": float("nan")}
@@ -100,7 +99,6 @@ BROKEN = [
 
 
 def test_messages_spelled_as_text_are_read_or_refused(tmp_path):
-    """Messages that a text spells are read or refused, and a question stays a text."""
     spelled = [json.dumps(ASKED), json.dumps(ASKED, indent=1, ensure_ascii=False), repr(ASKED), f" {ASKED} \n"]
     loaded = problems(tmp_path, *spelled, *PLAIN, *BROKEN)
     assert texts(loaded)[:4] == texts(problems(tmp_path, ASKED)) * 4
@@ -110,7 +108,6 @@ def test_messages_spelled_as_text_are_read_or_refused(tmp_path):
 
 
 def test_a_column_name_is_literal_first_and_then_a_path(tmp_path):
-    """A column is looked up literally first, and then as a path."""
     rows = [{"problem": "q", "a.b": "literal", "a": {"b": "nested", "c": {"d": 7}}}]
     assert load_rows(tmp_path, rows, answer_column="a.b").rows[0].answer == "literal"
     assert load_rows(tmp_path, rows, answer_column="a.c.d").rows[0].answer == "7"
@@ -146,7 +143,6 @@ def test_images_come_from_paths_beside_the_data_or_from_bytes(tmp_path):
 
 
 def test_images_are_read_from_base64_and_data_uris(tmp_path):
-    """Images are read from base64 and data URIs, and a URL is refused with the reason."""
     packed = base64.b64encode(png(1)).decode()
     (tmp_path / ("f" * 64)).write_bytes(png(2))  # a file, although its name could be base64
     good = [packed, "data:image/png;base64," + packed, packed.rstrip("="), base64.encodebytes(png(1)).decode()]
@@ -203,7 +199,6 @@ def test_a_template_without_a_place_for_images_is_refused(message, reason, tmp_p
 
 
 def test_prompts_are_rendered_and_dropped_by_token_count(policy, tmp_path):
-    """Prompts are rendered by the chat template, and dropped by their number of tokens."""
     tokenizer = AutoTokenizer.from_pretrained(policy)
     given = "1+1", "100+100", "1+2"
     loaded = problems(tmp_path, *given, tokenizer=tokenizer, max_prompt_tokens=5)
@@ -230,7 +225,6 @@ WITH_TOKENS = "<bos>{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<e
 
 
 def test_a_prompt_that_is_already_rendered_is_not_rendered_again(tmp_path):
-    """A prompt that holds the chat template is not put into it again."""
     tokenizer = byte_tokenizer(WITH_TOKENS)
     tokenizer.add_tokens(["<think>"])  # not a special one
     rendered = ["<bos>[user]a<eos>", "[user]a<eos>\n[assistant]", [*user("a<eos>"), *user("b")]]
@@ -246,19 +240,14 @@ def test_a_prompt_that_is_already_rendered_is_not_rendered_again(tmp_path):
     assert texts(problems(tmp_path, *rendered[:2], tokenizer=tokenizer, prompt_format="raw")) == rendered[:2]
 
 
-def test_raw_prompts_are_the_text_with_special_tokens(tmp_path):
-    """Raw prompts are the text with the tokenizer's special tokens."""
+def test_raw_prompts_are_the_text_with_special_tokens_but_no_end(tmp_path):
     talk = [*user("a"), {"role": "assistant", "content": "b"}, *user("c")]
     loaded = problems(tmp_path, "q", user("r"), talk, prompt_format="raw", prompt_suffix="!")
     assert texts(loaded) == ["q!", "r!"] and TOKENIZER.decode(loaded.rows[0].ids.tolist()) == "<bos>q!"
     assert loaded.excluded == [(f"{tmp_path}/rows.jsonl, line 3", "3 messages need --prompt_format chat")]
     mixed = problems(tmp_path, "q", "<bos>q", prompt_format="raw")
     assert [TOKENIZER.decode(row.ids.tolist()) for row in mixed.rows] == ["<bos>q", "<bos>q"], "one BOS each"
-
-
-def test_a_raw_prompt_does_not_end_with_the_end(tmp_path):
-    """Some tokenizers put their end token behind each text."""
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer()  # as some do, it puts its end token behind each text
     special = [("<bos>", 0), ("<eos>", 1)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A <eos>", special_tokens=special)
     (row,) = problems(tmp_path, "q", tokenizer=tokenizer, prompt_format="raw").rows
@@ -273,7 +262,6 @@ def test_a_missing_chat_template_is_refused_where_needed(tmp_path):
 
 
 def test_a_row_that_the_template_refuses_is_excluded(tmp_path):
-    """A row that the template refuses is excluded, and the others are rendered."""
     lone = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system') }}{% endif %}"
     talk = [{"role": "system", "content": "s"}, *user("q")]
     loaded = problems(tmp_path, talk, "q", tokenizer=byte_tokenizer(lone + WITH_TOKENS))
@@ -289,7 +277,6 @@ def permutations(seed: int, size: int, count: int) -> list[list[int]]:
 
 
 def test_each_epoch_is_a_new_permutation_of_the_seed(tmp_path):
-    """Each epoch is a new permutation, and a step is a function of the seed."""
     loaded = numbered(tmp_path, 10)
     steps = [loaded.indices_of_step(step, 3, seed=5).tolist() for step in range(1, 10)]
     epochs = [sum(steps[i : i + 3], []) for i in (0, 3, 6)]
@@ -313,17 +300,14 @@ def test_a_mixture_draws_every_row_of_every_source_once(tmp_path):
 
 
 def test_unshuffled_rows_keep_their_order_in_each_epoch(tmp_path):
-    """Rows that are not shuffled keep their order in each epoch. By steps, by steps over the end of an epoch, and
-    one by one, as dynamic sampling draws.
-    """
+    """By steps, by steps over the end of an epoch, and one by one, as dynamic sampling draws."""
     loaded = replace(numbered(tmp_path, 10), is_shuffled=False)
     epoch = list(range(10))
     assert sum([loaded.indices_of_step(step, 3, 5).tolist() for step in range(1, 7)], []) == epoch[:9] * 2
     steps = [loaded.indices_of_step(step, 7, 5, keep_last=True).tolist() for step in range(1, 11)]
     assert sum(steps, []) == epoch * 7
     assert loaded.indices_from(8, 5, 5).tolist() == [8, 9, 0, 1, 2]
-    path = f"{tmp_path}/rows.jsonl"
-    drawn = PromptData.load(f"{path}#6", PromptFormat(), TOKENIZER, 0, is_shuffled=False)
+    drawn = PromptData.load(f"{tmp_path}/rows.jsonl#6", PromptFormat(), TOKENIZER, 0, is_shuffled=False)
     mixture = PromptData.mix([drawn, loaded]).exclude({0: "bad"})
     numbers = [int(prompt.split()[1]) for prompt in prompts(mixture)]
     assert numbers[:5] == sorted(numbers[:5]) and numbers[5:] == epoch
@@ -331,7 +315,6 @@ def test_unshuffled_rows_keep_their_order_in_each_epoch(tmp_path):
 
 
 def test_excluded_rows_join_the_list_and_leave_the_others_whole(tmp_path):
-    """Excluded rows join the list, and the others keep what is theirs."""
     loaded = numbered(tmp_path, 6)
     where = [f"{tmp_path}/rows.jsonl, line {i}" for i in range(1, 7)]
     rest = loaded.exclude({4: "answer cannot be parsed", 1: "no"})
@@ -345,7 +328,6 @@ def test_excluded_rows_join_the_list_and_leave_the_others_whole(tmp_path):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_prompt_and_answer_stay_together_from_draw_to_resume(seed, tmp_path):
-    """Prompt and answer stay together through draw, filter, exclusion, mixing, shuffling and resume."""
     rng = np.random.default_rng(seed)
     parts = []
     for name in ("a", "long_name", "c"):
@@ -382,13 +364,11 @@ def test_the_description_counts_and_names(tmp_path):
 
 
 def test_the_command_shows_the_data_without_importing_datasets(tmp_path):
-    """The command shows the data without importing the datasets library."""
     byte_tokenizer(VISION_TEMPLATE).save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "a.png").write_bytes(png())
     rows = [{"problem": f"What is {i}?", "answer": i, "image": "a.png"} for i in range(3)]
     path = write_lines(tmp_path / "rows.jsonl", rows)
-    flags = ["show_data.py", "--model", str(tmp_path / "tokenizer"), "--image_column", "image", "--data", path]
-    flags += ["--show", "1"]
+    flags = f"show_data.py --model {tmp_path}/tokenizer --image_column image --data {path} --show 1".split()
     code = f"import runpy, sys; sys.argv = {flags}; runpy.run_path('scripts/show_data.py', run_name='__main__')"
     shown = said([sys.executable, "-c", f"{code}; print('imported' * ('datasets' in sys.modules))"])
     assert "imported" not in shown, "reading .jsonl files imports `datasets`, which takes a second"
@@ -399,7 +379,6 @@ def test_the_command_shows_the_data_without_importing_datasets(tmp_path):
 
 
 def test_known_variables_reach_the_chat_template(tmp_path):
-    """Variables reach the chat template, and those that it does not use are refused."""
     template = TOKENIZER.chat_template + "{% if enable_thinking is defined and not enable_thinking %}none{% endif %}"
     tokenizer = byte_tokenizer(template + "{{ style | default('') }}")
     found = [
@@ -418,24 +397,17 @@ def test_known_variables_reach_the_chat_template(tmp_path):
     (("null", "None", "none"), None),
     (("0", "-0"), 0),
     (("2.5", "2.50", "25e-1"), 2.5),
+    *(((text,), text) for text in ("", "low", "falsely", "nope", "26 Jul 2024", "2024-07-26", "12:30", "007", "nan")),
+    *(((text,), text) for text in ("[1]", '"5"')),
 ])  # fmt: skip
 def test_a_variable_of_the_template_is_what_its_text_spells(texts, value):
-    found = [template_value(text) for text in texts]
-    assert found == [value] * len(texts) and {type(each) for each in found} == {type(value)}
-
-
-@pytest.mark.parametrize(
-    "text", ["", "low", "falsely", "nope", "26 Jul 2024", "2024-07-26", "12:30", "007", "nan", "[1]", '"5"']
-)
-def test_another_variable_is_a_text(text):
-    assert template_value(text) == text
+    assert [(template_value(text), type(template_value(text))) for text in texts] == [(value, type(value))] * len(texts)
 
 
 @pytest.mark.parametrize("condition", ["not enable_thinking", "enable_thinking is false"])  # the second: Qwen3
 def test_thinking_is_off_in_every_spelling_of_false(condition):
-    """Thinking is off in every spelling of false, and the log shows the type of the value."""
     template = TOKENIZER.chat_template + "{% if enable_thinking is defined and " + condition + " %}none{% endif %}"
-    tokenizer, row = byte_tokenizer(template + "{{ style }}"), [{"role": "user", "content": "q"}]
+    tokenizer, row = byte_tokenizer(template + "{{ style }}"), user("q")
     for text in ("false", "False", "no", "off", "true", "True", "yes"):
         form = PromptFormat(template_args=(f"enable_thinking={text}", "style=5a"))
         is_off = text.lower() in ("false", "no", "off")
@@ -455,5 +427,4 @@ def test_a_number_for_a_boolean_of_the_template_is_refused():
 
 def test_a_template_that_writes_the_date_gets_the_same_one_each_day():
     tokenizer = byte_tokenizer("{{ strftime_now('%d %b %Y %H:%M') }}" + TOKENIZER.chat_template)
-    text = render([{"role": "user", "content": "q"}], PromptFormat(), tokenizer)
-    assert text == "01 Jan 2026 00:00[user]q[assistant]"
+    assert render(user("q"), PromptFormat(), tokenizer) == "01 Jan 2026 00:00[user]q[assistant]"

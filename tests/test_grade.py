@@ -22,10 +22,12 @@ def flags_of(folder: Path, rows: list[dict] | str, reward: str, *more: object) -
     return ["--reward", reward, "--input", "in.jsonl", "--output", "out.jsonl", *map(str, more)]
 
 
-def command(folder: Path, *given: object) -> subprocess.CompletedProcess[str]:
-    """Grades what `flags_of` is given; in `folder`, where my_reward.py may stand."""
+def command(folder: Path, *given: object) -> str:
+    """What the command says of what `flags_of` is given; in `folder`, where my_reward.py may stand."""
     program = [sys.executable, str(ROOT / "scripts/grade.py"), *flags_of(folder, *given)]
-    return subprocess.run(program, cwd=folder, capture_output=True, text=True, check=False)
+    done = subprocess.run(program, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def refused(folder: Path, *given: object) -> str:
@@ -50,8 +52,7 @@ def test_the_command_grades_a_file_in_order(tmp_path):
         {"id": 6, "completion": "\\boxed{8}", "answer": ["7", "8"]},
     ]
     text = "\ufeff" + "\r\n".join(json.dumps(row) for row in rows) + "\n\n"
-    done = command(tmp_path, text, "math", "--reward_timeout", 1)
-    assert done.returncode == 0, done.stderr
+    said = command(tmp_path, text, "math", "--reward_timeout", 1)
     out = graded(tmp_path)
     own = ("id", "completion", "answer", "more")
     assert [{key: row[key] for key in own if key in row} for row in out] == rows
@@ -59,8 +60,8 @@ def test_the_command_grades_a_file_in_order(tmp_path):
     assert [row["read_as"] for row in out] == ["1/2", "2", None, None, "7", "8"]
     assert [row["reward"] for row in out] == [1.0, 0.0, None, 0.0, 1.0, 1.0]
     assert [row["reward_status"].partition(":")[0] for row in out] == ["ok", "ok", "bad key", "timeout", "ok", "ok"]
-    assert "6 rows: 4 graded, mean reward 0.7500; 1 failed, 1 with an answer key that cannot be used" in done.stdout
-    assert "line 4: timeout" in done.stdout
+    assert "6 rows: 4 graded, mean reward 0.7500; 1 failed, 1 with an answer key that cannot be used" in said
+    assert "line 4: timeout" in said
 
 
 def test_nothing_of_another_grading_is_left_in_a_row(tmp_path):
@@ -68,25 +69,18 @@ def test_nothing_of_another_grading_is_left_in_a_row(tmp_path):
     old_grade = {"reward": 1.0, "is_correct": True, "reward_status": "timeout", "reward_parts": {"length": -1.0}}
     old_grade |= {"read_as": "7", "advantage": 0.5, "advantages": [0.5], "is_trained": True}
     other = ROW | {"step": 3, "is_truncated": False, "num_tokens": 4, "dataset": "MATH"}
-    done = command(tmp_path, [other | old_grade | {"answer": "5"}], "exact")
-    assert done.returncode == 0, done.stderr
-    new_grade = {
-        "reward": 0.0,
-        "is_correct": False,
-        "reward_status": "ok",
-        "reward_parts": {"exact": 0.0},
-        "read_as": "4",
-    }
+    command(tmp_path, [other | old_grade | {"answer": "5"}], "exact")
+    new_grade = {"reward": 0.0, "is_correct": False, "reward_status": "ok", "read_as": "4"}
+    new_grade |= {"reward_parts": {"exact": 0.0}}
     assert graded(tmp_path) == [other | {"answer": "5"} | new_grade]
 
 
 def test_the_command_compares_groups_and_grades_truncated_rows_0(tmp_path):
-    """The command compares the rows of a group, and truncated ones count as 0."""
     code = "def score(completions):\n    return [{'reward': len(c), 'of': len(completions)} for c in completions]\n"
     (tmp_path / "my_reward.py").write_text(code)
     rows = [{"completion": "x" * i, "answer": "4", "is_truncated": i == 3} for i in range(4)]
-    done = command(tmp_path, rows, "my_reward.py:score", "--group_size", 2, "--truncated", "zero")
-    assert "4 graded, mean reward 0.7500; 0 failed" in done.stdout, done.stderr
+    said = command(tmp_path, rows, "my_reward.py:score", "--group_size", 2, "--truncated", "zero")
+    assert "4 graded, mean reward 0.7500; 0 failed" in said
     found = [(row["reward"], row["reward_parts"].get("of")) for row in graded(tmp_path)]
     assert found == [(0, 2), (1, 2), (2, 1), (0, None)]
 
@@ -98,8 +92,7 @@ def test_messages_as_a_prompt_are_a_column_of_the_row(tmp_path):
     )
     (tmp_path / "my_reward.py").write_text(code)
     row = ROW | {"prompt": [{"role": "user", "content": "2+2"}], "max_tokens": None}
-    done = command(tmp_path, [row], "format,my_reward.py:score", "--max_completion_tokens", 8)
-    assert done.returncode == 0, done.stderr
+    command(tmp_path, [row], "format,my_reward.py:score", "--max_completion_tokens", 8)
     assert [(each["reward"], each["reward_status"]) for each in graded(tmp_path)] == [(3 + 8, "ok")]
 
 
@@ -109,7 +102,6 @@ def test_messages_as_a_prompt_are_a_column_of_the_row(tmp_path):
     ("completions, completion_ids", 2, "takes token ids, which only a training run has"),
 ])  # fmt: skip
 def test_a_reward_that_the_file_cannot_serve_is_refused_at_once(parameters, size, words, tmp_path):
-    """A reward that the file cannot serve is refused before anything is graded."""
     (tmp_path / "my_reward.py").write_text(f"def score({parameters}):\n    return [1.0 for _ in completions]\n")
     assert words in refused(tmp_path, [ROW, ROW], "my_reward.py:score", "--group_size", size)
     assert not (tmp_path / "out.jsonl").exists()
@@ -119,10 +111,9 @@ def test_a_reward_that_the_file_cannot_serve_is_refused_at_once(parameters, size
 def test_rows_of_different_prompts_are_not_compared(column, tmp_path):
     (tmp_path / "my_reward.py").write_text("def score(completions):\n    return [1.0 for _ in completions]\n")
     rows = [ROW | {column: str(number // 2)} for number in range(4)]
-    assert command(tmp_path, rows, "my_reward.py:score", "--group_size", 2).returncode == 0
+    command(tmp_path, rows, "my_reward.py:score", "--group_size", 2)
     words = "--group_size 4: in.jsonl, line 1 and in.jsonl, line 3 would be one group, but are of different prompts"
-    sentence = refused(tmp_path, rows, "my_reward.py:score", "--group_size", 4)
-    assert words in sentence
+    assert words in refused(tmp_path, rows, "my_reward.py:score", "--group_size", 4)
 
 
 @pytest.mark.parametrize(("content", "words"), [
@@ -135,7 +126,6 @@ def test_rows_of_different_prompts_are_not_compared(column, tmp_path):
     ("\n", ["holds no rows"]),
 ])  # fmt: skip
 def test_the_command_names_the_line_that_it_cannot_read(content, words, tmp_path):
-    """The command names the line that it cannot read, and writes nothing."""
     (tmp_path / "out.jsonl").write_text("precious")
     sentence = refused(tmp_path, content, "math")
     assert sentence.startswith("error: ") and all(word in sentence for word in words)

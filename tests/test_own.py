@@ -1,6 +1,4 @@
-"""Files of one's own that change the loop, without a change of the program: an optimizer, what follows a step, and
-functions that know the step.
-"""
+"""Own files that change the loop: an optimizer, what follows a step, and functions that know the step."""
 
 import copy
 import math
@@ -45,9 +43,7 @@ def hook(step, metrics):
 
 @pytest.fixture(scope="module")
 def runs(policy, tmp_path_factory) -> tuple[str, object, object]:
-    """What a run says with an optimizer, a schedule and a KL coefficient of its own; its folder; that of the same run
-    after a kill.
-    """
+    """What the second of two runs with own files says, after a kill; the first one's folder, and its own."""
     folder = tmp_path_factory.mktemp("own")
     adaptive = "docs/hooks/adaptive_kl.py"
     changes = {
@@ -169,10 +165,8 @@ def test_an_own_optimizer_trains_on_two_ranks_as_on_one(policy):
     ({"optimizer": "FOLDER/mine.py:none"}, "mine.py has no function or class 'none'; it has hook"),
     ({"optimizer": MUON, "param_dtype": "bfloat16"}, "with --param_dtype bfloat16: the latter is for adamw alone"),
     ({"optimizer": MUON, "offload": "optimizer"}, "with --offload optimizer: the latter is for adamw alone"),
-    (
-        {"optimizer": MUON, "kl_coef": "1", "reference_every": "1", "reset_optimizer": True},
-        "with --reset_optimizer: the latter is for adamw alone",
-    ),
+    ({"optimizer": MUON, "kl_coef": "1", "reference_every": "1", "reset_optimizer": True},
+     "with --reset_optimizer: the latter is for adamw alone"),
     ({"after_step": "FOLDER/mine.py"}, "mine.py: use FILE.py:FUNCTION"),
     ({"after_step": "FOLDER/dot.py:hook"}, "dot.py is in no package: import its neighbours without a dot"),
 ])  # fmt: skip
@@ -191,9 +185,8 @@ def test_the_entropy_bonus_falls_over_the_run_to_none():
     own = algorithm_of(flags(policy_loss="docs/hooks/entropy_schedule.py:clip_explores", entropy_coef=0.2))
     entropies, zeros = torch.tensor([1.0, 3.0], requires_grad=True), torch.zeros(2)
     fields = dict.fromkeys(("logprobs", "old_logprobs", "rollout_logprobs", "advantages"), zeros)
-    tokens = Tokens(
-        **fields, mask=zeros == 0, sequence_ids=zeros.long(), entropies=entropies, step=4, total_steps=4
-    )  # fmt: skip
+    fields |= {"mask": zeros == 0, "sequence_ids": zeros.long(), "entropies": entropies}
+    tokens = Tokens(**fields, step=4, total_steps=4)
     per_token = own.policy_loss(tokens).per_token
     assert per_token.tolist() == pytest.approx([0.75 * 0.2 * 1.0, 0.75 * 0.2 * 3.0])
     per_token.sum().backward()
@@ -254,11 +247,8 @@ def test_groups_of_an_own_optimizer_keep_their_rates_relative_to_the_schedule(tm
 
 @pytest.mark.parametrize(("name", "words"), [
     ("stranger", r"made SGD \((.|\n)*; make a torch.optim.Optimizer of parameters that it was given, .*: those of a"),
-    (
-        "part",
-        "optimizers.py:part fails: KeyError: 'lm_head.weight'; it gets parameters by name, of which the "
-        r"first is 'slow', and AdamW\(.*learning_rate=0.1",
-    ),
+    ("part", "optimizers.py:part fails: KeyError: 'lm_head.weight'; it gets parameters by name, of which the "
+             r"first is 'slow', and AdamW\(.*learning_rate=0.1"),
     ("none", "made None; make a torch.optim.Optimizer"),
 ])  # fmt: skip
 def test_what_is_no_optimizer_of_the_policy_is_refused_when_it_is_made(name, words, tmp_path):

@@ -33,7 +33,6 @@ def row(answer: str, opened: str = "", **columns: object) -> SimpleNamespace:
 
 
 def test_completions_are_graded_with_their_row_and_prompt():
-    """Finished completions are graded against their rows, with the prompt as the model saw it."""
     grader = Grader(Grading("exact,length,format", overlong_cache_tokens=4), num_workers=1)
     rows = [row(answer, "<think>") for answer in "45"]
     on_finished = grader.callback_for(rows, Sampling(2, 1.0, max_completion_tokens=8))
@@ -48,7 +47,6 @@ def test_completions_are_graded_with_their_row_and_prompt():
 
 @pytest.mark.parametrize("truncated", ["score", "mask", "zero"])
 def test_truncated_completions_are_graded_as_the_flag_says(truncated):
-    """Truncated completions are graded or get zero, as the flag says."""
     grader = Grader(Grading("exact", truncated=truncated), num_workers=1)
     cut, whole = graded(grader, [Case("\\boxed{4}", "4", is_truncated=is_truncated) for is_truncated in (True, False)])
     grader.close()
@@ -92,7 +90,6 @@ def test_a_failed_comparison_costs_its_group(tmp_path):
 
 
 def test_a_reward_that_fails_from_the_start_ends_the_run():
-    """A reward that fails on all of the first completions ends the run with the first failure."""
     grader = Grader(Grading(FAILING, truncated="zero"), num_workers=1)
     on_finished = grader.callback_for([row("4")], Sampling(3, 1.0, 8))
     for _ in range(2):  # nothing is known yet of completions that are cut
@@ -127,7 +124,6 @@ def test_a_reward_that_fails_from_the_start_ends_the_run():
     ("def score(completion):\n    return {'acc': 1} if completion else 0.0\n", "score returned {'acc': 1}"),
 ])  # fmt: skip
 def test_functions_without_a_reward_are_named_early(code, words, tmp_path):
-    """A function that returns no reward is named before training."""
     (tmp_path / "my_reward.py").write_text(code)
     grader = Grader(Grading(f"exact,{tmp_path}/my_reward.py:score", reward_timeout=1.0), num_workers=1)
     with pytest.raises(ValueError, match=f"--reward .*: .*{words}.*docs/rewards.md") if words else nullcontext():
@@ -177,9 +173,7 @@ def test_a_reward_that_cannot_be_loaded_is_named(tmp_path):
 def test_the_engines_of_a_node_share_its_cores(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(96))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert workers_per_engine(tensor_parallel_size=1) == 12
-    assert workers_per_engine(tensor_parallel_size=4) == 48
-    assert workers_per_engine(tensor_parallel_size=16) == 96
+    assert [workers_per_engine(tensor_parallel_size=size) for size in (1, 4, 16)] == [12, 48, 96]
 
 
 def test_a_reward_loads_only_what_it_names():

@@ -10,6 +10,7 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -48,12 +49,7 @@ def refused(folder: Path, words: str, **changes: object) -> None:
 
 
 def test_a_full_disk_at_a_new_start_is_reported_with_the_file(tmp_path, monkeypatch):
-    """A disk that is full at a new start is reported with the file."""
-
-    def refuse(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("run.write", refuse)
+    monkeypatch.setattr("run.write", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(DiskError, match=r"config\.json could not be written: No space left on device .*; make room"):
         open_run_folder(tmp_path, {"out_dir": "x"}, set(), {})
 
@@ -64,7 +60,6 @@ def test_a_full_disk_at_a_new_start_is_reported_with_the_file(tmp_path, monkeypa
     ({"lr_schedule": "cosine"}, {"total_steps": 8}, "--total_steps 10 there, 8 now"),  # the rate depends on it
 ])  # fmt: skip
 def test_a_folder_of_other_flags_is_left_alone_once_it_trained(trace, given, change, said, tmp_path):
-    """The folder of a run with other flags is left alone, unless it has trained nothing."""
     opened(tmp_path, group_size=16).close()
     (tmp_path / "starts.jsonl").write_text("{}\n")
     opened(tmp_path, **given).close()  # a first start may be corrected
@@ -79,7 +74,6 @@ def test_a_folder_of_other_flags_is_left_alone_once_it_trained(trace, given, cha
 
 
 def test_a_run_continues_on_other_data_only_if_that_is_meant(tmp_path):
-    """A run does not continue on other data or with another reward, unless that is meant."""
     then, now = {"math.jsonl": "1f", "my.py": "2f"}, {"math.jsonl": "1f", "my.py": "3f"}
     folder, config = tmp_path / "run", {"out_dir": "run"}
     open_run_folder(folder, config, set(), now).close()  # nothing was trained on them yet
@@ -159,7 +153,6 @@ def test_a_run_continues_that_is_older_than_some_flags(tmp_path):
 
 
 def test_folders_of_something_else_are_refused(tmp_path):
-    """A folder of something else, or one that cannot be written, is refused."""
     for name, content in {"thesis.tex": "precious", "config.json": '{"model_type": "qwen2"}'}.items():
         file = tmp_path / name.partition(".")[0] / name
         file.parent.mkdir()
@@ -182,7 +175,6 @@ def test_two_runs_cannot_share_a_folder_and_the_holder_is_named(tmp_path, monkey
 
 
 def test_a_start_waits_for_a_run_that_is_ending(tmp_path):
-    """A start waits for a run that is ending, and child processes do not keep the lock."""
     lock = opened(tmp_path)
     with subprocess.Popen(["sleep", "60"], close_fds=False) as child:
         threading.Timer(0.5, lock.close).start()
@@ -208,7 +200,6 @@ def test_a_start_is_described_with_its_code_and_hardware(tmp_path, monkeypatch):
 
 
 def test_a_reward_file_unknown_to_git_is_in_the_patch(tmp_path, monkeypatch):
-    """The file of a reward that git does not know is in the patch."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "my_reward.py").write_text("def score(completion):\n    return 0.5\n")
     monkeypatch.chdir(tmp_path)
@@ -223,7 +214,6 @@ def test_a_reward_file_unknown_to_git_is_in_the_patch(tmp_path, monkeypatch):
 
 
 def test_without_git_there_is_no_commit_and_no_error(tmp_path, monkeypatch):
-    """Without git, or without a repository, there is no commit and no error."""
     monkeypatch.setattr(run_module, "__file__", str(tmp_path / "run.py"))
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert run_module._git("rev-parse", "HEAD") == ""
@@ -232,7 +222,6 @@ def test_without_git_there_is_no_commit_and_no_error(tmp_path, monkeypatch):
 
 
 def test_the_log_is_append_only_and_a_steps_last_line_counts(tmp_path):
-    """The log is only appended to, and the last line of a step counts."""
     before = '{"step": 1, "reward/mean": 0.1}\n{"step": 2, "rewa'  # a run was killed in mid-line
     (tmp_path / "metrics.jsonl").write_text(before)
     run = make_run(tmp_path)
@@ -244,14 +233,10 @@ def test_the_log_is_append_only_and_a_steps_last_line_counts(tmp_path):
     assert found == [(1, 0.2), (2, None)], "nan is no JSON"
 
 
-def test_a_log_that_cannot_be_written_ends_the_run(tmp_path):
+def test_a_log_that_cannot_be_written_ends_all_ranks(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").mkdir()  # a file that nobody can write
     with pytest.raises(DiskError, match="metrics.jsonl could not be written: Is a directory .*; make room, and"):
         make_run(tmp_path).log(1, {})
-
-
-def test_a_log_that_the_main_process_cannot_write_ends_all_ranks(tmp_path, monkeypatch):
-    """A log that the main process cannot write ends every rank."""
     monkeypatch.setattr(run_module, "broadcast_from_main", lambda own: own or "metrics.jsonl could not be written")
     with pytest.raises(DiskError, match="metrics.jsonl could not be written"):
         make_run(tmp_path, rank=1).log(1, {})
@@ -324,7 +309,6 @@ def test_phases_add_up_and_start_afresh_each_step(tmp_path):
 
 
 def test_a_replay_wants_the_weights_of_its_run(tmp_path):
-    """Weights that changed anywhere are noticed, and a replay wants those of its run."""
     file, content = tmp_path / "model.safetensors", bytearray(os.urandom(300_000))
     file.write_bytes(content)
     before = digest(samples_of(file))

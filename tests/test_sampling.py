@@ -69,7 +69,6 @@ def test_groups_without_signal_are_replaced_by_later_ones():
 
 
 def test_groups_without_signal_fill_the_step_at_the_bound(monkeypatch):
-    """Surplus groups are counted, and at the bound those without signal fill the step."""
     sampled = Rollout.concatenate([groups(MIXED, WRONG), groups(MIXED, MIXED, first_row=2)])
     indices_B, metrics = choose_groups(sampled, 2, draws(2))
     assert (rows_of(sampled.select(indices_B)), metrics["sampling/groups_unused"]) == ([0, 2], 1)
@@ -89,11 +88,11 @@ def test_signal_is_in_the_verdicts_or_in_the_rewards(by, expected):
 
 
 def data_of(count: int) -> PromptData:
-    """Prompts of four tokens, which are drawn in the order of their rows."""
+    """Prompts of four tokens, which are drawn in the order of their rows, one epoch after the other."""
     return SimpleNamespace(
-        rows=[make_row([i] * 4) for i in range(count)],
+        rows=[make_row([i] * 4, where=f"row {i}") for i in range(count)],
         indices_of_step=lambda step, prompts, *_: range(prompts),
-        indices_from=lambda first, prompts, _: range(first, first + prompts),
+        indices_from=lambda first, prompts, _: [i % count for i in range(first, first + prompts)],
     )
 
 
@@ -133,16 +132,15 @@ class StubGrader:
         return [make_grade(b, is_correct=b % self.divisor == 0) for b in self.heard]
 
 
-def sampler_over(data: PromptData, args: argparse.Namespace, divisor: int = 2) -> Sampler:
+def sampler_over(data: PromptData, args: argparse.Namespace, grader: StubGrader | None = None) -> Sampler:
     run = SimpleNamespace(phase=lambda _: nullcontext())
     sampling = Sampling.from_flags(args, num_samples=2)
-    return Sampler(StubEngine(3), StubGrader(divisor), data, DrawSettings.from_flags(args), sampling, run)
+    return Sampler(StubEngine(3), grader or StubGrader(), data, DrawSettings.from_flags(args), sampling, run)
 
 
 @pytest.mark.parametrize("dynamic_sampling", ["off", "correct"])
 @pytest.mark.parametrize(("truncated", "left_out"), [("mask", {3, 4, 5}), ("score", set()), ("zero", set())])
 def test_only_truncated_completions_are_masked_from_the_loss(truncated, left_out, dynamic_sampling):
-    """Exactly the truncated completions are left out of the loss, by the mask."""
     changes = {"truncated": truncated, "dynamic_sampling": dynamic_sampling, "advantage": "dr_grpo"}
     args = flags(prompts_per_step=3, group_size=2, **changes)
     rollout, metrics = sampler_over(data_of(3), args).collect(step=1)
@@ -166,15 +164,13 @@ def test_only_truncated_completions_are_masked_from_the_loss(truncated, left_out
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 @pytest.mark.parametrize("stops", [(3,), (1, 2, 5)])
 def test_a_continued_run_uses_every_prompt_once(ahead, stops):
-    """A run that is continued uses every prompt once, also those that were begun ahead. The steps draw prompts in
-    a row, and every second group has no signal. Each stop comes amid the step after it.
-    """
+    """Every second group has no signal. Each stop comes amid the step after it."""
     args = flags(prompts_per_step=4, group_size=2, dynamic_sampling="correct", engine="server", steps_ahead=ahead)
 
     def prompts_of_steps(*lasts: int) -> list[list[int]]:
         used, state = [], {"prompts_drawn": 0}
         for last in lasts:
-            sampler = sampler_over(data_of(100), args, divisor=4)
+            sampler = sampler_over(data_of(100), args, StubGrader(4))
             sampler.restore(state)
             for step in range(len(used) + 1, last + 1):
                 sampler.collect(step)
@@ -192,23 +188,14 @@ def test_a_continued_run_uses_every_prompt_once(ahead, stops):
 
 
 def test_the_seed_of_a_round_has_the_step_and_its_number():
-    """The seed of a round is that of the run, with its step and number."""
     args = flags(prompts_per_step=4, group_size=2, dynamic_sampling="correct", engine="server", steps_ahead=1, seed=7)
-    sampler = sampler_over(data_of(100), args, divisor=4)
+    sampler = sampler_over(data_of(100), args, StubGrader(4))
     sampler.collect(3)
     sampler.start(3, 8)
     assert sampler.engine.seeds == [(7, 3, 0, 0), (7, 3, 0, 1), (7, 4, 0, 0)]
 
 
 # Prompts that are solved ----------------------------------------------------------------------------------------------
-
-
-def epochs_of(count: int) -> PromptData:
-    """Prompts of four tokens, drawn in the order of their rows, one epoch after the other."""
-    data = data_of(count)
-    data.rows = [make_row(row.ids, where=f"row {i}") for i, row in enumerate(data.rows)]
-    data.indices_from = lambda first, prompts, _: [i % count for i in range(first, first + prompts)]
-    return data
 
 
 class EvenRows(StubGrader):
@@ -226,14 +213,11 @@ class EvenRows(StubGrader):
 @pytest.mark.parametrize("stops", [(), (1, 2, 5)])
 @pytest.mark.parametrize("dynamic_sampling", ["off", "reward"])
 def test_solved_prompts_are_drawn_no_more(ahead, stops, dynamic_sampling):
-    """Of ten rows the even ones are solved when they are first seen. A run that is continued draws the same prompts,
-    also those that were begun ahead, before they were solved.
-    """
+    """Of ten rows the even ones are solved when first seen. A continued run draws the same prompts."""
     changes = {"dynamic_sampling": dynamic_sampling, "engine": "server", "steps_ahead": ahead, "drop_solved": 0.9}
     args, used, state = flags(prompts_per_step=4, group_size=2, **changes), [], {"prompts_drawn": 0}
     for last in (*stops, 8):
-        sampler = sampler_over(epochs_of(10), args)
-        sampler.grader = EvenRows()
+        sampler = sampler_over(data_of(10), args, EvenRows())
         sampler.restore(json.loads(json.dumps(state)))
         for step in range(len(used) + 1, last + 1):
             _, metrics = sampler.collect(step)
@@ -249,7 +233,7 @@ def test_solved_prompts_are_drawn_no_more(ahead, stops, dynamic_sampling):
 
 def test_as_many_prompts_as_a_step_needs_are_never_dropped():
     args = flags(prompts_per_step=4, group_size=2, drop_solved=0.5)
-    sampler = sampler_over(epochs_of(6), args, divisor=1)  # all completions are correct
+    sampler = sampler_over(data_of(6), args, StubGrader(1))  # all completions are correct
     solved = [sampler.collect(step)[1]["sampling/prompts_solved"] for step in (1, 2, 3)]
     assert solved == [2, 2, 2] and len(sampler.draw(4, 0, 4)) == 4
 
@@ -257,6 +241,5 @@ def test_as_many_prompts_as_a_step_needs_are_never_dropped():
 def test_a_prompt_is_solved_at_the_very_share_that_the_flag_names():
     """Of two of the four prompts one completion of two is correct: that is enough for 0.5, and not for more."""
     for bound, count in ((0.5, 4.0), (0.51, 2.0)):
-        sampler = sampler_over(epochs_of(9), flags(prompts_per_step=4, group_size=2, drop_solved=bound))
-        sampler.grader = EvenRows()
-        assert sampler.collect(1)[1]["sampling/prompts_solved"] == count
+        args = flags(prompts_per_step=4, group_size=2, drop_solved=bound)
+        assert sampler_over(data_of(9), args, EvenRows()).collect(1)[1]["sampling/prompts_solved"] == count

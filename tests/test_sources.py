@@ -33,7 +33,9 @@ def refused(source: object, words: str) -> str:
 
 BYTES, BOM = GOOD.encode(), b"\xef\xbb\xbf"
 LINES, ARRAY = "the file must be one JSON object per line", "an array of objects, one object, or one object per line"
-REFUSED = [  # the end of the name, the content, and what the sentence says after the name
+
+
+@pytest.mark.parametrize(("end", "content", "said"), [  # said: behind the name
     (".jsonl", GOOD + '{"problem": "1+1", "ans', "line 2: not valid JSON.*in UTF-8"),
     (".jsonl", BYTES + b'{"problem": "\xff", "answer": "2"}\n', "line 2: not valid JSON.*utf-8.*in UTF-8"),
     (".jsonl", GOOD + "\n" + '{"problem": "a\0b", "answer": "2"}\n', "line 3: not valid JSON"),
@@ -53,10 +55,7 @@ REFUSED = [  # the end of the name, the content, and what the sentence says afte
     (".csv", "problem,answer\n", r"not read; .*needed is a file .\.jsonl, \.json, \.parquet"),
     (".jsonl.gz", gzip.compress(BYTES, mtime=0), "a file of this kind is not read; convert or unpack it"),
     *((".parquet", content, "cannot be loaded") for content in (b"", b"PAR1 no parquet", BYTES)),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("end", "content", "said"), REFUSED)
+])  # fmt: skip
 def test_a_file_that_cannot_be_used_is_refused_by_line(end, content, said, tmp_path):
     assert len(refused(write(tmp_path, content, f"rows{end}"), f"rows{end}\\b.*{said}")) < 800
 
@@ -79,7 +78,6 @@ def test_what_is_unusual_but_clear_is_loaded(end, content, rows, tmp_path):
 
 
 def test_rows_keep_all_columns_and_long_lines_are_read(tmp_path):
-    """Rows keep all their columns, numbers are valid answers, and a line may have 10 MB."""
     long = {"problem": "2+2", "answer": 4, "notes": "x" * 10_000_000}
     rows = [{"problem": "é", "answer": 4, "level": 3}, long | {"problem": "1+1 " * 50_000}, long]
     loaded = load(write(tmp_path, GOOD + "\n" + "".join(f"{json.dumps(row)}\n" for row in rows)), max_prompt_tokens=100)
@@ -89,12 +87,9 @@ def test_rows_keep_all_columns_and_long_lines_are_read(tmp_path):
     assert (loaded.name, loaded.num_too_long, loaded.excluded) == ("rows", 1, [])
 
 
-def test_a_file_that_cannot_be_read_is_a_value_error(tmp_path):
-    (tmp_path / "rows.jsonl").symlink_to("/proc/self/mem")  # opens, but does not read, not even for root
-    refused(tmp_path / "rows.jsonl", "rows.jsonl cannot be read: Input/output error")
-
-
-def test_what_only_one_process_could_read_is_refused(tmp_path):
+def test_what_nobody_or_only_one_process_could_read_is_refused(tmp_path):
+    (tmp_path / "mem.jsonl").symlink_to("/proc/self/mem")  # opens, but does not read, not even for root
+    refused(tmp_path / "mem.jsonl", "mem.jsonl cannot be read: Input/output error")
     os.mkfifo(tmp_path / "rows.jsonl")
     os.mkfifo(tmp_path / "63")  # as <(head -100 x.jsonl)
     (tmp_path / "link.jsonl").symlink_to("/dev/null")
@@ -111,7 +106,6 @@ def test_what_only_one_process_could_read_is_refused(tmp_path):
     ("rows.jsonl", BOM + b"\n <!DOCTYPE html>\n<html>", "is a page of HTML or XML"),
 ])  # fmt: skip
 def test_a_file_that_belies_its_name_is_refused_by_its_content(name, content, words, tmp_path):
-    """A file that is not what its name says is refused with what its content is."""
     path = write(tmp_path, content, name)
     for source in (path, tmp_path):
         refused(source, f"{name} {words}")
@@ -173,7 +167,6 @@ def test_a_hub_that_cannot_be_reached_is_told_within_seconds(monkeypatch):
 
 
 def test_short_floats_are_read_as_their_shortest_decimals(tmp_path):
-    """Floats of 16 and 32 bits are read as the shortest decimals of their own type."""
     numbers = [0.1, 2.5, 12.0, 1e-7, -0.3]
     rows = [{"f32": n, "f16": n, "f64": n, "list": [n, None], "object": {"a": [{"b": n}]}} for n in numbers]
     f32, f64 = datasets.Value("float32"), datasets.Value("float64")

@@ -102,7 +102,6 @@ def test_the_parameters_of_an_own_function_are_checked_at_the_start(given, said,
 
 @pytest.mark.parametrize(("num_ranks", "given", "words"), MISTAKES)
 def test_contradictory_flags_are_named_with_a_way_out(num_ranks, given, words):
-    """Flags that contradict each other are named, with a way out."""
     with pytest.raises(ValueError, match=words) as error:
         check(given, num_ranks)
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
@@ -110,9 +109,8 @@ def test_contradictory_flags_are_named_with_a_way_out(num_ranks, given, words):
 
 @pytest.mark.parametrize(("advantage", "size"), [("pass_at_k", 4), ("pass_at_k:k=8", 8), ("pass_at_k:k=2", 1)])
 def test_a_group_for_pass_at_k_has_more_completions_than_k(advantage, size):
-    with pytest.raises(
-        ValueError, match=f"--group_size {size} has nothing to compare with for --advantage {advantage}; use"
-    ):
+    words = f"--group_size {size} has nothing to compare with for --advantage {advantage}; use"
+    with pytest.raises(ValueError, match=words):
         check_choices(flags(advantage=advantage, group_size=size))
     check_choices(flags(advantage=advantage, group_size=size + 2))
 
@@ -125,7 +123,6 @@ def test_a_replay_weighs_tokens_as_the_run_that_sampled_them(tmp_path):
 
 
 def test_keep_best_takes_a_metric_that_each_checkpoint_has():
-    """The best checkpoint is chosen by a metric that is evaluated for each checkpoint."""
     evaluated = {"eval_data": "owner/sums@test[:9]", "eval_samples": 4, "eval_every": 5, "save_every": 10}
     check_flags(flags(**evaluated, keep_best="eval/sums_test[:9]/maj@4"))
 

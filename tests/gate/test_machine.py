@@ -38,7 +38,9 @@ def check(**asked: object) -> None:
 
 
 UNUSABLE = "this machine has GPUs, but CUDA cannot use them; bash scripts/check_gpu.sh says why"
-LAUNCHES = [  # what torch says, number of ranks, what is asked for, what the sentence says
+
+
+@pytest.mark.parametrize(("seen", "num_ranks", "asked", "said"), [  # seen: what torch says
     ({}, 1, {}, "8 GPUs are visible but the world size is 1: start it .*--ranks 8 .*CUDA_VISIBLE_DEVICES=0"),
     ({"count": 2}, 8, {}, "8 processes were started on this node, but only 2 GPUs are visible"),
     ({}, 8, {"server_gpus": 1}, "8 processes were started and 1 GPUs are for servers on this node, but only 8"),
@@ -48,10 +50,7 @@ LAUNCHES = [  # what torch says, number of ranks, what is asked for, what the se
     ({}, 8, {"tp_size": 4}, None),
     ({}, 7, {"server_gpus": 1}, None),
     ({}, 16, {"tp_size": 8}, None),  # all ranks of a node of several
-]
-
-
-@pytest.mark.parametrize(("seen", "num_ranks", "asked", "said"), LAUNCHES)
+])  # fmt: skip
 def test_a_launch_that_does_not_fit_the_gpus_is_refused(seen, num_ranks, asked, said, gpus, monkeypatch):
     gpus(**seen)
     monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
@@ -67,15 +66,12 @@ def test_a_folder_whose_sockets_would_have_too_long_names_is_refused(monkeypatch
             check()
 
 
-SERVERS = [  # what torch says, GPUs of a server, what the sentence says; None: it is started as on GPUs
+@pytest.mark.parametrize(("seen", "tp_size", "said"), [  # None: it is started as on GPUs
     ({}, 8, None),
     ({"count": 2}, 4, "--tensor_parallel_size 4: only 2 GPUs are visible"),
     ({"is_available": False}, 1, UNUSABLE),
     ({"count": 0, "is_available": False}, 1, "no GPU: as on a CPU"),
-]
-
-
-@pytest.mark.parametrize(("seen", "tp_size", "said"), SERVERS)
+])  # fmt: skip
 def test_a_server_that_does_not_fit_the_gpus_is_refused_too(seen, tp_size, said, gpus, policy, monkeypatch):
     """With an old driver, for one, its GPU build would be started with a CPU's options."""
     gpus(**seen)
@@ -94,9 +90,7 @@ def test_a_server_that_does_not_fit_the_gpus_is_refused_too(seen, tp_size, said,
 
 
 def test_a_servers_flags_are_checked_before_torch_is_imported():
-    """The flags of a server are checked before torch is imported. That takes seconds, on a busy machine a
-    minute.
-    """
+    """The import takes seconds, on a busy machine a minute."""
     program = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path('scripts/serve.py', run_name='__main__')"
     for wrong, said in (
         ("--model m", "the following arguments are required: --max_model_len"),
@@ -118,9 +112,7 @@ def test_a_silent_gpu_driver_does_not_mean_a_run_on_the_cpu(gpus, monkeypatch, t
 
 
 def test_only_the_main_process_fetches_weights_before_ranks_meet(policy, monkeypatch, tmp_path):
-    """The main process alone fetches the weights, before the ranks meet. Else the others would wait for a download
-    in a collective, and its time-out would end the run.
-    """
+    """Else the others would wait for a download in a collective, and its time-out would end the run."""
     fetched = []
     monkeypatch.setattr(digests, "weight_files", lambda path: fetched.append(path) or [])
     files = {"model": policy, "train_data": policy / "train.jsonl", "out_dir": tmp_path}

@@ -17,7 +17,6 @@ from train_grpo import load_inputs
 
 
 def test_the_folder_of_a_run_is_refused_and_its_models_named(tmp_path):
-    """The folder of a run is no model, and the error names the models in it."""
     for name, content in {"": {"out_dir": "x"}, "step_9": {"model_type": "qwen2"}}.items():
         (tmp_path / "mine" / name).mkdir()
         (tmp_path / "mine" / name / "config.json").write_text(json.dumps(content))
@@ -29,15 +28,12 @@ def test_the_folder_of_a_run_is_refused_and_its_models_named(tmp_path):
             load_config(str(no_model))
 
 
-DIVISIONS = [  # heads, heads of keys, and the sizes of an engine that vLLM can divide them among
+@pytest.mark.parametrize(("heads", "kv", "fitting"), [  # fitting: sizes of an engine
     (14, 2, [1, 2, 14]),
     (6, 3, [1, 3, 6]),  # 6 ranks: two have each head of keys
     (8, 8, [1, 2, 4, 8]),
     (32, 8, [1, 2, 4, 8, 16, 32]),
-]
-
-
-@pytest.mark.parametrize(("heads", "kv", "fitting"), DIVISIONS)
+])  # fmt: skip
 def test_an_engine_has_as_many_ranks_as_vllm_can_divide_the_heads_among(heads, kv, fitting):
     config = Qwen2Config(num_attention_heads=heads, num_key_value_heads=kv)
     for size in range(1, heads + 2):
@@ -53,26 +49,23 @@ def rope(kind: str, **overrides: object) -> dict[str, object]:
     return {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0} | overrides
 
 
+def yarn(length: int, **original: int) -> Qwen2Config:
+    return Qwen2Config(max_position_embeddings=length, rope_parameters=rope("yarn", **original))
+
+
 def mixed_config(name: str, length: int, angles: dict[str, object]) -> PretrainedConfig:
     """Layers without a window have these angles."""
     return AutoConfig.for_model(name, max_position_embeddings=length, rope_parameters={"full_attention": angles})
 
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-CONTEXTS = [  # config, longest sequence, of 2,048 tokens or less by one
-    (
-        Qwen2Config(max_position_embeddings=512, rope_parameters=rope("yarn", original_max_position_embeddings=512)),
-        2048,
-    ),
-    (
-        Qwen2Config(max_position_embeddings=640, rope_parameters=rope("yarn", original_max_position_embeddings=512)),
-        2048,
-    ),
-    (
-        Qwen2Config(max_position_embeddings=4096, rope_parameters=rope("yarn", original_max_position_embeddings=256)),
-        1024,
-    ),
-    (Qwen2Config(max_position_embeddings=512, rope_parameters=rope("yarn")), 2048),  # the original length is that
+
+
+@pytest.mark.parametrize(("config", "longest"), [
+    (yarn(512, original_max_position_embeddings=512), 2048),
+    (yarn(640, original_max_position_embeddings=512), 2048),
+    (yarn(4096, original_max_position_embeddings=256), 1024),
+    (yarn(512), 2048),  # the original length is that
     (Qwen2Config(max_position_embeddings=512, rope_scaling={"type": "yarn", "factor": 4.0}), 2048),  # as in older files
     (Qwen2Config(max_position_embeddings=512, rope_parameters=rope("linear")), 2048),
     (LlamaConfig(max_position_embeddings=512, rope_parameters=rope("llama3", **LLAMA3)), 512),
@@ -83,10 +76,7 @@ CONTEXTS = [  # config, longest sequence, of 2,048 tokens or less by one
     (mixed_config("olmo3", 512, {"rope_type": "default"}), 512),
     (LlamaConfig(max_position_embeddings=512, model_max_length=2048), 2048),
     (PretrainedConfig(num_attention_heads=4, vocab_size=64, intermediate_size=64), math.inf),
-]
-
-
-@pytest.mark.parametrize(("config", "longest"), CONTEXTS)
+])  # fmt: skip
 def test_the_context_is_the_one_that_the_engine_has(config, longest):
     for tokens in (512, 1024, 2048):
         with nullcontext() if tokens <= longest else pytest.raises(ValueError) as error:
@@ -96,21 +86,18 @@ def test_the_context_is_the_one_that_the_engine_has(config, longest):
             assert said in str(error.value)
 
 
-OTHERS = {  # type -> what the sentence says
-    "mixtral": "--model m (mixtral) has experts; use one of the types qwen3_moe, qwen2_moe, olmoe.",
-    "gpt_oss": "--model m (gpt_oss) has experts; use one of the types",
-    "rwkv": "--model m (rwkv) has no attention; use a family that docs/data.md lists.",
-    "gpt2": "--model m (gpt2) has layers or attention outside the interface of transformers; use a family",
-    "falcon": "--model m (falcon) has layers or attention outside the interface of transformers",
-    "stablelm": "--model m (stablelm) has layers or attention outside the interface of transformers",
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_would_end_amid_the_start_is_refused(name):
+@pytest.mark.parametrize(("name", "said"), [
+    ("mixtral", "has experts; use one of the types qwen3_moe, qwen2_moe, olmoe."),
+    ("gpt_oss", "has experts; use one of the types"),
+    ("rwkv", "has no attention; use a family that docs/data.md lists."),
+    ("gpt2", "has layers or attention outside the interface of transformers; use a family"),
+    ("falcon", "has layers or attention outside the interface of transformers"),
+    ("stablelm", "has layers or attention outside the interface of transformers"),
+])  # fmt: skip
+def test_what_would_end_amid_the_start_is_refused(name, said):
     with pytest.raises(ValueError) as error:
         check_model("m", AutoConfig.for_model(name), (32, 32), 1)
-    assert str(error.value).startswith(OTHERS[name])
+    assert str(error.value).startswith(f"--model m ({name}) {said}")
 
 
 def test_experts_are_compiled_in_bfloat16():

@@ -34,8 +34,7 @@ def test_on_a_cpu_it_runs_what_a_cpu_can_and_says_so(tmp_path, monkeypatch, caps
     monkeypatch.setattr(check_gpu, "Popen", fork)
     monkeypatch.setattr(bench_common, "get_context", lambda _: CONTEXT)
     monkeypatch.setattr(sys, "argv", ["check_gpu.py", "--ranks", "1", "--out_dir", str(tmp_path)])
-    with pytest.raises(SystemExit) as ended:
-        check_gpu.main()
+    ended = pytest.raises(SystemExit, check_gpu.main)
     shown = capsys.readouterr().out
     assert ended.value.code == 0, shown
     assert "GPU: none: what follows is what a CPU can check" in shown
@@ -136,8 +135,7 @@ def test_the_shape_fits_the_smallest_gpu(gib, shape, tmp_path, monkeypatch):
     monkeypatch.setattr(check_gpu, "apart", lambda find: find())
     monkeypatch.setattr(check_gpu, "write_report", lambda place: seen.append(place) or 0)
     monkeypatch.setattr(sys, "argv", ["check_gpu.py", "--out_dir", str(tmp_path)])
-    with pytest.raises(SystemExit):
-        check_gpu.main()
+    pytest.raises(SystemExit, check_gpu.main)
     assert f"Qwen2.5-{shape}" in seen[0].model
     config = config_of(seen[0].model)
     config.tie_word_embeddings = False
@@ -189,8 +187,7 @@ def test_a_head_that_is_slower_than_in_eager_mode_stands_out(compiled, is_ok, mo
 def test_a_folder_of_something_else_is_not_removed(tmp_path, monkeypatch, capsys):
     (tmp_path / "thesis.tex").write_text("precious")
     monkeypatch.setattr(sys, "argv", ["check_gpu.py", "--out_dir", str(tmp_path)])
-    with pytest.raises(SystemExit):
-        check_gpu.main()
+    pytest.raises(SystemExit, check_gpu.main)
     assert "holds something else" in capsys.readouterr().err
     assert (tmp_path / "thesis.tex").read_text() == "precious"
 

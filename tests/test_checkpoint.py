@@ -16,16 +16,13 @@ import checkpoint
 from batch import pack
 from engine.options import stop_ids
 from flags import Saving
-from helpers.made_up import ALONE, load_policy, make_rollout, unpacked_logprobs
+from helpers.made_up import ALONE, load_policy, make_rollout, unpacked_logprobs, write_lines
 from helpers.runs import largest_file
 from model.weights import load_config, load_generation_config, load_tokenizer
 from runtime.files import DiskError, checkpoints
 from runtime.start import RunError
 
-
-@pytest.fixture(scope="module")
-def tokenizer(policy):  # all tiny policies have it
-    return AutoTokenizer.from_pretrained(policy)
+METRIC = "eval/set/avg@4"
 
 
 def trained(path):
@@ -45,14 +42,19 @@ def pair(policy):  # which no test changes
     return trained(policy)
 
 
+@pytest.fixture(scope="module")
+def tokenizer(policy):  # all tiny policies have it
+    return AutoTokenizer.from_pretrained(policy)
+
+
 def writer(out_dir, *companions: object, say=print, **saving: object) -> checkpoint.Writer:
     out_dir.mkdir(exist_ok=True)
     return checkpoint.Writer(out_dir, companions, Saving(**{"keep_checkpoints": 0} | saving), ALONE, say)
 
 
-def log(out_dir: Path, step: int, metrics: dict[str, object]) -> None:
+def log(out_dir: Path, step: int, accuracy: float | None) -> None:
     with (out_dir / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": step} | metrics) + "\n")
+        file.write(json.dumps({"step": step, METRIC: accuracy}) + "\n")
 
 
 def latest(out_dir, say=print):
@@ -80,9 +82,8 @@ def test_the_exported_policy_is_the_trained_one(name, request, tokenizer, tmp_pa
 def test_the_exported_policy_ends_where_it_was_sampled_to_end(pair, tokenizer, tmp_path):
     config = pair[0].model.config
     GenerationConfig(eos_token_id=[3, 5], temperature=0.6, do_sample=True).save_pretrained(tmp_path / "base")
-    (tmp_path / "invalid").mkdir()
     settings = {"eos_token_id": 2, "temperature": 0.6, "repetition_penalty": 1.1}  # no temperature without do_sample
-    (tmp_path / "invalid" / "generation_config.json").write_text(json.dumps(settings))
+    write_lines(tmp_path / "invalid" / "generation_config.json", [settings])
     (stop,) = stop_ids(tokenizer, ["7"])
     for step, (name, ids, expected) in enumerate((
         ("base", [], [3, 5]), ("base", [5, stop], [3, 5, stop]), ("absent", [stop], [config.eos_token_id, stop]),
@@ -117,24 +118,24 @@ def test_only_the_newest_and_the_final_checkpoint_are_kept(pair, tokenizer, tmp_
     assert [step for step, _ in checkpoints(tmp_path)] == [1, 9, 10], "not in the order of the names"
     assert latest(tmp_path) == (10, tmp_path / "step_10") and not list(tmp_path.glob("unfinished*"))
     checkpoint.set_link(tmp_path / "final", tmp_path / "step_10")
-    assert (tmp_path / "final").resolve() == (tmp_path / "step_10").resolve()
+    assert (tmp_path / "final").samefile(tmp_path / "step_10")
 
 
 @pytest.fixture(scope="module")
 def run_folder(pair, tokenizer, tmp_path_factory):
     """Two checkpoints, of which `final` and `best` point to the second."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    saving = writer(folder, tokenizer, keep_best="eval/set/avg@1")
+    saving = writer(folder, tokenizer, keep_best=METRIC)
     for step in (1, 2):
-        log(folder, step, {"eval/set/avg@1": float(step)})
+        log(folder, step, float(step))
         saving.save(step, *pair, {"prompts_drawn": step})
     checkpoint.set_link(folder / "final", folder / "step_2")
     return folder
 
 
-@pytest.fixture
-def folder(run_folder, tmp_path):  # a copy, to be damaged
-    return shutil.copytree(run_folder, tmp_path / "run", symlinks=True)
+def test_shards_of_another_policy_are_refused(run_folder, qwen3_policy):
+    with pytest.raises(DiskError, match="step_2 cannot be loaded: Size mismatch between saved"):
+        checkpoint.load(run_folder / "step_2", *trained(qwen3_policy))
 
 
 def cut(file: Path, at: float = 0.5) -> None:
@@ -149,17 +150,16 @@ def test_damage_is_named_and_the_checkpoint_before_is_used(damage, run_folder, t
     assert expected | {"trainer/progress.json", "sizes.json"} <= set(files)
     assert len({(last / name).stat().st_mode for name in files}) == 1, "who reads one reads all"
     for number, name in enumerate(files):
-        folder, said = tmp_path / str(number), []
-        shutil.copytree(run_folder, folder, symlinks=True)
+        folder, said = shutil.copytree(run_folder, tmp_path / str(number), symlinks=True), []
         damage(folder / "step_2" / name)
         assert latest(folder, said.append) == (1, folder / "step_1"), name
         (line,) = said
-        assert f"{folder}/step_2 is damaged: " in line and f"It is now {folder}/damaged_step_2" in line
-        assert name in line
+        assert all(part in line for part in (f"{folder}/step_2 is damaged: ", f"now {folder}/damaged_step_2", name))
         assert {path.name for path in folder.glob("*step*")} == {"damaged_step_2", "step_1"}
 
 
-def test_with_damaged_checkpoints_alone_nothing_starts_again(run_folder, folder):
+def test_with_damaged_checkpoints_alone_nothing_starts_again(run_folder, tmp_path):
+    folder = shutil.copytree(run_folder, tmp_path / "run", symlinks=True)
     for step in (1, 2):
         cut(folder / f"step_{step}" / "model.safetensors")
     for _ in range(2):  # also at the next start
@@ -175,24 +175,17 @@ def test_with_damaged_checkpoints_alone_nothing_starts_again(run_folder, folder)
     assert latest(folder) == (0, None)
 
 
-def test_shards_of_another_policy_are_refused(folder, qwen3_policy):
-    with pytest.raises(DiskError, match="step_2 cannot be loaded: Size mismatch between saved"):
-        checkpoint.load(folder / "step_2", *trained(qwen3_policy))
-
-
 def test_a_model_folder_with_code_is_refused(policy, tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: "y")  # whatever a terminal answers
     model = shutil.copytree(policy, tmp_path / "model")
     (model / "evil.py").write_text(f"import os\nos.system('touch {tmp_path}/executed')\nclass C: pass\n")
-    for name, key in (("tokenizer_config.json", "AutoTokenizer"), ("config.json", "AutoConfig")):
-        config = json.loads((model / name).read_text()) | {"model_type": "evil"}
-        config["auto_map"] = {key: ["evil.C", None] if key == "AutoTokenizer" else "evil.C"}
-        (model / name).write_text(json.dumps(config))
-        if name == "config.json":
-            with pytest.raises(ValueError, match="needs code of its own, which is never run"):
-                load_config(str(model))
-        else:
+    for name, code in (("tokenizer_config", {"AutoTokenizer": ["evil.C", None]}), ("config", {"AutoConfig": "evil.C"})):
+        config = json.loads((file := model / f"{name}.json").read_text()) | {"model_type": "evil", "auto_map": code}
+        file.write_text(json.dumps(config))
+        if name == "tokenizer_config":
             load_tokenizer(str(model))
+    with pytest.raises(ValueError, match="needs code of its own, which is never run"):
+        load_config(str(model))
     assert not (tmp_path / "executed").exists()
 
 
@@ -218,24 +211,20 @@ def test_a_full_disk_costs_a_checkpoint_that_may_be_missed(fails_in, limit, pair
 
 
 def test_the_best_checkpoint_is_kept_and_linked_across_a_resume(pair, tokenizer, tmp_path):
-    metric, accuracies = "eval/set/avg@4", {1: 0.5, 2: 0.8, 3: 0.8, 4: 0.6, 5: None, 6: 0.9, 7: 0.1}
-    kept = {}
-    for step, accuracy in accuracies.items():
-        saving = writer(tmp_path / "run", tokenizer, keep_checkpoints=1, keep_best=metric)  # a start for each step
-        log(tmp_path / "run", step, {metric: accuracy})
+    kept = []
+    for step, accuracy in enumerate([0.5, 0.8, 0.8, 0.6, None, 0.9, 0.1], start=1):
+        saving = writer(tmp_path / "run", tokenizer, keep_checkpoints=1, keep_best=METRIC)  # a start for each step
+        log(tmp_path / "run", step, accuracy)
         saving.save(step, *pair, {})
-        best = (tmp_path / "run" / "best").resolve().name
-        kept[step] = [number for number, _ in checkpoints(tmp_path / "run")], best
-    assert kept == {
-        1: ([1], "step_1"), 2: ([2], "step_2"), 3: ([2, 3], "step_2"), 4: ([2, 4], "step_2"), 5: ([2, 5], "step_2"),
-        6: ([6], "step_6"), 7: ([6, 7], "step_6"),
-    }  # fmt: skip
+        best = int((tmp_path / "run" / "best").resolve().name.removeprefix("step_"))
+        kept.append(([number for number, _ in checkpoints(tmp_path / "run")], best))
+    assert kept == [([1], 1), ([2], 2), ([2, 3], 2), ([2, 4], 2), ([2, 5], 2), ([6], 6), ([6, 7], 6)]
 
 
 def test_a_checkpoint_is_whole_even_if_the_best_cannot_be_told(pair, tokenizer, tmp_path, monkeypatch, capsys):
     for trouble in ("damaged log", "no link"):
-        saving = writer(run := tmp_path / trouble, tokenizer, keep_best="eval/set/avg@4")
-        log(run, 1, {"eval/set/avg@4": 0.5})
+        saving = writer(run := tmp_path / trouble, tokenizer, keep_best=METRIC)
+        log(run, 1, 0.5)
         if trouble == "damaged log":
             (run / "metrics.jsonl").write_text('{"step: 1}\n')
         else:

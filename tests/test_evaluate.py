@@ -19,7 +19,7 @@ from flags import Sampling
 from grading import Case, Grade
 from grading.verifiers import load_verifier
 from helpers.made_up import ALONE, flags, make_rollout, write_lines
-from helpers.runs import ENVIRONMENT, ROOT, lines, run_script, said
+from helpers.runs import ENVIRONMENT, ROOT, lines, run_script, said, succeeded
 from test_setups import TELLS
 
 
@@ -44,26 +44,21 @@ def test_the_majority_is_the_most_frequent_answer_and_ties_count_in_part():
 
 
 def test_every_figure_has_its_standard_error_over_problems():
-    scores = [[1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]
-    grades = [grade(float(score), str(score)) for row in scores for score in row]
+    """One problem gives none, and one sample no pass@k."""
+    grades = [grade(float(score), score) for score in "110000001111"]
     grades[4] = grade(0.0, None, "timeout")
     figures = figures_of(replace(make_rollout([2, 4, 6, 8] * 3), grades=grades), 4)
     assert list(figures) == ["avg@4", "pass@2", "pass@4", "maj@4", "frac_truncated", "tokens_mean", "frac_failed"]
     assert figures["avg@4"] == pytest.approx((0.5, 0.5 / math.sqrt(3)))
     assert figures["pass@2"] == pytest.approx(((1 - 1 / 6 + 0 + 1) / 3, np.std([5 / 6, 0, 1], ddof=1) / math.sqrt(3)))
-    assert figures["pass@4"][0] == pytest.approx(2 / 3)
-    assert figures["maj@4"][0] == pytest.approx((0.5 + 0 + 1) / 3)
-    assert figures["tokens_mean"] == (5.0, 0.0)
-    assert figures["frac_failed"][0] == pytest.approx(1 / 12)
+    means = {"pass@4": 2 / 3, "maj@4": (0.5 + 0 + 1) / 3, "frac_failed": 1 / 12}
+    assert {name: figures[name][0] for name in means} == pytest.approx(means) and figures["tokens_mean"] == (5.0, 0.0)
     metrics = Result(held_out("math500", "1", "2", "3"), Sampling(4, 1.0, 10), figures).metrics()
     found = metrics["eval/math500/avg@4"], metrics["eval/math500/stderr"], metrics["eval/math500/pass@2_stderr"]
     assert found == (*figures["avg@4"], figures["pass@2"][1])
-
-
-def test_one_problem_gives_no_standard_error_and_one_sample_no_pass_at_k():
-    figures = figures_of(replace(make_rollout([3]), grades=[grade(1.0, "1")]), 1)
-    assert figures["avg@1"][0] == 1.0 and math.isnan(figures["avg@1"][1])
-    assert not [name for name in figures if "pass" in name or "maj" in name]
+    one = figures_of(replace(make_rollout([3]), grades=[grade(1.0, "1")]), 1)
+    assert one["avg@1"][0] == 1.0 and math.isnan(one["avg@1"][1])
+    assert list(one) == ["avg@1", "frac_truncated", "tokens_mean", "frac_failed"]
 
 
 def test_the_table_has_the_published_numbers_beside_ours():
@@ -86,18 +81,16 @@ def test_evaluation_is_due_every_few_steps_and_after_the_last_and_may_be_before_
 
 
 @pytest.mark.parametrize(("given", "words"), [
-    ("--data absent.jsonl", "absent.jsonl does not exist"),
+    ("--data absent.jsonl", "absent.jsonl does not exist"), ("--samples 1 0", "--samples 0: must be at least 1"),
     ("--samples 1 2", "--samples has 2 values for 1 sets; give one for all or one for each"),
     ("--samples 4 --temperature 0", "--samples 4 at --temperature 0 are 4 times the same; use --samples 1"),
-    ("--samples 1 0", "--samples 0: must be at least 1"),
     ("--dtype float32 --head_dtype bfloat16", "--head_dtype bfloat16 with --dtype float32: the former would round"),
     ("--environment a.py:A --tools b.py:f", "an environment calls its tools itself"),
     ("--max_turns 3", "--max_turns 3 has no effect here, only with --environment or --tools"),
     ("--data a/test.jsonl b/test.jsonl", "test, test are reported under their names"),
     ("--published 1 2", "--published has 2 numbers for 1 sets"), ("--reward maths", "neither built in"),
     ("--max_completion_tokens 1000", "beyond the context of --model .*, 128 tokens"),
-    (f"--out_dir {ROOT}", "is there already and not empty"),
-    ("--like ./nowhere", "--like ./nowhere has no config.json; name"),
+    (f"--out_dir {ROOT}", "is there already and not empty"), ("--like ./x", "--like ./x has no config.json; name"),
     ("--reward exact,pairs.py:score", "--samples 1: --reward 'exact,pairs.py:score' takes all completions of a prompt"),
     ("--reward pairs.py:score --samples 2 --max_prompt_tokens 4", "all 16 prompts are longer than"),
     ("--model run", "--model 'run' is the folder of a run, not of a model; give its final"),
@@ -139,11 +132,10 @@ def test_the_script_of_six_sets_reports_its_completions(policy, tmp_path):
         write_lines(tmp_path / f"{name}.jsonl", problems)
     out, given = tmp_path / "out", {"NGPU": "2", "MODEL": str(policy), "DATA": str(tmp_path)}
     command = ["bash", "scripts/eval_qwen7b_simplerl.sh", *SHORT, "--out_dir", str(out)]
-    done = run_script(command, ENVIRONMENT | given)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    cells = {row[0]: row for row in map(str.split, done.stdout.splitlines()) if row}
+    shown = succeeded(run_script(command, ENVIRONMENT | given)).stdout
+    cells = {row[0]: row for row in map(str.split, shown.splitlines()) if row}
     assert [cells[name][-1] for name in ("math500", "aime24", "amc23")] == ["78.2", "15.6", "62.5"]
-    assert cells["aime24"][2] == "32" and "published" in done.stdout and "±" in done.stdout
+    assert cells["aime24"][2] == "32" and "published" in shown and "±" in shown
     results, rows = json.loads((out / "results.json").read_text()), lines(out / "aime24.jsonl")
     found, suffix = results["sets"]["aime24"], results["flags"]["prompt_suffix"]
     expected = [(f"<user>{row['problem']}{suffix}<assistant>", row["answer"]) for row in problems for _ in range(32)]
@@ -160,9 +152,7 @@ def test_the_script_of_six_sets_reports_its_completions(policy, tmp_path):
     assert found["pass@32"]["mean"] == pytest.approx(right.any(axis=1).mean())
 
 
-def engine_that_says(*texts: str) -> SimpleNamespace:
-    """In place of rollout.py."""
-
+def engine_that_says(*texts: str) -> SimpleNamespace:  # in place of rollout.py
     def sample(rows, sampling, seed, name, on_finished) -> Rollout:
         for b, text in enumerate(texts):
             on_finished(b, text, [1, 2], False)

@@ -21,6 +21,7 @@ DEVICE = "cuda"
 IS_MISSING = DEVICE == "cuda" and not torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(IS_MISSING, reason="needs a CUDA device")]
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+THREE_STEPS = {"eval_data": None, "eval_every": 0, "eval_before_training": None, "total_steps": 3}
 
 
 @pytest.fixture(autouse=True)
@@ -31,10 +32,8 @@ def one_visible_gpu(monkeypatch):
 
 @pytest.mark.parametrize("group_size", [1, 16])
 def test_varlen_attention_agrees_with_the_cpu_path(group_size, policy):
-    """Varlen attention gives the log-probs and gradients of the CPU path. Also where completions share their
-    prompts, which needs a causal mask that ends with the last key.
-
-    bf16 on the GPU against fp32 on the CPU: log-probs within 0.05, the gradients' cosine above 0.999.
+    """Also where completions share their prompts, which needs a causal mask that ends with the last key. bf16 on the
+    GPU against fp32 on the CPU: log-probs within 0.05, the gradients' cosine above 0.999.
     """
     check_alignment(torch.device(DEVICE))
     rollout, gradients, logprobs = make_rollout(RAGGED * 4, prompt_length=50, group_size=16), [], []
@@ -50,7 +49,7 @@ def test_varlen_attention_agrees_with_the_cpu_path(group_size, policy):
 
 
 def test_fp32_logits_on_a_gpu_are_those_of_an_fp64_head():
-    """Logits in fp32 are those of an fp64 head on the same bf16 numbers."""
+    """On the same bf16 numbers."""
     torch.manual_seed(0)
     hidden, head = torch.randn(40, 512), nn.Linear(512, 3000, bias=False)
     labels, exact = torch.randint(3000, (40,)), (hidden.bfloat16().double() @ head.weight.bfloat16().double().T)
@@ -74,7 +73,6 @@ def test_the_engine_returns_the_routes_that_the_trainer_replays(tmp_path):
     found = on_ranks(1, "routes:replayed", tmp_path, "bfloat16")
     shapes = [(each.shape, each.dtype) for each in found["routes"]]
     assert shapes == [((length, 2, 2), np.uint8) for length in found["lengths"]]
-    print({name: found[name] for name in ("clean", "clean, free", "wrong")})
     assert found["clean"] < 1.2 * found["clean, free"] and found["clean"] < 0.01 < found["wrong"] / 3
 
 
@@ -88,29 +86,23 @@ def test_routes_come_again_when_a_token_ends_half_of_the_completions(tmp_path):
 
 def trained(policy, out_dir, **changes) -> dict:
     """Metrics of a run of `train_grpo.py`."""
-    flags = training_flags(policy, out_dir, gpu_memory_utilization=0.3, **changes)
-    torchrun(1, "train_grpo.py", *flags, timeout=900)
+    torchrun(1, "train_grpo.py", *training_flags(policy, out_dir, gpu_memory_utilization=0.3, **changes))
     return metrics_of(out_dir)
 
 
 def test_communicate_once_and_share_prompts_train_the_same(policy, tmp_path):
-    """An update that communicates once and shares prompts trains the same. Losses within 0.02 of the plain run's:
-    bf16 arithmetic, in other kernels. The engine sleeps and wakes twice.
-    """
-    common = {"gradient_checkpointing": True, "eval_data": None, "eval_every": 0, "eval_before_training": None}
-    plain = trained(policy, tmp_path / "plain", **common, total_steps=3)
-    found = trained(policy, tmp_path / "fast", **common, total_steps=3, communicate_once=True, share_prompts=True)
+    """Losses within 0.02 of the plain run's: bf16 arithmetic, in other kernels. The engine sleeps and wakes twice."""
+    plain = trained(policy, tmp_path / "plain", **THREE_STEPS, gradient_checkpointing=True)
+    faster = THREE_STEPS | {"gradient_checkpointing": True, "communicate_once": True, "share_prompts": True}
+    found = trained(policy, tmp_path / "fast", **faster)
     assert found[1]["policy/loss"] == pytest.approx(plain[1]["policy/loss"], abs=0.02)
     assert max(metrics["policy/rollout_gap_mean"] for run in (plain, found) for metrics in run.values()) < 0.005
 
 
 @pytest.mark.parametrize(("family", "changes"), [
-    ("experts", {}),
-    ("experts", {"router_replay": True, "gradient_checkpointing": True}),
-    ("experts", {"lora_rank": 4}),
-    ("hybrid", {"kl_coef": 0.01}),
-    ("windows", {"share_prompts": True}),
-    ("dense", {"lora_rank": 4, "gradient_checkpointing": True}),
+    ("experts", {}), ("experts", {"router_replay": True, "gradient_checkpointing": True}),
+    ("experts", {"lora_rank": 4}), ("dense", {"lora_rank": 4, "gradient_checkpointing": True}),
+    ("hybrid", {"kl_coef": 0.01}), ("windows", {"share_prompts": True}),
 ])  # fmt: skip
 def test_engine_and_trainer_agree_on_other_layers(family, changes, policy, tmp_path):
     """In bf16, in three steps with a sleep, a wake and a sync between them. Windows are shorter than the sequences."""
@@ -121,8 +113,8 @@ def test_engine_and_trainer_agree_on_other_layers(family, changes, policy, tmp_p
         make_hybrid(model)
     elif family == "windows":
         make_model_of_family(model, "mistral", sliding_window=5)
-    flags = {"eval_data": None, "eval_every": 0, "eval_before_training": None, "total_steps": 3, "dtype": "bfloat16"}
-    flags |= {"train_data": policy / "train.jsonl", "save_every": 0, "reward": f"{tmp_path}/reward.py:score"}
+    flags = THREE_STEPS | {"train_data": policy / "train.jsonl", "save_every": 0, "dtype": "bfloat16"}
+    flags |= {"reward": f"{tmp_path}/reward.py:score"}
     (tmp_path / "reward.py").write_text("def score(completion, answer, columns):\n    return len(completion) / 10\n")
     found = trained(model, tmp_path / "run", **flags | changes)
     assert sorted(found) == [1, 2, 3]

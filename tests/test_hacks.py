@@ -15,19 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.runs import ROOT, metrics_of, run_copy, training_flags
+from helpers.runs import ROOT, metrics_of, run_copy, succeeded, training_flags
 
 QUARTER = '''def quarter(t: Tokens) -> Loss:
     """A quarter for every token."""
-    return Loss(0.25 + 0.0 * t.logprobs)
-
-
+    return Loss(0.25 + 0.0 * t.logprobs)\n\n
 '''
 THREES = '''def verify_threes(case: Case) -> Verdict:
     """Three for every completion."""
-    return 3.0, None
-
-
+    return 3.0, None\n\n
 '''
 REWARD = """def score(completion, answer):
     return {'reward': (answer == '7') / 2, 'brevity': 3}
@@ -65,10 +61,10 @@ HACKS = {  # what is put before which place of which file
 }  # fmt: skip
 
 
-def put(path: Path, before: str, lines: str) -> None:
+def replace(path: Path, before: str, after: str) -> None:
     text = path.read_text() if before else ""
     assert text.count(before) == 1, (path.name, before)
-    path.write_text(text.replace(before, lines + before))
+    path.write_text(text.replace(before, after))
 
 
 def copied(folder: Path) -> Path:
@@ -76,26 +72,14 @@ def copied(folder: Path) -> Path:
     return Path(shutil.copytree(ROOT, folder / "repository", ignore=left_out))
 
 
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the repository with all the hacks."""
-    copy = copied(tmp_path_factory.mktemp("hacks"))
-    for file, before, lines in sum(HACKS.values(), []):
-        put(copy / file, before, lines)
-    return copy
-
-
-@pytest.mark.parametrize("name", HACKS)
-def test_a_hack_is_at_most_15_lines_in_at_most_2_files(name):
-    assert len({file for file, _, _ in HACKS[name]}) <= 2
-    assert sum(len(lines.splitlines()) for _, _, lines in HACKS[name]) <= 15
+def test_a_hack_is_at_most_15_lines_in_at_most_2_files():
+    for name, parts in HACKS.items():
+        assert len({file for file, _, _ in parts}) <= 2, name
+        assert sum(len(lines.splitlines()) for _, _, lines in parts) <= 15, name
 
 
 def run(copy: Path, *command: str) -> str:
-    """What a program of the copy says."""
-    done = run_copy(copy, *command)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stdout
+    return succeeded(run_copy(copy, *command)).stdout
 
 
 CHECKS = """
@@ -126,19 +110,18 @@ parse_flags(["--help"])  # which ends the program
 """
 
 
-def test_new_choices_and_flags_need_no_further_place(copy):
+def test_all_hacks_together_train_a_step_and_need_no_further_place(tmp_path, policy):
+    copy = copied(tmp_path)
+    for file, before, lines in sum(HACKS.values(), []):
+        replace(copy / file, before, lines + before)
     (copy / "checks.py").write_text(CHECKS)
     said = run(copy, "checks.py")
-    assert re.search(r"quarter = A\s+quarter\s+for\s+every\s+token", said)
-    assert "--rloo_scale float" in said
-
-
-def test_all_hacks_together_train_a_step(copy, policy, tmp_path):
+    assert re.search(r"quarter = A\s+quarter\s+for\s+every\s+token", said) and "--rloo_scale float" in said
     (tmp_path / "sums.lines").write_text("3+4|7\n1+2|3\n" * 4)
-    choices = {"policy_loss": "quarter", "advantage": "rloo", "rloo_scale": 2.0, "kl_coef": 0}
-    choices |= {"reward": "threes,my_reward.py:score:2.0"}
-    changes = choices | dict.fromkeys(["eval_data", "eval_every", "eval_before_training", "save_every"])
-    changes |= {"total_steps": 1, "train_data": tmp_path / "sums.lines"}
+    changes = dict.fromkeys(["eval_data", "eval_every", "eval_before_training", "save_every"]) | {
+        "policy_loss": "quarter", "advantage": "rloo", "rloo_scale": 2.0, "kl_coef": 0, "total_steps": 1,
+        "reward": "threes,my_reward.py:score:2.0", "train_data": tmp_path / "sums.lines",
+    }  # fmt: skip
     said = run(copy, "train_grpo.py", *training_flags(policy, tmp_path / "run", **changes))
     found = metrics_of(tmp_path / "run")[1]
     assert found["reward/part/my_reward.py:score"] == 0.25, "every second answer is 7"
@@ -149,36 +132,31 @@ def test_all_hacks_together_train_a_step(copy, policy, tmp_path):
     assert json.loads((tmp_path / "run" / "config.json").read_text())["rloo_scale"] == 2.0
 
 
-def parts_of_page() -> dict[str, list[tuple[str, str, str]]]:
-    """Title of a hack of docs/hacks.md -> (file, the text there, the text in its place) of each of its changes."""
-    page, found = (ROOT / "docs" / "hacks.md").read_text(), {}
+def hacks_of_page() -> list[tuple[str, int, list[tuple[str, str, str]]]]:
+    """Of each of docs/hacks.md: title, number of lines, and (file, the text there, the text in its place)."""
+    page, found = (ROOT / "docs" / "hacks.md").read_text(), []
     for title, diff in re.findall(r"^## (.*?)\n.*?^```diff\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
-        found[title] = []
+        found.append((title, len(re.findall(r"^\+.*\S", diff, re.MULTILINE)), parts := []))
         for file, lines in re.findall(r"^ # (\S+?\.py).*\n((?:(?! # ).*\n)+)", diff, re.MULTILINE):
             kept = [(line[:1], line[1:]) for line in lines.splitlines()]
             before, after = ("\n".join(text for mark, text in kept if mark in marks) for marks in (" -", " +"))
-            found[title].append((file, before, after))
+            parts.append((file, before, after))
     return found
 
 
 def test_the_readme_counts_files_and_lines_of_the_hacks():
-    page, parts = (ROOT / "docs" / "hacks.md").read_text(), parts_of_page()
-    readme = (ROOT / "README.md").read_text()
-    rows = re.findall(r"^\|.*\]\(docs/hacks.md#(.*)\) \| (.*) \| (\d+) \|$", readme, re.MULTILINE)
-    diffs = re.findall(r"^```diff\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    for (anchor, files, lines), title, diff in zip(rows, parts, diffs, strict=True):
-        assert anchor == title.lower().replace(" ", "-")
-        assert re.findall(r"`(.+?)`", files) == list(dict.fromkeys(file for file, _, _ in parts[title]))
-        assert int(lines) == len(re.findall(r"^\+.*\S", diff, re.MULTILINE)), title
+    row = r"^\|.*\]\(docs/hacks.md#(.*)\) \| (.*) \| (\d+) \|$"
+    rows = re.findall(row, (ROOT / "README.md").read_text(), re.MULTILINE)
+    for (anchor, files, lines), (title, num_lines, parts) in zip(rows, hacks_of_page(), strict=True):
+        assert (anchor, int(lines)) == (title.lower().replace(" ", "-"), num_lines)
+        assert re.findall(r"`(.+?)`", files) == list(dict.fromkeys(file for file, _, _ in parts)), title
 
 
 def test_the_hacks_of_the_page_train_together(tmp_path, policy):
-    """Two steps of four, with every change at once."""
+    """Two steps of four."""
     copy = copied(tmp_path)
-    for file, before, after in sum(parts_of_page().values(), []):
-        text = (copy / file).read_text()
-        assert text.count(f"{before}\n") == 1, (file, before)
-        (copy / file).write_text(text.replace(f"{before}\n", f"{after}\n"))
+    for file, before, after in sum((parts for _, _, parts in hacks_of_page()), []):
+        replace(copy / file, f"{before}\n", f"{after}\n")
     (tmp_path / "odd.py").write_text("def odd(completion): return len(completion) % 2\n")  # a random policy gets it
     changes = {"reward": f"{tmp_path}/odd.py:odd", "lr_schedule": "root", "stop_after": 2}
     given = training_flags(policy, tmp_path / "run", **changes)
@@ -191,8 +169,7 @@ def test_the_hacks_of_the_page_train_together(tmp_path, policy):
     rollouts = [pq.read_table(tmp_path / "run" / "rollouts" / f"step_{step}.parquet") for step in found]
     first, second = (table["row"].to_pylist() for table in rollouts)
     assert first == second, "the prompts of a step come twice"
-    drawn = [int(row.rpartition(" ")[2]) for row in dict.fromkeys(first)]
-    assert max(drawn) <= 8 + 64 / 4, "the first of a sorted file of 64, roughly"
+    assert max(int(row.rpartition(" ")[2]) for row in first) <= 8 + 64 / 4, "the first of a sorted file of 64, roughly"
     before, after = (load_file(folder / "model.safetensors") for folder in (policy, tmp_path / "run" / "final"))
     changed = {name for name in before if not torch.equal(before[name].float(), after[name].float())}
     assert changed and not any("layers.0." in name or "embed_tokens" in name for name in changed)

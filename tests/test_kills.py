@@ -19,12 +19,13 @@ import psutil
 import pytest
 
 import soak
+from helpers.made_up import command_line
 from helpers.runs import GUARD_SECONDS, Forked, begin, copy_at, launched, wait_for
 
-SAID = [
-    r"error: rank 1 \(step \d+, \w+\) was ended by signal 9 \(SIGKILL\) by someone", "restart 1 of 2, . steps after",
-    r"error: no progress .*; then rank 0 \(step \d+, \w+\) .*[Tt]imed out",
-    "restart 2 of 2.*"]  # fmt: skip
+SAID = r"""error: rank 1 \(step \d+, \w+\) was ended by signal 9 \(SIGKILL\) by someone.*
+restart 1 of 2, . steps after.*
+error: no progress .*; then rank 0 \(step \d+, \w+\) .*[Tt]imed out.*
+restart 2 of 2.*"""
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +34,10 @@ def flags(policy, tmp_path_factory) -> list[str]:
     which some CPUs emulate, is for others to test.
     """
     (reward := tmp_path_factory.mktemp("reward") / "slow_reward.py").write_text(soak.REWARD)
-    dropped = ["--train_data", f"{policy}/train.jsonl#24", "--drop_solved", "0.5"]
-    moving = ["--kl_coef", "1", "--reference_every", "1", "--reference_mixup", "0.5"]  # what a resume must not lose
-    hints = ["--hint_column", "@group", "--max_prompt_tokens", "100"]
-    common = [*soak.flags_of(policy, steps=10), "--dtype", "float32", "--reward", f"{reward}:score"]
-    return [*common, *dropped, *moving, *hints]
+    changes = {"dtype": "float32", "reward": f"{reward}:score", "hint_column": "@group", "max_prompt_tokens": 100}
+    changes |= {"train_data": f"{policy}/train.jsonl#24", "drop_solved": 0.5}
+    moving = {"kl_coef": 1, "reference_every": 1, "reference_mixup": 0.5}  # what a resume must not lose
+    return [*soak.flags_of(policy, steps=10), *command_line(changes | moving)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,8 +48,7 @@ def forks(flags):
         return begin(launched(2, "train_grpo.py", *flags, "--out_dir", out_dir), output, output, has_own_workers=True)
 
     # Not the benchmark's bounds, which a busy machine misses: a test fails by what is wrong, and not by the clock.
-    bounds = patch.multiple(soak, start=start, END_SECONDS=GUARD_SECONDS, ORPHAN_SECONDS=GUARD_SECONDS / 10)
-    with bounds:
+    with patch.multiple(soak, start=start, END_SECONDS=GUARD_SECONDS, ORPHAN_SECONDS=GUARD_SECONDS / 10):
         yield
 
 
@@ -107,9 +106,7 @@ def test_on_one_node_nothing_listens_beyond_the_loopback(undisturbed):
 
 
 def test_eight_kills_change_no_result_of_a_run(flags, undisturbed, tmp_path):
-    """A run that is killed in eight phases ends like the undisturbed one. Targets and signals are drawn. A phase
-    may be over when the signal comes: they last some milliseconds.
-    """
+    """In eight phases; targets and signals are drawn. A phase, of milliseconds, may be over when the signal comes."""
     rng, phases = random.Random(19), ["load", "sample", "checkpoint", "reward", "update", "evaluate", "sync"]
     moments = [lambda: rng.uniform(0, 0.5), *(lambda phase=phase: phase for phase in phases)]
     run = partial(soak.bring_to_its_end, flags=flags, rng=rng, moments=moments)
@@ -120,16 +117,15 @@ def test_eight_kills_change_no_result_of_a_run(flags, undisturbed, tmp_path):
 
 
 def test_signals_a_kill_and_a_stall_change_no_result_of_a_run(flags, undisturbed, tmp_path):
-    """A run that signals stop in each phase, and that a launcher starts again after a kill and a stall, ends like the
-    undisturbed one. A step is given up before its update, or finished; an evaluation that was given up is made at the
-    next start. Ranks that wait for one that stands still end by the timeout of their collectives.
+    """A step is given up before its update, or finished; an evaluation that was given up is made at the next start.
+    Ranks that wait for one that stands still end by the timeout of their collectives.
     """
     out_dir, unsaved = tmp_path / "run", [*flags, "--save_every", "0"]  # what is saved is saved because of the signal
     for number, phase in ((SIGINT, "sample"), (SIGTERM, "update"), (SIGUSR1, "evaluate"), (SIGTERM, "reward")):
         end_by_signal(number, phase, out_dir, unsaved)
     patience = ["--timeout_minutes", "0.25", "--reward_timeout", "5"]
     said = start_again(launched(2, "--max_restarts", 2), [SIGKILL, SIGSTOP], out_dir, [*flags, *patience])
-    assert re.fullmatch(".*\n".join(SAID), "\n".join(re.findall("^(?:error|restart).*", said, re.M)))
+    assert re.fullmatch(SAID, "\n".join(re.findall("^(?:error|restart).*", said, re.M)))
     assert soak.differences(out_dir, undisturbed[0]) == []
 
 
@@ -143,8 +139,6 @@ def test_torchrun_starts_a_run_again(flags, undisturbed, tmp_path):
 
 
 def test_a_signal_to_one_of_an_engines_ranks_aborts_its_requests(flags, tmp_path):
-    """An engine over two ranks gives its requests up when one of them gets a signal: both ranks must leave the engine
-    at the same of its steps, or none would save. A run of its own, whose completions are long.
-    """
+    """Both ranks must leave the engine at the same of its steps, or none would save. The completions are long."""
     long = ["--max_prompt_tokens", "28", "--max_completion_tokens", "100", "--temperature", "2"]
     end_by_signal(SIGTERM, "sample", tmp_path / "run", [*flags, "--tensor_parallel_size", "2", *long], rank=1)

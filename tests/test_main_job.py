@@ -1,47 +1,42 @@
 """The main command, as a user would type it: the policy learns to think. Two recipes, and two nodes, on that job."""
 
 import json
-import os
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 from safetensors.torch import load_file
 
-from helpers.runs import ENVIRONMENT, ROOT, lines, metrics_of, run_command, run_script, without_times
+from helpers.runs import ROOT, as_user, lines, metrics_of, run_command, run_script, succeeded, without_times
 
 POLICY = ROOT / "scripts" / "tiny_policy"
-TEST_VARIABLES = ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")  # a user's environment does not have them
 SHORT = ["--total_steps", "2", "--prompts_per_step", "8", "--prompts_per_update", "4", "--eval_samples", "1"]
 SHORT += ["--train_data", f"{POLICY}/train.jsonl#64", "--eval_data", f"{POLICY}/heldout.jsonl#4"]
 
 
 def run_job(run_it: Callable, run_dir: Path, *flags: str, **settings: object) -> CompletedProcess[str]:
-    """`bash scripts/tiny_cpu.sh FLAGS`, for real or forked, in a folder of the test's own."""
-    environment = {key: value for key, value in os.environ.items() if key not in TEST_VARIABLES}
-    # One thread a rank, as two ranks have on two cores: sums depend on it, and more wait for each other.
-    environment |= {"OUT_DIR": str(run_dir), "OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in settings.items()}
-    return run_it(["bash", "scripts/tiny_cpu.sh", *flags], environment)
+    """`bash scripts/tiny_cpu.sh FLAGS` with a thread a rank: sums depend on it, and more wait for each other."""
+    return as_user(run_it, "scripts/tiny_cpu.sh", *flags, OUT_DIR=run_dir, OMP_NUM_THREADS=1, **settings)
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("main_job")
-    done = run_job(run_command, folder / "run")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return folder
+    run = tmp_path_factory.mktemp("main_job") / "run"
+    succeeded(run_job(run_command, run))
+    return run
 
 
 def test_the_policy_learns_to_think_on_the_main_job(job):
-    """The policy learns to think on the main job, and sampler and trainer agree."""
-    metrics = metrics_of(job / "run")
+    """And sampler and trainer agree."""
+    metrics = metrics_of(job)
     before, after = metrics[0], metrics[max(metrics)]
     assert before["eval/heldout/avg@4"] <= 0.45 and after["eval/heldout/avg@4"] >= 0.90
     assert after["eval/heldout/tokens_mean"] > 2 * before["eval/heldout/tokens_mean"]
-    last = lines(job / "run" / "samples.jsonl")[-4:]
+    last = lines(job / "samples.jsonl")[-4:]
     assert all(sample["completion"].startswith("<think>") for sample in last)
     assert max(metrics[step]["policy/rollout_gap_mean"] for step in metrics if step) < 1e-4
 
@@ -52,7 +47,7 @@ def test_the_first_twelve_steps_are_those_of_the_golden_curve(job):
     Other kernels than those of the file (AVX2) sum in another order. That is seen in no figure of the first step, and
     draws other tokens later. Then the curves may be two steps apart: what two steps change at most is the tolerance.
     """
-    found = [without_times(metrics) for step, metrics in metrics_of(job / "run").items() if step <= 12]
+    found = [without_times(metrics) for step, metrics in metrics_of(job).items() if step <= 12]
     golden = lines(ROOT / "tests" / "golden_curve.jsonl")
     assert [line.keys() for line in found] == [line.keys() for line in golden]
     rounding_noise = {name: found[1][name] for name in ["policy/rollout_temperature_r2"]}  # a share of a gap of 3e-8
@@ -64,16 +59,14 @@ def test_the_first_twelve_steps_are_those_of_the_golden_curve(job):
 
 
 def test_the_stored_policy_is_that_of_its_program(tmp_path):
-    """The policy in the repository is that of its program, and its held-out problems are never trained on. Two
-    updates of 650, which take minutes: the weights are others, and all else is the same.
+    """And its held-out problems are never trained on. Two updates of 650, which take minutes: the weights are others,
+    and all else is the same.
     """
     command = f"python scripts/warm_start.py --out_dir {tmp_path}/policy --num_updates 2"
-    done = run_script(["bash", "-c", command], ENVIRONMENT)
-    assert done.returncode == 0, done.stderr
+    succeeded(as_user(run_script, "-c", command))
     for file in POLICY.iterdir():
-        made = tmp_path / "policy" / file.name
         if file.name != "model.safetensors":
-            assert made.read_bytes() == file.read_bytes(), file.name
+            assert (tmp_path / "policy" / file.name).read_bytes() == file.read_bytes(), file.name
     weights, remade = (load_file(folder / "model.safetensors") for folder in (POLICY, tmp_path / "policy"))
     assert {name: each.shape for name, each in weights.items()} == {name: each.shape for name, each in remade.items()}
     train, heldout = ([row["problem"].split("+") for row in lines(POLICY / f"{n}.jsonl")] for n in ("train", "heldout"))
@@ -87,8 +80,7 @@ def test_a_recipe_of_the_page_trains_on_the_main_job(name, tmp_path):
     flags = json.loads((ROOT / "docs" / "papers.json").read_text())[name]["flags"]
     # 4,096 tokens are more than this job's completions have.
     limits = ["--reward", "exact,length", "--overlong_cache_tokens", "16"] if name == "dapo" else []
-    done = run_job(run_script, tmp_path / "run", *flags.split(), *SHORT, *limits, NGPU=1)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    succeeded(run_job(run_script, tmp_path / "run", *flags.split(), *SHORT, *limits, NGPU=1))
     metrics = metrics_of(tmp_path / "run")
     assert list(metrics) == [0, 1, 2]
     for step in (1, 2):
@@ -107,19 +99,14 @@ def test_two_nodes_train_together(tmp_path):
         port = probe.getsockname()[1]
     where = {"NNODES": 2, "NGPU": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     with ThreadPoolExecutor(2) as pool:
-        started = [
-            pool.submit(run_job, run_script, tmp_path / "run", *SHORT, **where, NODE_RANK=rank) for rank in (1, 0)
-        ]
-    outputs = [node.result() for node in started]
-    assert [node.returncode for node in outputs] == [0, 0], outputs
-    assert "2 ranks on cpu, 2 engines of 1" in outputs[1].stdout
-    assert "step" not in outputs[0].stdout, "only the first node's first rank speaks"
-    metrics = metrics_of(tmp_path / "run")
-    assert list(metrics) == [0, 1, 2]
+        node = partial(run_job, run_script, tmp_path / "run", *SHORT, **where)
+        first, second = (succeeded(done) for done in pool.map(lambda rank: node(NODE_RANK=rank), (0, 1)))
+    assert "2 ranks on cpu, 2 engines of 1" in first.stdout
+    assert "step" not in second.stdout, "only the first node's first rank speaks"
+    assert list(metrics := metrics_of(tmp_path / "run")) == [0, 1, 2]
     assert max(metrics[step]["policy/rollout_gap_mean"] for step in (1, 2)) < 0.005
 
 
 def test_a_node_that_is_not_told_its_place_says_what_is_missing(tmp_path):
     done = run_job(run_script, tmp_path / "run", NNODES=2)
-    assert done.returncode != 0
-    assert "NNODES=2 needs NODE_RANK" in done.stderr
+    assert done.returncode != 0 and "NNODES=2 needs NODE_RANK" in done.stderr

@@ -9,9 +9,10 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from signal import SIGKILL
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -26,13 +27,14 @@ import soak
 from batch import Rollout, pack
 from data import PromptData
 from flags import PromptFormat
-from helpers.made_up import command_line, make_row, policy_of, unpacked_logprobs, write_lines
+from helpers.made_up import command_line, make_rollout, make_row, policy_of, unpacked_logprobs, write_lines
 from helpers.made_up import flags as parsed
 from helpers.runs import GUARD_SECONDS, Started, begin, launched, lines, metrics_of, wait_for, without_times
 from runtime.files import rollouts_file
 
 # Not a correct answer, but a number that differs from completion to completion.
 REWARD = "def score(completion, answer, columns):\n    return len(set(completion)) / 10\n"
+SYSTEM = {"role": "system", "content": "Be brief."}
 THINGS = ("bird", "fish", "tree", "king")  # a token each: all prompts are of one length, 21 tokens
 KINDS = {
     "full": {"learning_rate": 1e-4, "eval_every": 2, "eval_before_training": True},
@@ -49,24 +51,18 @@ def place(tmp_path_factory):
     shutil.rmtree(folder)
 
 
-class Runs(NamedTuple):
-    folder: Path  # with full/ and lora/, and later eval/ of the former's `final`
-    evaluation: Started  # it may still go on
-
-
 @pytest.fixture(scope="module")
-def runs(smollm2, place) -> Iterator[Runs]:
-    """Both runs, when they are complete: they go side by side, and then evaluate.py beside the first tests."""
-    system = {"role": "system", "content": "Be brief."}
-    talks = {thing: [system, {"role": "user", "content": f"Name a {thing}."}] for thing in THINGS}
+def runs(smollm2, place) -> Iterator[tuple[Path, Path, Started]]:
+    """The folders of both runs, complete, and evaluate.py of the former's `final`, beside the first tests."""
+    talks = {thing: [SYSTEM, {"role": "user", "content": f"Name a {thing}."}] for thing in THINGS}
     rows = [{"problem": talk, "answer": thing} for thing, talk in talks.items()]
     (place / "reward.py").write_text(REWARD)
     common = {
         "model": smollm2, "train_data": write_lines(place / "train.jsonl", rows[:2]), "dtype": "float32",
         "eval_data": write_lines(place / "heldout.jsonl", rows[2:]), "reward": f"{place}/reward.py:score",
-        "prompts_per_step": 2, "group_size": 2, "max_prompt_tokens": 21,
-        "max_completion_tokens": 12, "micro_batch_tokens": 2 * (21 + 12), "total_steps": 2, "save_every": 1,
-        "keep_checkpoints": 1, "eval_temperature": 0, "eval_max_completion_tokens": 8, "quiet": True,
+        "prompts_per_step": 2, "group_size": 2, "max_prompt_tokens": 21, "max_completion_tokens": 12,
+        "micro_batch_tokens": 2 * (21 + 12), "total_steps": 2, "save_every": 1, "keep_checkpoints": 1,
+        "eval_temperature": 0, "eval_max_completion_tokens": 8, "quiet": True,
     }  # fmt: skip
     started = []
 
@@ -75,22 +71,24 @@ def runs(smollm2, place) -> Iterator[Runs]:
         started.append(begin(command, log, log, has_own_workers=True))
         return started[-1]
 
-    def said(name: str) -> str:
-        return (place / f"{name}.log").read_text()
+    def end(name: str, run: Started, expected: int = 0) -> str:
+        status, said = run.wait(GUARD_SECONDS), (place / f"{name}.log").read_text()
+        assert status == expected, said[-3000:]
+        return said
 
     try:
         full, lora = (start(kind, "train_grpo.py", common | flags) for kind, flags in KINDS.items())
         metrics = place / "full" / "metrics.jsonl"
         wait_for(lambda: full.poll() is not None or (metrics.exists() and 2 in metrics_of(place / "full")))
         os.kill(soak.ranks_of(full)[0], SIGKILL)
-        assert full.wait(GUARD_SECONDS) == 1 and not (place / "full" / "step_2").exists(), said("full")[-3000:]
-        again = start("full", "train_grpo.py", common | KINDS["full"])
-        assert again.wait(GUARD_SECONDS) == 0, said("full")[-3000:]
-        assert f"continues from {place}/full/step_1" in said("full")
+        end("full", full, 1)
+        assert not (place / "full" / "step_2").exists()
+        said = end("full", start("full", "train_grpo.py", common | KINDS["full"]))
+        assert f"continues from {place}/full/step_1" in said
         flags = {"model": place / "full" / "final", "data": common["eval_data"], "like": place / "full"}
         evaluation = start("eval", "evaluate.py", flags)
-        assert lora.wait(GUARD_SECONDS) == 0, said("lora")[-3000:]
-        yield Runs(place, evaluation)
+        end("lora", lora)
+        yield place / "full", place / "lora", evaluation
     finally:
         for each in started:
             each.kill()
@@ -106,17 +104,12 @@ def sampled(run: Path, step: int, indices: list[int]) -> tuple[Rollout, list[dic
     """These completions of the step as the run has kept them."""
     kept = parquet.read_table(rollouts_file(run, step)).to_pylist()
     rows = [kept[b] for b in indices]
-    return Rollout(
-        rows=[make_row(row["prompt_ids"]) for row in rows],
-        completions=[np.array(row["token_ids"], dtype=np.int32) for row in rows],
-        rollout_logprobs=[np.array(row["rollout_logprobs"], dtype=np.float32) for row in rows],
-        texts=[row["completion"] for row in rows],
-        is_truncated_B=np.zeros(len(rows), dtype=bool),
-        is_sampled=[np.array(row["is_sampled"], dtype=bool) for row in rows],
-        is_trained_B=np.ones(len(rows), dtype=bool),
-        loss_weights_B=np.ones(len(rows), dtype=np.float32),
-        advantages=[np.zeros(len(row["token_ids"]), dtype=np.float32) for row in rows],
-    ), rows
+    assert all(all(row["is_sampled"]) for row in rows)
+    prompts, completions = [make_row(row["prompt_ids"]) for row in rows], [np.array(row["token_ids"]) for row in rows]
+    return replace(make_rollout(list(map(len, completions))), rows=prompts, completions=completions), rows
+
+
+logprobs_in = torch.no_grad()(partial(unpacked_logprobs, temperature=1.0))
 
 
 def trained_logprobs(run: Path, model: Path, rollout: Rollout, **lora: object) -> Tensor:
@@ -128,32 +121,26 @@ def trained_logprobs(run: Path, model: Path, rollout: Rollout, **lora: object) -
     return policy(batch, 1.0)[0][batch.loss_mask_N].detach()
 
 
-@torch.no_grad()
-def logprobs_in(model: torch.nn.Module, rollout: Rollout) -> Tensor:
-    return unpacked_logprobs(model, rollout, 1.0)
-
-
 def test_the_chat_template_gives_the_tokens_of_transformers(smollm2, tmp_path):
     """Its default system prompt, one of the data and one of a flag, an answer in between, and other scripts."""
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    system = {"role": "system", "content": "Be brief."}
     question, answer = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": " Because.\n"}
     texts = ["Hi", "  two  spaces ", "naïve 東京 🦜 \u200b", "def f(x):\n\treturn x"]
-    talks = [[{"role": "user", "content": text}] for text in texts] + [[system, question], [question, answer, question]]
+    talks = [[{"role": "user", "content": text}] for text in texts] + [[SYSTEM, question], [question, answer, question]]
     file = write_lines(tmp_path / "talks.jsonl", [{"problem": talk, "answer": "1"} for talk in talks])
     for prompt in (None, "Answer in French."):
         found = PromptData.load(file, PromptFormat(system_prompt=prompt), tokenizer, seed=0).rows
         for row, talk in zip(found, talks, strict=True):
             if prompt is not None:
-                talk = [system | {"content": prompt}, *(message for message in talk if message["role"] != "system")]
+                talk = [SYSTEM | {"content": prompt}, *(message for message in talk if message["role"] != "system")]
             assert row.ids.tolist() == tokenizer.apply_chat_template(talk, add_generation_prompt=True)["input_ids"]
 
 
 def test_sampler_trainer_and_transformers_agree(runs, base):
-    for kind in KINDS:
-        steps = metrics_of(runs.folder / kind)
-        assert all(0 < steps[step]["policy/rollout_gap_mean"] < 1e-4 for step in (1, 2)), kind
-        rollout, rows = sampled(runs.folder / kind, 1, [0, 1, 3] if kind == "full" else [0])
+    for run, indices in zip(runs, ([0, 1, 3], [0]), strict=False):
+        steps = metrics_of(run)
+        assert all(0 < steps[step]["policy/rollout_gap_mean"] < 1e-4 for step in (1, 2)), run
+        rollout, rows = sampled(run, 1, indices)
         expected = logprobs_in(base, rollout)
         for name in ("rollout_logprobs", "old_logprobs"):
             found = torch.tensor([logprob for row in rows for logprob in row[name]])
@@ -162,36 +149,37 @@ def test_sampler_trainer_and_transformers_agree(runs, base):
 
 def test_what_was_killed_repeats_its_step_bit_for_bit(runs):
     """Also its evaluation after the update."""
-    *before, killed, repeated = map(without_times, lines(runs.folder / "full" / "metrics.jsonl"))
+    *before, killed, repeated = map(without_times, lines(runs[0] / "metrics.jsonl"))
     assert killed == repeated and killed["step"] == 2 and before[-1]["step"] == 1
     assert killed["reward/std"] > 0 and killed["optim/grad_norm"] > 0 and killed["policy/entropy"] > 1
     assert "eval/heldout/avg@1" in killed
 
 
 def test_final_gives_the_log_probs_of_the_run(runs, base, smollm2):
-    rollout, _ = sampled(runs.folder / "full", 2, [0, 2])
-    final = AutoModelForCausalLM.from_pretrained(runs.folder / "full" / "final")
+    rollout, _ = sampled(runs[0], 2, [0, 2])
+    final = AutoModelForCausalLM.from_pretrained(runs[0] / "final")
     assert final.dtype == torch.float32
     found = logprobs_in(final, rollout)
-    torch.testing.assert_close(found, trained_logprobs(runs.folder / "full", smollm2, rollout), **TOLERANCE)
+    torch.testing.assert_close(found, trained_logprobs(runs[0], smollm2, rollout), **TOLERANCE)
     assert (found - logprobs_in(base, rollout)).abs().max() > 0.1, "two steps have moved it"
 
 
 def test_the_adapter_and_the_merged_policy_give_them_too(runs, base, smollm2):
-    rollout, _ = sampled(runs.folder / "lora", 2, [0, 2])
-    expected, before = trained_logprobs(runs.folder / "lora", smollm2, rollout, lora_rank=8), logprobs_in(base, rollout)
+    rollout, _ = sampled(runs[1], 2, [0, 2])
+    expected, before = trained_logprobs(runs[1], smollm2, rollout, lora_rank=8), logprobs_in(base, rollout)
     assert (expected - before).abs().max() > 0.1, "an adapter that does nothing would go unnoticed"
-    merged = AutoModelForCausalLM.from_pretrained(runs.folder / "lora" / "final")
-    torch.testing.assert_close(logprobs_in(merged, rollout), expected, **TOLERANCE)
-    adapted = PeftModel.from_pretrained(base, runs.folder / "lora" / "final" / "adapter")
-    torch.testing.assert_close(logprobs_in(adapted, rollout), expected, **TOLERANCE)
+    merged = AutoModelForCausalLM.from_pretrained(runs[1] / "final")
+    adapted = PeftModel.from_pretrained(base, runs[1] / "final" / "adapter")
+    for model in (merged, adapted):
+        torch.testing.assert_close(logprobs_in(model, rollout), expected, **TOLERANCE)
     adapted.unload()  # other tests have the same base
 
 
-def test_evaluate_finds_what_the_run_found(runs):
+def test_evaluate_finds_what_the_run_found(runs, place):
     """Greedily, of `final` after the last step."""
-    assert runs.evaluation.wait(GUARD_SECONDS) == 0
-    before, after = (runs.folder / "full" / "eval" / f"step_{step}" / "heldout.jsonl" for step in (0, 2))
-    assert lines(runs.folder / "eval" / "heldout.jsonl") == lines(after) != lines(before)
-    figures = json.loads((runs.folder / "eval" / "results.json").read_text())["sets"]["heldout"]
-    assert figures["avg@1"]["mean"] == metrics_of(runs.folder / "full")[2]["eval/heldout/avg@1"]
+    full, _, evaluation = runs
+    assert evaluation.wait(GUARD_SECONDS) == 0
+    before, after = (full / "eval" / f"step_{step}" / "heldout.jsonl" for step in (0, 2))
+    assert lines(place / "eval" / "heldout.jsonl") == lines(after) != lines(before)
+    figures = json.loads((place / "eval" / "results.json").read_text())["sets"]["heldout"]
+    assert figures["avg@1"]["mean"] == metrics_of(full)[2]["eval/heldout/avg@1"]

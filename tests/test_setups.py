@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -22,9 +21,7 @@ import math_speedrun
 from command_line import parse_flags
 from gate.command import start
 from helpers.made_up import command_line
-from helpers.runs import ENVIRONMENT, ROOT, lines, metrics_of, run_command, run_script
-
-TEST_VARIABLES = ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")  # a user's environment does not have them
+from helpers.runs import ENVIRONMENT, ROOT, as_user, lines, metrics_of, run_command, run_script, succeeded
 
 DOCUMENTED = {  # what the sources say of algorithm and optimizer, see the scripts
     "qwq32b_8xh100": {
@@ -73,28 +70,27 @@ DOCUMENTED = {  # what the sources say of algorithm and optimizer, see the scrip
     "qwen3_0.6b_math_speedrun": {
         "prompts_per_step": 1, "shuffle": "off", "prompt_format": "raw", "advantage": "grpo", "advantage_ddof": 1,
         "advantage_eps": 1e-4, "policy_loss": "reinforce", "loss_aggregation": "seq_mean_token_sum_norm:constant=1",
-        "kl_coef": 0.0, "learning_rate": 1e-5, "lr_schedule": "constant",
-        "weight_decay": 0.01, "max_grad_norm": 1.0, "temperature": 0.8, "eval_temperature": [0.0],
-        "reward": "docs/rewards/boxed_math.py:score",
+        "kl_coef": 0.0, "learning_rate": 1e-5, "lr_schedule": "constant", "weight_decay": 0.01, "max_grad_norm": 1.0,
+        "temperature": 0.8, "eval_temperature": [0.0], "reward": "docs/rewards/boxed_math.py:score",
     },
     "qwen3_0.6b_reverse_text_1gpu": {
         "prompts_per_step": 8, "advantage": "dr_grpo", "policy_loss": "dppo", "clip_low": 0.2, "clip_high": 0.2,
         "old_logprobs": "rollout", "loss_aggregation": "token_mean", "kl_coef": 0.0, "learning_rate": 3e-6,
-        "lr_schedule": "constant", "weight_decay": 0.01, "max_grad_norm": 1.0, "temperature": 1.0,
-        "eval_samples": [3], "reward": "docs/rewards/reversed_text.py:score",
+        "lr_schedule": "constant", "weight_decay": 0.01, "max_grad_norm": 1.0, "temperature": 1.0, "eval_samples": [3],
+        "reward": "docs/rewards/reversed_text.py:score",
     },
     "tulu3.1_8b_grpo_8gpu": {
-        "prompts_per_step": 64, "prompts_per_update": 32, "reward": "@dataset", "truncated": "zero",
-        "temperature": 1.0, "kl_coef": 0.01, "kl_estimator": "k3", "kl_clamp": 0.0, "advantage": "grpo",
-        "advantage_ddof": 0, "advantage_eps": 1e-8, "policy_loss": "reinforce", "learning_rate": 5e-7,
-        "lr_schedule": "constant", "weight_decay": 0.0, "steps_ahead": 1, "rollout_correction": "none",
+        "prompts_per_step": 64, "prompts_per_update": 32, "reward": "@dataset", "truncated": "zero", "temperature": 1.0,
+        "kl_coef": 0.01, "kl_estimator": "k3", "kl_clamp": 0.0, "advantage": "grpo", "advantage_ddof": 0,
+        "advantage_eps": 1e-8, "policy_loss": "reinforce", "learning_rate": 5e-7, "lr_schedule": "constant",
+        "weight_decay": 0.0, "steps_ahead": 1, "rollout_correction": "none",
     },
     "qwen3_8b_sciknoweval_4gpu": {
-        "prompts_per_step": 32, "prompts_per_update": 8, "advantage": "dr_grpo", "policy_loss": "clip",
-        "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0, "kl_coef": 0.0, "loss_aggregation": "token_mean",
-        "rollout_correction": "token_truncate:largest=2", "learning_rate": 1e-5,
-        "lr_schedule": "constant", "warmup_ratio": 0.00564972, "weight_decay": 0.01, "eval_samples": [16],
-        "eval_temperature": [0.6], "eval_top_p": [0.95], "template_args": ["enable_thinking=false"],
+        "prompts_per_step": 32, "prompts_per_update": 8, "advantage": "dr_grpo", "policy_loss": "clip", "clip_low": 0.2,
+        "clip_high": 0.28, "dual_clip": 3.0, "kl_coef": 0.0, "loss_aggregation": "token_mean",
+        "rollout_correction": "token_truncate:largest=2", "learning_rate": 1e-5, "lr_schedule": "constant",
+        "warmup_ratio": 0.00564972, "weight_decay": 0.01, "eval_samples": [16], "eval_temperature": [0.6],
+        "eval_top_p": [0.95], "template_args": ["enable_thinking=false"],
         "reward": "docs/rewards/sciknoweval.py:letter",
     },
 }  # fmt: skip
@@ -127,70 +123,54 @@ PLANNED = {  # the dry run's numbers, with the data's real number of rows
 }  # fmt: skip
 
 
-def run(run_it: Callable, *command: str, **settings: object) -> str:
-    """What `bash COMMAND` prints in the environment of a user, who has set no NGPU; `run_it`: for real, or forked."""
-    kept = {key: value for key, value in os.environ.items() if key not in (*TEST_VARIABLES, "NGPU")}
-    done = run_it(["bash", *command], kept | {key: str(value) for key, value in settings.items()})
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
-
-
 def launched(name: str, *flags: str, **settings: object) -> tuple[int, int, list[str]]:
     """(nodes, ranks of a node, the program's flags) that the script gives to `launch`, without its start."""
-    printing = (
-        'REPO=; source() { :; }; python() { :; }; launch() { printf "%s\\0" "${NNODES:-1}" "$NGPU" "$@"; }; . "$0" "$@"'
-    )
-    out = run(run_command, "-c", printing, f"scripts/{name}.sh", *flags, **settings)
-    num_nodes, num_ranks, script, *arguments = out.split("\0")[:-1]
+    unused, printing = "REPO=; source() { :; }; python() { :; }", 'printf "%s\\0" "${NNODES:-1}" "$NGPU" "$@"'
+    command = f'{unused}; launch() {{ {printing}; }}; . "$0" "$@"'
+    done = succeeded(as_user(run_command, "-c", command, f"scripts/{name}.sh", *flags, **settings))
+    num_nodes, num_ranks, script, *arguments = done.stdout.split("\0")[:-1]
     assert script == "train_grpo.py"
     return int(num_nodes), int(num_ranks), arguments
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
-def test_a_script_has_the_values_of_its_source(name):
-    _, _, given = launched(name)
-    args = vars(parse_flags(given))
+def test_a_script_has_the_values_of_its_source_and_names_it(name):
+    """Or calls a value our choice."""
+    args = vars(parse_flags(launched(name)[2]))
     assert {flag: args[flag] for flag in DOCUMENTED[name]} == DOCUMENTED[name]
+    assert (args["max_prompt_tokens"], args["max_completion_tokens"]) == LIMITS[name]
+    (block,) = re.findall(r"\nARGS=\((.*?)\n\)", (ROOT / "scripts" / f"{name}.sh").read_text(), flags=re.DOTALL)
+    for line in block.strip().splitlines():
+        where = re.search(r'--(model|out_dir|tensor_parallel_size) "\$', line)
+        assert where or re.search(r" # (source: |not in the source)", line), line
 
 
 ONE_ENGINE = {"STEPS": 1, "NGPU": 1, "TP": 1}  # a rank and a step
-SMOKED = {  # script -> what is set; beside each kind of run that no other script has
-    "qwq32b_8xh100": ONE_ENGINE,  # all weights, bf16 parameters, the reference offloaded
+SMOKED = dict.fromkeys(DOCUMENTED, ONE_ENGINE) | {  # script -> what is set
     "deepseek32b_lora_8gpu": {},  # as it is: on two ranks, with a stop and a resume
     "qwen25vl72b_lora_8xa100": {"STEPS": 1},  # images, one engine over two ranks, everything offloaded
-    "tulu8b_rlvr_7plus1": ONE_ENGINE,  # a server; the best checkpoint
-    "qwen7b_simplerl_2x8xh100": ONE_ENGINE,
-    "qwen2.5_3b_gsm8k_lora_1gpu": ONE_ENGINE,
-    "distill_1gpu": ONE_ENGINE,  # a teacher
-    "qwen3_4b_dapo_8gpu": ONE_ENGINE,  # dynamic sampling
-    "qwen3_0.6b_math_speedrun": ONE_ENGINE,
-    "qwen3_0.6b_reverse_text_1gpu": ONE_ENGINE,
     "tulu3.1_8b_grpo_8gpu": ONE_ENGINE | {"SERVERS": 1},
-    "qwen3_8b_sciknoweval_4gpu": ONE_ENGINE,
-}  # fmt: skip
-PROMPTS = 4  # a step, where there are more, in as many updates
+}
 
 
 def smaller(name: str) -> list[str]:
+    """4 prompts a step, where there are more, in as many updates."""
     step, update = (DOCUMENTED[name].get(f"prompts_per_{part}") for part in ("step", "update"))
-    fewer = {"prompts_per_step": PROMPTS, "prompts_per_update": PROMPTS * (update or step) // step}
-    return command_line(fewer if step > PROMPTS else {})
+    fewer = {"prompts_per_step": 4, "prompts_per_update": 4 * (update or step) // step}
+    return command_line(fewer if step > 4 else {})
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_a_script_runs_on_a_tiny_model(name, tmp_path):
-    """Each with a start of its own: it reads data of its own columns by its own template and reward. One step: most of
-    what it takes is the start. As a user starts it: test_main_job.py.
-    """
-    settings = SMOKED[name] | {"OMP_NUM_THREADS": 1}  # more threads wait for each other beside other tests
-    shown = run(run_script, "scripts/smoke.sh", f"scripts/{name}.sh", *smaller(name), SMOKE_DIR=tmp_path, **settings)
+    """Each with data of its own columns, a template and reward of its own. As a user starts it: test_main_job.py."""
+    command, settings = ("scripts/smoke.sh", f"scripts/{name}.sh"), SMOKED[name]
+    environment = settings | {"SMOKE_DIR": tmp_path, "OMP_NUM_THREADS": 1}  # more threads wait for each other
+    shown = succeeded(as_user(run_script, *command, *smaller(name), **environment)).stdout
     (run_dir,) = (tmp_path / name).glob("run_*")
     metrics, steps = metrics_of(run_dir), range(1, settings.get("STEPS", 2) + 1)
-    assert [step for step in metrics if step] == [*steps]
-    assert ("continues from" in shown) is (len(steps) == 2)
+    assert [step for step in metrics if step] == [*steps] and ("continues from" in shown) is (len(steps) == 2)
     for step in steps:
-        assert metrics[step]["optim/skipped_updates"] == 0
-        assert metrics[step]["policy/rollout_gap_mean"] < 0.005
+        assert metrics[step]["optim/skipped_updates"] == 0 and metrics[step]["policy/rollout_gap_mean"] < 0.005
         assert 0 < metrics[step]["optim/lr"] <= DOCUMENTED[name]["learning_rate"]
         assert any(key.startswith("eval/") for key in metrics[step]), "evaluated after each start"
         assert (run_dir / f"step_{step}").exists()
@@ -220,14 +200,13 @@ def test_the_dry_run_of_a_set_up_fits_with_5_percent_to_spare(name):
 def test_a_script_plans_what_its_flags_plan():
     """By the script itself, with `launch`; the other tests read the flags that it gives."""
     name = "qwen7b_simplerl_2x8xh100"
-    assert json.loads(run(run_script, f"scripts/{name}.sh", "--dry_run", "--json", HF_HUB_OFFLINE=1)) == planned(name)
+    done = succeeded(as_user(run_script, f"scripts/{name}.sh", "--dry_run", "--json", HF_HUB_OFFLINE=1))
+    assert json.loads(done.stdout) == planned(name)
 
 
 def test_the_models_of_the_one_gpu_set_up_fit_as_documented():
-    """The models of the one-GPU set-up fit where its script says."""
     name = "qwen2.5_3b_gsm8k_lora_1gpu"
-    header = (ROOT / "scripts" / f"{name}.sh").read_text().partition("set -euo")[0]
-    (more,) = re.findall(r"7B fits 24 GB, .*\n.*with\n# +(--.*)\n", header)
+    (more,) = re.findall(r"7B fits 24 GB, .*\n.*with\n# +(--.*)\n", (ROOT / "scripts" / f"{name}.sh").read_text())
     small, middle = "RTX4090-24GB", "L40S-48GB"
     as_it_is = [("0.5B", small), ("1.5B", small), ("3B", small), ("3B", "H100-80GB"), ("7B", middle)]
     for size, gpu, flags in [*((*pair, "") for pair in as_it_is), ("7B", small, more)]:
@@ -235,7 +214,6 @@ def test_the_models_of_the_one_gpu_set_up_fit_as_documented():
 
 
 def test_aime_2025_has_the_prompt_and_columns_of_the_dapo_data(tmp_path):
-    """AIME 2025 is written with the prompt and the columns of the DAPO data."""
     (tmp_path / "in.jsonl").write_text('{"question": "What is {1}+1?", "answer": 2}\n')
     written = tmp_path / "new" / "aime2025.jsonl"
     with patch.object(sys, "argv", ["aime2025.py", "--sources", str(tmp_path / "in.jsonl"), "--output", str(written)]):
@@ -248,7 +226,6 @@ def test_aime_2025_has_the_prompt_and_columns_of_the_dapo_data(tmp_path):
 
 
 def test_the_speedrun_data_have_the_prompt_and_how_to_read_them(tmp_path):
-    """The data of the speedrun have the prompt, and say how they are read."""
     (tmp_path / "in.jsonl").write_text('{"problem": "What is {1}+1?", "answer": "2"}\n')
     sources = [str(tmp_path / "in.jsonl")] * 2
     with patch.object(sys, "argv", ["math_speedrun.py", "--sources", *sources, "--out_dir", str(tmp_path / "new")]):
@@ -265,18 +242,6 @@ def test_a_task_of_sciknoweval_has_its_data_and_its_reward():
     assert ":tool_calls" in given["tooluse"] and "--total_steps 1000 " in given["tooluse"]
 
 
-@pytest.mark.parametrize("name", DOCUMENTED)
-def test_every_value_of_a_script_has_its_source(name):
-    """Every value of a script has its source, or is called our choice."""
-    text = (ROOT / "scripts" / f"{name}.sh").read_text()
-    (block,) = re.findall(r"\nARGS=\((.*?)\n\)", text, flags=re.DOTALL)
-    for line in block.strip().splitlines():
-        where = re.search(r'--(model|out_dir|tensor_parallel_size) "\$', line)
-        assert where or re.search(r" # (source: |not in the source)", line), line
-    lengths = tuple(int(re.search(rf"--max_{kind}_tokens (\d+)", block).group(1)) for kind in ("prompt", "completion"))
-    assert lengths == LIMITS[name]
-
-
 EVALUATIONS = sorted(path.stem for path in (ROOT / "scripts").glob("eval_*.sh"))
 JOB_SCRIPTS = ("tiny_cpu", "tiny_turns_cpu", "tiny_distill_cpu", "tiny_sdpo_cpu", "smollm2_cpu", "smoke")
 TELLS = '() { printf "%s\\0" "$@"; printf "\\1"; }'  # in place of python
@@ -284,9 +249,7 @@ TELLS = '() { printf "%s\\0" "$@"; printf "\\1"; }'  # in place of python
 
 @pytest.mark.parametrize("name", [*DOCUMENTED, *EVALUATIONS, *JOB_SCRIPTS])
 def test_a_script_runs_from_the_users_folder_and_finds_its_files(name, tmp_path):
-    """A script leaves the user's folder as the current one, and finds its own files. From another folder: what he
-    types is his; programs and files that the script names are in the repository.
-    """
+    """From another folder: what he types is his; programs and files that the script names are in the repository."""
     (tmp_path / "runs" / "tiny_cpu").mkdir(parents=True)
     (tmp_path / "runs" / "tiny_cpu" / "final").symlink_to(ROOT / "scripts" / "tiny_policy")
     environment = {name: os.environ[name] for name in ("PATH", "HOME")} | {"DEVICE": "cpu", "NNODES": "1"}
@@ -307,9 +270,7 @@ def test_a_script_runs_from_the_users_folder_and_finds_its_files(name, tmp_path)
 
 
 def test_a_run_reads_and_writes_in_the_users_folder(tmp_path):
-    """From another folder, a run reads and writes where the user stands. A module of his has the name of one of
-    ours. It ends by what his reward returns, before a model is loaded.
-    """
+    """A module of his has the name of one of ours. It ends by what his reward returns, before a model is loaded."""
     (tmp_path / "my_reward.py").write_text("from data import PAID\ndef score(completion):\n    return PAID\n")
     (tmp_path / "data.py").write_text("PAID = {'acc': 0.25}\n")
     command = ["bash", str(ROOT / "scripts" / "tiny_cpu.sh"), "--reward", "my_reward.py:score", "--out_dir", "runs/x"]

@@ -30,10 +30,7 @@ def train(flags: tuple[str, ...]) -> None:
 
 
 def starved(where: str, rank: str, *flags: str) -> None:
-    """train_grpo.py, where memory runs out on that rank at the first call of the function `where`.
-
-    Then the process may grow by 64 MiB and asks for 1 GiB.
-    """
+    """Memory runs out on that rank at the first call of `where`: the process may grow by 64 MiB and asks for 1 GiB."""
     import torch
 
     def ask(*arguments: object, **options: object) -> None:
@@ -150,29 +147,22 @@ def configuration(options: dict[str, object], num_ranks: int) -> object:
 
 def described(config: object) -> dict[str, object]:
     """What a run depends on, by the name that the tests use."""
-    graphs, scheduler = config.compilation_config, config.scheduler_config
+    graphs, scheduler, kernels = config.compilation_config, config.scheduler_config, config.kernel_config
     model, parallel = config.model_config, config.parallel_config
     return {
-        "runner": 2 if config.use_v2_model_runner else 1,
-        "is_asynchronous": scheduler.async_scheduling,
-        "graphs": graphs.cudagraph_mode.name,
-        "captured": graphs.cudagraph_capture_sizes,
-        "sequences": scheduler.max_num_seqs,
-        "batched_tokens": scheduler.max_num_batched_tokens,
+        "runner": 2 if config.use_v2_model_runner else 1, "is_asynchronous": scheduler.async_scheduling,
+        "graphs": graphs.cudagraph_mode.name, "captured": graphs.cudagraph_capture_sizes,
+        "sequences": scheduler.max_num_seqs, "batched_tokens": scheduler.max_num_batched_tokens,
         "has_prefix_cache": config.cache_config.enable_prefix_caching,
         "sleeps": model.enable_sleep_mode and model.enable_cumem_allocator and model.sleep_mode_backend == "cumem",
-        "logprobs": model.logprobs_mode,
-        "head_dtype": str(model.head_dtype),
-        "tries_flashinfer": config.kernel_config.enable_flashinfer_autotune,
-        "experts": config.kernel_config.moe_backend,
+        "logprobs": model.logprobs_mode, "head_dtype": str(model.head_dtype),
+        "tries_flashinfer": kernels.enable_flashinfer_autotune, "experts": kernels.moe_backend,
         "linear_attention": config.additional_config["gdn_prefill_backend"],
         "fuses_all_reduce": graphs.pass_config.fuse_allreduce_rms,
         "has_custom_all_reduce": not parallel.disable_custom_all_reduce,
-        "executor": parallel.distributed_executor_backend,
-        "worker": parallel.worker_cls,
-        "tp_size": parallel.tensor_parallel_size,
-        "returns_routes": config.aux_output_config.enabled,
-    }
+        "executor": parallel.distributed_executor_backend, "worker": parallel.worker_cls,
+        "tp_size": parallel.tensor_parallel_size, "returns_routes": config.aux_output_config.enabled,
+    }  # fmt: skip
 
 
 def resolved(kind: str, engines: str, output: str) -> None:
@@ -193,8 +183,8 @@ def resolved(kind: str, engines: str, output: str) -> None:
     from fsdp_utils import World
     from gate.models import length_limits
 
-    found = {"log level": os.environ["VLLM_LOGGING_LEVEL"]}
-    found["adds with FlashInfer"] = vllm.envs.VLLM_ALLREDUCE_USE_FLASHINFER
+    adds = vllm.envs.VLLM_ALLREDUCE_USE_FLASHINFER
+    found = {"log level": os.environ["VLLM_LOGGING_LEVEL"], "adds with FlashInfer": adds}
     for name, engine in json.loads(Path(engines).read_text()).items():
         args = parse_flags(engine["flags"])
         world = World(0, engine["ranks"], args.tensor_parallel_size, torch.device("cuda"))

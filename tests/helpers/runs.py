@@ -187,6 +187,7 @@ class Forked(CONTEXT.Process):
 
 
 Started = Forked | subprocess.Popen[bytes]
+Done = subprocess.CompletedProcess[str]
 
 
 def fork_server(command: list[str], env: dict[str, str], stdout: BinaryIO, **_: object) -> Forked:
@@ -216,35 +217,30 @@ def launched(*arguments: object) -> list[str]:
     return list(map(str, ["scripts/launch.py", "--ranks", *arguments]))
 
 
-def run_ranks(
-    num_ranks: int,
-    script: str,
-    arguments: list[object],
-    timeout: float = GUARD_SECONDS,
-    environment: dict[str, str] = ENVIRONMENT,
-) -> subprocess.CompletedProcess[str]:
-    """What scripts/launch.py and its ranks print, and its exit status. Raises TimeoutExpired, when all are ended."""
+def ended(command: list[str], environment: dict[str, str], has_own_workers: bool = False) -> Done:
+    """What a program and its ranks print, and its exit status. Raises TimeoutExpired, when all are ended."""
     with tempfile.TemporaryDirectory() as folder:
         outputs = Path(folder) / "stdout", Path(folder) / "stderr"
-        run = begin(launched(num_ranks, script, *arguments), *outputs, environment)
+        run = begin(command, *outputs, environment, has_own_workers)
         try:
-            status = run.wait(timeout)
+            status = run.wait(GUARD_SECONDS)
         finally:
             run.kill()
-        return subprocess.CompletedProcess([script, *arguments], status, *(file.read_text() for file in outputs))
+        return Done(command, status, *(file.read_text() for file in outputs))
 
 
-def run_copy(folder: Path, *command: object) -> subprocess.CompletedProcess[str]:
-    """What a program prints in another tree, which finds no code of this one, and its exit status."""
-    with tempfile.TemporaryDirectory() as place:
-        outputs = Path(place) / "stdout", Path(place) / "stderr"
-        environment = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"} | {COPY: str(folder)}
-        run = begin(list(map(str, command)), *outputs, environment, has_own_workers=True)
-        status = run.wait(GUARD_SECONDS)
-        return subprocess.CompletedProcess(command, status, *(file.read_text() for file in outputs))
+def run_ranks(num_ranks: int, script: str, arguments: list[object], **environment: str) -> Done:
+    """By scripts/launch.py."""
+    return ended(launched(num_ranks, script, *arguments), ENVIRONMENT | environment)
 
 
-def run_script(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def run_copy(folder: Path, *command: object) -> Done:
+    """In another tree, which finds no code of this one."""
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONPATH"} | {COPY: str(folder)}
+    return ended(list(map(str, command)), environment, has_own_workers=True)
+
+
+def run_script(command: list[str], environment: dict[str, str]) -> Done:
     """What a bash script in the repository's root prints, and its exit status; each `python` in it is a fork."""
     with tempfile.TemporaryDirectory() as folder:
         outputs = Path(folder) / "stdout", Path(folder) / "stderr"
@@ -261,21 +257,27 @@ def run_script(command: list[str], environment: dict[str, str]) -> subprocess.Co
                 (asked.parent / "unfinished").write_text(str(status))
                 (asked.parent / "unfinished").rename(asked.parent / "status")
             time.sleep(0.02)
-        return subprocess.CompletedProcess(command, script.returncode, *(file.read_text() for file in outputs))
+        return Done(command, script.returncode, *(file.read_text() for file in outputs))
 
 
-def torchrun(
-    num_ranks: int, script: str, *arguments: object, timeout: float = GUARD_SECONDS, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """`torchrun --nproc_per_node num_ranks script arguments`, by our launcher; fails the test if it fails."""
-    done = run_ranks(num_ranks, script, list(arguments), timeout, ENVIRONMENT | environment)
-    assert done.returncode == 0, f"{script} failed:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+def as_user(run_it: Callable, *command: object, **settings: object) -> Done:
+    """`bash COMMAND` in the environment of a user, who has set nothing of the tests; `run_it`: for real, or forked."""
+    of_tests = ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA", "NGPU")
+    kept = {name: value for name, value in os.environ.items() if name not in of_tests}
+    return run_it(["bash", *map(str, command)], kept | {name: str(value) for name, value in settings.items()})
+
+
+def succeeded(done: Done) -> Done:
+    assert done.returncode == 0, f"{done.args} failed:\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
     return done
 
 
-def run_command(
-    command: list[str], environment: dict[str, str] = ENVIRONMENT, timeout: float = GUARD_SECONDS
-) -> subprocess.CompletedProcess[str]:
+def torchrun(num_ranks: int, script: str, *arguments: object, **environment: str) -> Done:
+    """`torchrun --nproc_per_node num_ranks script arguments`, by our launcher; fails the test if it fails."""
+    return succeeded(run_ranks(num_ranks, script, list(arguments), **environment))
+
+
+def run_command(command: list[str], environment: dict[str, str] = ENVIRONMENT, timeout: float = GUARD_SECONDS) -> Done:
     """What a command says in the repository's root."""
     options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
     return subprocess.run(command, **options, timeout=timeout, check=False)
@@ -283,9 +285,7 @@ def run_command(
 
 def said(command: list[str], environment: dict[str, str] = ENVIRONMENT) -> str:
     """The standard output of a command in the repository's root, which must succeed."""
-    done = run_command(command, environment)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    return succeeded(run_command(command, environment)).stdout
 
 
 def training_flags(policy: Path, out_dir: Path, **changes: object) -> list[str]:

@@ -63,7 +63,7 @@ def test_the_stored_policy_is_that_of_its_program(tmp_path):
     and all else is the same.
     """
     command = f"python scripts/warm_start.py --out_dir {tmp_path}/policy --num_updates 2"
-    succeeded(as_user(run_script, "-c", command))
+    succeeded(as_user(run_script, "-c", command, OMP_NUM_THREADS=1))
     for file in POLICY.iterdir():
         if file.name != "model.safetensors":
             assert (tmp_path / "policy" / file.name).read_bytes() == file.read_bytes(), file.name

@@ -52,8 +52,7 @@ def test_a_few_graphs_serve_all_layers_and_lengths(found):
     new = {case: found[case][0] for case in COMPILED}
     assert new["kernels"] == 2
     assert new["all weights"] == 4, "without gradients, and for the frozen reference"
-    assert new["prompts shared"] == 0
-    assert new["teacher"] == 2, "with --communicate_once FSDP hands the layers tensors of another kind"
+    assert new["prompts shared"] == new["teacher"] == 0
     assert new["LoRA, recomputed"] >= 4 and new["images"] >= 2
 
 

@@ -320,10 +320,13 @@ COMPILED = {  # name -> flags
     "kernels": {},
     "all weights": {"kl_coef": 0.1, "num_iterations": 2},
     "prompts shared": {"share_prompts": True},
-    "teacher": {"kl_coef": 0.5, "kl_over": "vocabulary", "communicate_once": True},
-    "LoRA, recomputed": {"lora_rank": 3, "kl_coef": 0.1, "gradient_checkpointing": True, "lora_targets": "v_proj"},
+    "teacher": {"kl_coef": 0.5, "kl_over": "vocabulary"},
+    "LoRA, recomputed": {
+        "lora_rank": 3, "kl_coef": 0.1, "gradient_checkpointing": True, "communicate_once": True,
+        "lora_targets": "v_proj",
+    },
     "images": {"kl_coef": 0},
-}
+}  # fmt: skip
 TRACED = {*COMPILED} - {"kernels"}
 
 

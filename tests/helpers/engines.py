@@ -380,7 +380,7 @@ def syncs(world: World, path: str, lora_rank: str) -> tuple[dict[str, list[str]]
 
 # An epoch of partial rollouts, other weights at each step -------------------------------------------------------------
 
-PROMPTS, GROUP, LIMIT, STEPS = 8, 2, 110, 5
+PROMPTS, GROUP, LIMIT, STEPS = 8, 2, 80, 4
 
 
 def largest_gap(models, rollout):

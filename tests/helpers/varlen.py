@@ -39,6 +39,7 @@ def by_head(x: Tensor, num_heads: int) -> Tensor:
 
 
 def attend(query, key, value, cu_q, cu_k, max_q, max_k, is_causal, scale, window, *_):
+    assert cu_q[-1] == len(query) and cu_k[-1] == len(key) == len(value)
     out, heads = torch.empty_like(query), query.shape[1]
     for q, k, seen in places(cu_q, cu_k, max_q, max_k, window):
         scores = by_head(query[q], heads) @ by_head(key[k], heads).mT * scale

@@ -90,33 +90,11 @@ def kind_of(completion: str) -> int:
     return sum(map(ord, completion)) % 8
 
 
-@pytest.fixture(scope="module")
-def alone(policy, tmp_path_factory) -> tuple[Path, str, bytes]:
-    """A step of one process, whose reward sometimes fails: its folder, what it says, its terminal."""
-    folder = tmp_path_factory.mktemp("alone")
-    (folder / "my_reward.py").write_text(FAILING_REWARD)
-    changes = {"reward": f"{folder}/my_reward.py:score", "reward_timeout": 1.0, "total_steps": 1} | NO_EVAL
-    flags = training_flags(policy, folder / "run", **changes, kl_coef=0)
-    (terminal, stderr), shown = pty.openpty(), b""
-    termios.tcsetwinsize(stderr, (24, 120))
-    process = begin(["train_grpo.py", *flags], folder / "stdout", Path(os.ttyname(stderr)))
-    while (is_ready := select([terminal], [], [], 0.1)[0]) or process.poll() is None:
-        shown += os.read(terminal, 4096) if is_ready else b""
-    os.close(stderr)
-    os.close(terminal)
-    assert process.returncode == 0, shown.decode()[-3000:]
-    return folder / "run", (folder / "stdout").read_text(), shown
-
-
-def test_a_single_process_needs_no_launcher_and_shows_its_progress(alone):
-    run, _, shown = alone
-    assert b"sample: 100%" in shown
-    assert "policy/kl_ref" not in metrics_of(run)[1], "without a KL term there is no reference"
-
-
-def test_a_reward_that_sometimes_fails_costs_those_completions(alone):
-    """On a busy machine others may run out of time, too."""
-    run, said, _ = alone
+def test_a_reward_that_sometimes_fails_costs_those_completions(policy, tmp_path):
+    """On two ranks, each with completions of its own. On a busy machine others may run out of time, too."""
+    (tmp_path / "my_reward.py").write_text(FAILING_REWARD)
+    changes = {"reward": f"{tmp_path}/my_reward.py:score", "reward_timeout": 1.0, "total_steps": 1} | NO_EVAL
+    done = torchrun(2, "train_grpo.py", *training_flags(policy, run := tmp_path / "run", **changes))
     kept, failures = read_table(rollouts_file(run, 1)).to_pylist(), lines(run / "reward_failures.jsonl")
     statuses = [failure["reward_status"].partition(" ")[0] for failure in failures]
     for status, failure in zip(statuses, failures, strict=True):
@@ -126,7 +104,24 @@ def test_a_reward_that_sometimes_fails_costs_those_completions(alone):
     metrics = metrics_of(run)[1]
     assert metrics["reward/timeouts"] + metrics["reward/errors"] == len(failures)
     assert metrics["reward/mean"] == pytest.approx(0.5 * (32 - len(failures)) / 32)
-    assert "all are in reward_failures.jsonl" in said
+    assert all(failure["row"].startswith(f"{policy}/train.jsonl") for failure in failures)
+    assert any("KeyError" in failure["reward_status"] for failure in failures)
+    said = [f"step 1: reward {failure['reward_status']}, of {failure['row']}" for failure in failures[:3]]
+    assert all(text in done.stdout for text in [*said, "all are in reward_failures.jsonl"])
+
+
+def test_a_single_process_needs_no_launcher_and_shows_its_progress(policy, reward, tmp_path):
+    flags = training_flags(policy, tmp_path / "run", **NO_EVAL, reward=reward, total_steps=1, kl_coef=0)
+    (terminal, stderr), shown = pty.openpty(), b""
+    termios.tcsetwinsize(stderr, (24, 120))
+    process = begin(["train_grpo.py", *flags], tmp_path / "stdout", Path(os.ttyname(stderr)))
+    while (is_ready := select([terminal], [], [], 0.1)[0]) or process.poll() is None:
+        shown += os.read(terminal, 4096) if is_ready else b""
+    os.close(stderr)
+    os.close(terminal)
+    assert process.returncode == 0, shown.decode()[-3000:]
+    assert b"sample: 100%" in shown
+    assert "policy/kl_ref" not in metrics_of(tmp_path / "run")[1], "without a KL term there is no reference"
 
 
 def test_the_final_policy_agrees_in_transformers_and_vllm(finished_run):

@@ -242,6 +242,7 @@ def copies(whole: World, path: str) -> dict[str, dict[int | None, tuple]]:
     results = {case: {} for case in COPIES}
     for shard_ranks in (None, 2, 1):
         world = replace(whole, shard_ranks=shard_ranks)
+        check_unequal_parts(world)
         for group in world.mesh.get_all_groups():
             assert group._get_backend(world.device).options._timeout == timedelta(minutes=10), "that of the run"
         shape = (4,) if shard_ranks is None else (4 // shard_ranks, shard_ranks)
@@ -256,6 +257,18 @@ def copies(whole: World, path: str) -> dict[str, dict[int | None, tuple]]:
             metrics = train((policy, reference, optimizer), args, world, 2)
             results[case][shard_ranks] = metrics, last, weights_of(policy)
     return results
+
+
+def check_unequal_parts(world: World) -> None:
+    """Seven rows over the shards: what is filled comes back whole, in fp32 and bf16."""
+    torch.manual_seed(0)
+    wanted, linear = [torch.randn(7, 3), torch.randn(7)], torch.nn.Linear(3, 7)
+    shard(linear, [], world, torch.float32)
+    for parameter, values in zip(linear.parameters(), wanted, strict=True):
+        fsdp_utils.fill_from_main(parameter, values if world.is_main else None)
+    for dtype in (torch.float32, torch.bfloat16):
+        found = full_tensors((parameter, dtype) for parameter in linear.parameters())
+        assert all(full.equal(values.to(dtype)) for full, values in zip(found, wanted, strict=True))
 
 
 # Three updates under every memory policy ------------------------------------------------------------------------------

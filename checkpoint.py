@@ -20,6 +20,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
@@ -28,7 +29,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
-from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from flags import Saving
 from fsdp_utils import World, broadcast_from_main, gather_from_ranks
@@ -207,6 +208,28 @@ def files_of(companions: Companions) -> dict[str, bytes]:
             each.save_pretrained(folder)
         paths = [file for file in Path(folder).rglob("*") if file.is_file()]
         return {str(file.relative_to(folder)): file.read_bytes() for file in paths}
+
+
+def load_generation_config(path: str, config: PretrainedConfig, stop_ids: list[int]) -> GenerationConfig:
+    """The generation_config.json of a folder or hub id, with more ids at which a completion ends."""
+    derived = GenerationConfig.from_model_config(config)
+    try:
+        stored = GenerationConfig.from_pretrained(path)
+    except OSError:
+        stored = derived
+    ends = derived.eos_token_id if stored.eos_token_id is None else stored.eos_token_id
+    if not isinstance(ends, list):
+        ends = [] if ends is None else [ends]
+    ends = list(dict.fromkeys([*ends, *stop_ids]))  # each once, in this order
+    kept = GenerationConfig()
+    for name, value in stored.to_diff_dict().items():
+        wider = copy.deepcopy(kept)
+        setattr(wider, name, value)
+        with suppress(ValueError):  # what is invalid could not be saved again
+            wider.validate(strict=True)
+            kept = wider
+    kept.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+    return kept
 
 
 def export(policy: Policy, weights: Weights, companions: dict[str, bytes], folder: Path) -> None:

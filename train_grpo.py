@@ -22,7 +22,7 @@ from gate import command
 ARGS = command.start() if __name__ == "__main__" else None
 
 from algorithm import algorithm_of, own_function
-from checkpoint import Writer, latest, load, set_link
+from checkpoint import Writer, latest, load, load_generation_config, set_link
 from command_line import exit_with_error
 from data import PromptData, describe_template, image_options, load_reader
 from engine.options import EngineDemand, largest_share, stop_ids
@@ -48,7 +48,7 @@ from gate.inputs import Inputs, check_loaded, check_template, check_training, de
 from gate.models import length_limits
 from grpo import Algorithm
 from metrics import merge_updates, throughput, work_of_step
-from model.weights import load_config, load_generation_config
+from model.weights import load_config
 from policy import Policy, build_policy
 from run import Observer, Run, open_run_folder
 from runtime.files import run_and_step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -13,9 +14,9 @@ from transformers.utils import cached_file
 
 from data import PromptData
 from grading.user_code import files_of
-from model.weights import weight_files
 
 ROOT = Path(__file__).parent.parent
+NAMES = ("model.safetensors", "model.safetensors.index.json")
 
 
 def digest(pieces: Iterable[np.ndarray | bytes]) -> str:
@@ -33,6 +34,22 @@ def digest_of_weights(path: str) -> str:
     Downloads weights that are not on the disk.
     """
     return digest(chain.from_iterable(map(samples_of, weight_files(path))))
+
+
+def weight_files(path: str) -> list[Path]:
+    """The weights' files of a folder or hub id, downloaded if need be."""
+    for name in NAMES:
+        try:
+            file = Path(cached_file(path, name))
+        except OSError as error:
+            missing = error
+            continue
+        if file.suffix != ".json":
+            return [file]
+        parts = set(json.loads(file.read_text("utf-8"))["weight_map"].values())
+        return [Path(cached_file(path, part)) for part in sorted(parts)]
+    why = "" if Path(path).is_dir() else f": {missing}"
+    raise OSError(f"{path} has no weights in safetensors: none of {', '.join(NAMES)} was found{why}")
 
 
 def samples_of(file: Path) -> Iterator[bytes]:

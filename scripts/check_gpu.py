@@ -33,6 +33,7 @@ sys.path.extend(str(Path(__file__).parent.parent / room) for room in ("", "bench
 
 import psutil
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 from torch.nn.attention import current_flash_attention_impl
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -49,7 +50,6 @@ from fsdp_utils import World, init_world
 from gate.machine import INSTALLED
 from model.attention import check_device, make_packing, packed_attention
 from model.packed import Segment
-from model.weights import open_weights
 from plan.dry_run import config_of, setup_of
 from plan.memory import CONTEXT, ENGINE_ASLEEP, gpu_phases, needed
 from policy import build_policy
@@ -362,7 +362,7 @@ def put_to_sleep(folder: Path, is_offloaded: bool) -> tuple[float, float, bool]:
     registers no graphs with NCCL and its own all-reduce, which may make sampling slower.
     """
     world = init_world(tp_size=1, timeout_minutes=5)
-    tokenizer, weights = AutoTokenizer.from_pretrained(folder), open_weights(str(folder))
+    tokenizer, weights = AutoTokenizer.from_pretrained(folder), load_file(f"{folder}/model.safetensors")
     rows = PromptData.load(f"{folder}/train.jsonl", PromptFormat(max_prompt_tokens=128), tokenizer, seed=0).rows
     engine = make_engine(folder, "bfloat16", world, sleep_mode_offload_cudagraph=is_offloaded)
     sample = partial(engine.sample, rows, Sampling(1, temperature=0.0, max_completion_tokens=32), seed=(0,))

@@ -16,7 +16,6 @@ import shutil
 from dataclasses import dataclass, fields
 from typing import NamedTuple, Self, dataclass_transform
 
-from runtime.cards import GPUS
 from runtime.start import launched_world_size
 
 MORE_UNFINISHED = 0.5  # --partial_rollouts: unfinished prompts beyond a step's, as a share of a step's
@@ -308,7 +307,7 @@ GROUPS[DRY_RUN] = [  # all of them may change when a run continues
          "the ranks that the same command starts without --dry_run", (1, INF), type=int),
     flag("--plan_nodes", None, "nodes that the GPUs of the ranks are on; default: those of the launcher",
          (1, INF), type=int),
-    flag("--plan_gpu", "H100-80GB", f"card: {', '.join(GPUS)}; or memory that a process can take, dense bf16 "
+    flag("--plan_gpu", "H100-80GB", "card of runtime/cards.json; or memory that a process can take, dense bf16 "
          "speed and bandwidth of another one, such as 23.5GiB:71TFLOPs:0.94TBs"),
     flag("--plan_prompt_tokens", None, "mean length of a prompt, hint included; default: half of "
          "--max_prompt_tokens", (1, INF), type=float),

@@ -23,8 +23,8 @@ import numpy as np
 
 from batch import Metrics, Rollout, Row, StepRecord, Update, own_values
 from flags import Sampling, Settings
-from metrics import lag_metrics, rollout_metrics
 from runtime.parts import part
+from step_metrics import lag_metrics, rollout_metrics
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
     from data import PromptData

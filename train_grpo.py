@@ -47,7 +47,7 @@ from gate.digests import digest, digest_of_config, digest_of_data, digest_of_wei
 from gate.inputs import Inputs, check_loaded, check_template, check_training, describe_data, start_grader
 from gate.models import length_limits
 from grpo import Algorithm
-from metrics import merge_updates, throughput, work_of_step
+from metrics import merge_updates
 from model.weights import load_config
 from policy import Policy, build_policy
 from run import Observer, Run, open_run_folder
@@ -57,6 +57,7 @@ from runtime.sources import read_system_prompt
 from runtime.start import NOT_FINISHED, OwnCodeError, RunError, Stopped, arm, leave, signal_name
 from sampling import DrawSettings, Sampler
 from schedule import Plan, make_plan
+from step_metrics import throughput, work_of_step
 from update import UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy
 from watch.after_step import AfterStep
 from watch.console import Console

@@ -11,7 +11,8 @@ import metrics
 from batch import Batch, Update, pack
 from grading import Grade
 from helpers.made_up import ALONE, flags, load_policy, make_grade, make_rollout, policy_of
-from metrics import Work, merge_updates, peak_flops, rollout_metrics, stderr_of_mean, throughput, work_of_step
+from metrics import merge_updates
+from step_metrics import Work, peak_flops, rollout_metrics, stderr_of_mean, throughput, work_of_step
 from plan.setup import shape_of
 from plan.time import forward_flops
 

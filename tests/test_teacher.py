@@ -37,7 +37,7 @@ from helpers.made_up import (
     write_lines,
 )
 from helpers.runs import training_flags
-from metrics import rollout_metrics
+from step_metrics import rollout_metrics
 from reward import Grader
 from train_grpo import load_inputs
 from update import add_reference

@@ -55,7 +55,7 @@ from model.weights import load_config
 from reward import Grader
 from runtime.files import best_effort, must_write, write
 from runtime.history import read_config
-from runtime.sources import name_of_source, read_system_prompt
+from runtime.sources import name_of_source
 from runtime.start import RunError, Stopped
 from runtime.tables import in_columns
 
@@ -280,7 +280,7 @@ def main() -> None:
     try:
         args = parse_arguments()
         from gate.checks import check_ranges, check_turns
-        from gate.inputs import check_evaluation, check_template, check_tokens, start_grader
+        from gate.inputs import check_evaluation, check_template, check_tokens, read_system_prompt, start_grader
 
         check_ranges(args, FLAGS)
         check_turns(args)

@@ -44,7 +44,15 @@ from flags import (
 from fsdp_utils import World, close_world, init_world, is_main_process, set_allocator
 from gate.agreement import check_same_step, check_world
 from gate.digests import digest, digest_of_config, digest_of_data, digest_of_weights, digests_of_files
-from gate.inputs import Inputs, check_loaded, check_template, check_training, describe_data, start_grader
+from gate.inputs import (
+    Inputs,
+    check_loaded,
+    check_template,
+    check_training,
+    describe_data,
+    read_system_prompt,
+    start_grader,
+)
 from gate.models import length_limits
 from grpo import Algorithm
 from metrics import merge_updates
@@ -53,7 +61,6 @@ from policy import Policy, build_policy
 from run import Observer, Run, open_run_folder
 from runtime.files import run_and_step
 from runtime.parts import part
-from runtime.sources import read_system_prompt
 from runtime.start import NOT_FINISHED, OwnCodeError, RunError, Stopped, arm, leave, signal_name
 from sampling import DrawSettings, Sampler
 from schedule import Plan, make_plan

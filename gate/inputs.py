@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from argparse import Namespace
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -212,3 +213,18 @@ def describe_data(sets: list[PromptData], tokenizer: PreTrainedTokenizerBase, fi
         if count:
             lines.append(f"warning: {count} of {len(data.rows)} prompts of {data.name} are training prompts")
     return [*lines, *describe_tags(tokenizer), f"first prompt: {sets[0].rows[0].text!r}"]
+
+
+def read_system_prompt(text: str | None) -> str | None:
+    """The text, or the content of the file that it names. Raises ValueError if that is not there or cannot be read."""
+    if not text:
+        return text
+    try:
+        return Path(text).read_text(encoding="utf-8-sig").rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        if isinstance(error, UnicodeDecodeError) or re.search(r"\.(txt|md)$|^\S*/\S*$", text):
+            raise ValueError(
+                f"--system_prompt {text!r}: no such file, or it cannot be read as UTF-8 text. "
+                "If this is the text itself, put a space at its end."
+            ) from None
+    return text

@@ -23,8 +23,7 @@ from extras.turns.turns import Turns
 from flags import FLAGS as TRAINING_FLAGS
 from flags import GROUPS, INF, Grading, PromptFormat, TurnLimits, flag
 from gate.checks import check_ranges, check_turns
-from gate.inputs import check_template
-from runtime.sources import read_system_prompt
+from gate.inputs import check_template, read_system_prompt
 
 # fmt: off
 DATA = [

@@ -12,9 +12,9 @@ from batch import Batch, Update, pack
 from grading import Grade
 from helpers.made_up import ALONE, flags, load_policy, make_grade, make_rollout, policy_of
 from metrics import merge_updates
-from step_metrics import Work, peak_flops, rollout_metrics, stderr_of_mean, throughput, work_of_step
 from plan.setup import shape_of
 from plan.time import forward_flops
+from step_metrics import Work, peak_flops, rollout_metrics, stderr_of_mean, throughput, work_of_step
 
 ROLLOUT = make_rollout([6, 2, 8, 4], group_size=2)  # prompts of 4 tokens: 9 + 5 + 11 + 7 positions
 

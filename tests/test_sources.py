@@ -14,9 +14,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from gate.inputs import read_system_prompt
 from helpers.made_up import GOOD, load, prompt_of, write, write_lines, write_math12k, write_parquet
 from helpers.runs import ROOT
-from runtime.sources import name_of_source, parse_source, read_json_file, read_records, read_system_prompt
+from runtime.sources import name_of_source, parse_source, read_json_file, read_records
 
 pytestmark = pytest.mark.usefixtures("cache")
 ROW = {"problem": "q", "answer": "1"}

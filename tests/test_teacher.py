@@ -37,8 +37,8 @@ from helpers.made_up import (
     write_lines,
 )
 from helpers.runs import training_flags
-from step_metrics import rollout_metrics
 from reward import Grader
+from step_metrics import rollout_metrics
 from train_grpo import load_inputs
 from update import add_reference
 

@@ -281,6 +281,7 @@ def main() -> None:
         args = parse_arguments()
         from gate.checks import check_ranges, check_turns
         from gate.inputs import check_evaluation, check_template, check_tokens, read_system_prompt, start_grader
+        from gate.keys import check_groups, check_keys
 
         check_ranges(args, FLAGS)
         check_turns(args)
@@ -299,9 +300,9 @@ def main() -> None:
         check_tokens(args.model, tokenizer, stop_ids(tokenizer, args.stop_tokens), sets)
         size, limits = args.tensor_parallel_size, TurnLimits.from_flags(args)
         grader, turns = start_grader(Grading.from_flags(args), limits, prompt_format, tokenizer, size)
-        grader.check_groups("--samples", *(sampling.num_samples for sampling in samplings))
+        check_groups(grader, "--samples", *(sampling.num_samples for sampling in samplings))
         world = init_world(size, timeout_minutes=600)
-        sets = [grader.check_keys(data, world) for data in sets]
+        sets = [check_keys(grader, data, world) for data in sets]
         folder = gather_from_ranks(folder)[0]  # the time in its name is the main process's
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)

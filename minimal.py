@@ -3,7 +3,7 @@
     python scripts/launch.py --ranks 2 minimal.py --model scripts/tiny_policy --out_dir - --total_steps 3 \
         --train_data scripts/tiny_policy/train.jsonl --max_prompt_tokens 16 --max_completion_tokens 48
 
-Left out: checkpoints, evaluation, the gate, the observers, dynamic sampling, servers, turns, images, replay.
+Left out: the check of answer keys, checkpoints, evaluation, the gate, the observers, dynamic sampling, servers, turns, images, replay.
 The rest gives the same numbers, to the last bit, also where all files are deleted that this one does not import
 (tests/test_core.py). Each verb has one file: sample `rollout.py`, grade `reward.py`, pack and update `update.py`,
 equations `grpo.py`, log-probs `policy.py`, ranks `fsdp_utils.py`; records are in `batch.py`. Copy this file, hack it.
@@ -41,7 +41,7 @@ def main() -> None:
     grading = Grading.from_flags(args)
     grader = Grader(grading, workers_per_engine(world.tp_size) if world.is_engine_leader else 0)
     sources = [PromptData.load(source, prompt_format, tokenizer, args.seed) for source in args.train_data]
-    data = PromptData.mix([grader.check_keys(source, world) for source in sources])
+    data = PromptData.mix(sources)
     plan, memory = make_plan(args, len(data.rows)), Memory.from_flags(args)
     reference_path = (args.reference or args.model) if algorithm.kl_coef > 0 else None
     policy, reference, optimizer = build_policy(

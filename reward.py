@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flags import Grading, Sampling
@@ -25,13 +24,6 @@ from runtime.start import RunError, Stopped, requested
 
 if TYPE_CHECKING:
     from batch import OnFinished, Row
-    from data import PromptData
-    from fsdp_utils import World
-
-
-# Texts for a trial of one's own functions: all marks of an answer, the answer alone, nothing
-TRIAL = ("<think>\nSo.\n</think>\n<answer>\\boxed{KEY}\nAnswer: KEY\n#### KEY</answer>", "KEY", "")
-KEYS_AT_ONCE = 64  # answer keys in a request to a worker: a request costs more than a check
 
 
 class Grader:
@@ -65,14 +57,6 @@ class Grader:
                 self.inputs = self.pool.collect()[0].value
             except ValueError as error:
                 raise ValueError(f"--reward {grading.reward!r}: {error}") from None
-
-    def check_groups(self, flag: str, *sizes: int) -> None:
-        """Raises ValueError if a reward that compares completions of a prompt would compare one with itself."""
-        if self.inputs.groups and 1 in sizes:
-            raise ValueError(
-                f"{flag} 1: --reward {self.grading.reward!r} takes all completions of a prompt to compare them, "
-                f"and one alone compares with itself; use {flag} 2 or more."
-            )
 
     def submit(self, b: int, case: Case, group_size: int = 1, grade: Grade | None = None) -> None:
         """Hands completion b to the workers and returns at once. Groups are b = 0 ... group_size - 1, and so on.
@@ -132,7 +116,7 @@ class Grader:
             grades, self.not_graded = self.not_graded, {}
             return grades
         parts: dict[int, list[Grade]] = defaultdict(list)
-        for key, outcome in self._collect("grade").items():
+        for key, outcome in self.outcomes("grade").items():
             is_group = key < 0
             members = self._compared(-1 - key) if is_group else [key]
             if outcome.status != "ok":
@@ -145,7 +129,7 @@ class Grader:
         self.not_graded, self.groups = {}, {}
         return grades
 
-    def _collect(self, what: str) -> dict[int, Outcome]:
+    def outcomes(self, what: str) -> dict[int, Outcome]:
         """The outcomes of all that was submitted. Raises Stopped if a signal came."""
         with progress(what, total=self.pool.num_left) as bar:
 
@@ -182,59 +166,6 @@ class Grader:
             )
         self.is_proven |= bool(tried)
         return grades
-
-    def bad_keys(self, cases: list[Case]) -> dict[int, str]:
-        """Index -> reason, of the cases whose answer key cannot be used; their completions do not matter."""
-        assert self.pool is not None, "keys are checked on the first rank of an engine"
-        reasons: dict[int, str | None] = {}
-        for size in (KEYS_AT_ONCE, 1):  # the keys of a request that fails are checked again, one by one
-            left = [i for i in range(len(cases)) if i not in reasons]
-            shares = [left[start : start + size] for start in range(0, len(left), size)]
-            for number, share in enumerate(shares):
-                self.pool.submit(number, ("check", [cases[i] for i in share]))
-            for number, outcome in self._collect("check keys").items():
-                if outcome.status == "ok" or size == 1:
-                    reasons |= zip(shares[number], outcome.value or [outcome.status], strict=True)
-        return {i: reason for i, reason in sorted(reasons.items()) if reason is not None}
-
-    def _trial(self, case: Case) -> str:
-        """The fault of functions of one's own, which return no reward for some text, or fail for each; else ""."""
-        texts = [text.replace("KEY", case.answer) for text in TRIAL]
-        for kind in ["grade"] * self.inputs.cases + ["compare"] * self.inputs.groups:
-            for b, text in enumerate(texts):
-                size = len(text.split()) + 1
-                ids = tuple(range(size))
-                trial = replace(case, completion=text, token_ids=ids, num_tokens=size, max_tokens=size + 1)
-                self.pool.submit(b, (kind, trial if kind == "grade" else [trial, trial]))
-            statuses = [outcome.status for _, outcome in sorted(self.pool.collect().items())]
-            for status in statuses:
-                _, is_wrong_return, reason = status.partition("WrongReturn: ")
-                if is_wrong_return:
-                    return f"{reason}. What it may return: docs/rewards.md"
-            if "ok" not in statuses:
-                return (
-                    f"it fails for each text of a trial with {case.where}: {statuses[0]}. Completions and prompts are "
-                    "texts, not messages; a text that it cannot read should get 0.0: docs/rewards.md"
-                )
-        return ""
-
-    def check_keys(self, data: PromptData, world: World) -> PromptData:
-        """The data without the rows whose answer key cannot be used; the engines' first ranks share the work.
-
-        Raises ValueError, on all ranks, for a function of one's own that returns no reward, or fails in a trial.
-        """
-        from fsdp_utils import gather_from_ranks
-
-        share = range(world.engine_index, len(data.rows), world.num_engines) if self.pool is not None else ()
-        rows = [data.rows[i] for i in share]
-        cases = [Case("", row.answer, row.columns, prompt=row.text, where=row.where) for row in rows]
-        bad = self.bad_keys(cases) if cases else {}
-        good = next((case for i, case in enumerate(cases) if i not in bad), None)
-        problem = self._trial(good) if good and ".py:" in self.grading.reward else ""
-        for any_problem in filter(None, gather_from_ranks(problem)):
-            raise ValueError(f"--reward {self.grading.reward}: {any_problem}.")
-        parts = gather_from_ranks({share[i]: reason for i, reason in bad.items()})
-        return data.exclude({i: reason for part in parts for i, reason in part.items()})
 
     def close(self) -> None:
         if self.pool is not None:

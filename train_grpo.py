@@ -53,6 +53,7 @@ from gate.inputs import (
     read_system_prompt,
     start_grader,
 )
+from gate.keys import check_keys
 from gate.models import length_limits
 from grpo import Algorithm
 from metrics import merge_updates
@@ -249,8 +250,8 @@ def open_run(args: Namespace, algorithm: Algorithm) -> tuple[Inputs, PromptData,
         lock = open_run_folder(out_dir, *described) if is_main_process() else None
         world = init_world(ranks_per_engine(args), args.timeout_minutes, args.shard_ranks, args.engine == "colocated")
         check_world(args, world)
-        train_data = PromptData.mix([inputs.grader.check_keys(data, world) for data in inputs.train_data])
-        eval_sets = [inputs.grader.check_keys(data, world) for data in inputs.eval_sets]
+        train_data = PromptData.mix([check_keys(inputs.grader, data, world) for data in inputs.train_data])
+        eval_sets = [check_keys(inputs.grader, data, world) for data in inputs.eval_sets]
         plan = make_plan(args, len(train_data.rows))
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)

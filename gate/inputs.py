@@ -21,6 +21,7 @@ from data import ImageReader, PromptData, UnusableRow, render, template_variable
 from flags import FLAGS, Grading, PromptFormat, Sampling, TurnLimits, ranks_per_engine
 from fsdp_utils import is_engine_leader_process
 from gate.checks import LOOPBACK
+from gate.keys import check_groups
 from gate.machine import check_launch
 from gate.models import check_model, check_path, check_trained, length_limits
 from model.special_tokens import describe_tags
@@ -132,8 +133,8 @@ def check_places(args: Namespace) -> None:
 def check_loaded(args: Namespace, inputs: Inputs) -> None:
     """Raises ValueError for data that its model or reward cannot use, or a replay of other weights."""
     check_tokens(args.model, inputs.tokenizer, inputs.stop_ids, [*inputs.train_data, *inputs.eval_sets])
-    inputs.grader.check_groups("--group_size", args.group_size)
-    inputs.grader.check_groups("--eval_samples", *(sampling.num_samples for sampling in inputs.eval_samplings))
+    check_groups(inputs.grader, "--group_size", args.group_size)
+    check_groups(inputs.grader, "--eval_samples", *(sampling.num_samples for sampling in inputs.eval_samplings))
     if "--model" in inputs.digests:  # on the main process
         check_replayed(args, inputs.digests["--model"])
 

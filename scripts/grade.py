@@ -18,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from command_line import parser_of
 from flags import GROUPS, INF, Grading, flag
 from gate.checks import check_ranges
+from gate.keys import bad_keys as find_bad_keys
+from gate.keys import check_groups
 from grading import Case, Grade, key_text
 from grading.own import EXTRAS
 from reward import Grader, workers_per_engine
@@ -92,7 +94,7 @@ def check_needs(grader: Grader, cases: list[Case], group_size: int) -> None:
                 f"--group_size {group_size}: {first.where} and {case.where} would be one group, but are of different "
                 "prompts; put the completions of a prompt in consecutive rows, so many of each."
             )
-    grader.check_groups("--group_size", group_size)
+    check_groups(grader, "--group_size", group_size)
     if grader.inputs.token_ids:
         raise ValueError(f"--reward {grader.grading.reward!r} takes token ids, which only a training run has.")
 
@@ -108,7 +110,7 @@ def main() -> None:
         check_needs(grader, cases, args.group_size)
     except (ValueError, OSError, RuntimeError) as error:
         sys.exit(f"error: {error}")
-    size, bad_keys = args.group_size, grader.bad_keys(cases)
+    size, bad_keys = args.group_size, find_bad_keys(grader, cases)
     for i, reason in list(bad_keys.items()):  # a group has one key
         bad_keys |= dict.fromkeys(range(i // size * size, i // size * size + size), reason)
     for i in sorted(set(range(len(cases))) - set(bad_keys)):

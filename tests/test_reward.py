@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from flags import Grading, Sampling
+from gate.keys import check_keys
 from grading import Case
 from helpers.grades import graded
 from helpers.runs import ROOT
@@ -23,7 +24,7 @@ ALONE = SimpleNamespace(engine_index=0, num_engines=1)
 def bad_rows(grader: Grader, rows: list[SimpleNamespace], world: SimpleNamespace = ALONE) -> dict[int, str]:
     """The reasons of `check_keys`, by which it excludes rows; ends the grader."""
     try:
-        return grader.check_keys(SimpleNamespace(rows=rows, exclude=lambda reasons: reasons), world)
+        return check_keys(grader, SimpleNamespace(rows=rows, exclude=lambda reasons: reasons), world)
     finally:
         grader.close()
 

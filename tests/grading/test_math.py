@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flags import Grading
+from gate.keys import bad_keys
 from grading import Case, Grade
 from grading.equality import equal
 from helpers.grades import graded
@@ -48,7 +49,7 @@ def test_the_written_cases_are_graded_as_a_careful_reader_would_and_every_key_ca
     assert len(paid) <= 1, paid
     assert len(wrong) <= 0.033 * len(CASES), [(case["answer"], case["completion"][-80:]) for case in wrong]
     assert num_failed[0] == 0 and num_failed[1] <= 3
-    assert not grader.bad_keys([Case("", answer) for answer in {case["answer"] for case in CASES}])
+    assert not bad_keys(grader, [Case("", answer) for answer in {case["answer"] for case in CASES}])
 
 
 HOSTILE = ["9^{9^{9}}", "9^{9^{9^{9}}}", "99999999!", "((10!)!)!", "\\binom{99999999}{5000000}", "(x+1)^{100000}"]

@@ -169,17 +169,6 @@ def first_sentence(docstring: str | None) -> str:
     return " ".join((docstring or "your own").split("\n\n")[0].split()).partition(". ")[0].rstrip(".")
 
 
-def choices_in_words(flag: str) -> list[str]:
-    """The names that the flag can have, in words: "reinforce = -A x logprob, without a ratio"."""
-    words = []
-    for name, place in places_of(flag).items():
-        module, _, function = place.partition(":")
-        tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text("utf-8"))
-        (found,) = (node for node in tree.body if getattr(node, "name", "") == function)
-        words.append(f"{name} = {first_sentence(ast.get_docstring(found))}")
-    return words + ["or FILE.py:FUNCTION"] * (flag in OWN)
-
-
 def describe(args: argparse.Namespace, bound: dict[str, partial]) -> str:
     """Says in one log line what the flags amount to: the functions in words, the rest as it was written."""
     unused = {"--kl_estimator"} if not args.kl_coef or args.kl_over == "vocabulary" else set()

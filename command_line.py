@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import os
 import re
@@ -11,9 +12,8 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from algorithm import NAMES, choices_in_words
-from flags import GROUPS, Flag, default_dtype, most_lag
-from runtime.progress import OFF
+from algorithm import NAMES, OWN, ROOT, first_sentence, places_of
+from flags import GROUPS, Flag, add_flags, with_defaults
 from runtime.start import leave_the_others, note_reason, print_any_text
 
 if sys.flags.optimize > 1:
@@ -28,48 +28,14 @@ FREE_TEXTS = ("system_prompt", "prompt_suffix", "stop_tokens")
 
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags of training. Defaults that depend on other flags are filled in."""
-    args = parser_of(GROUPS, DESCRIPTION, USAGE).parse_args(argv)
-    is_planned = args.dry_run or args.plan_gpus  # for GPUs
-    args.dtype = args.dtype or default_dtype(bool(is_planned) or args.param_dtype == "bfloat16")
-    if args.prompts_per_update is None:
-        args.prompts_per_update = args.prompts_per_step
-    if args.learning_rate is None:
-        args.learning_rate = 1e-5 if args.lora_rank else 1e-6  # "LoRA Without Regret"
-    if args.gpu_memory_utilization is None:
-        args.gpu_memory_utilization = 0.9 if args.engine == "server" else 0.6
-    if args.rollout_correction is None:
-        default = "token_truncate" if most_lag(args) else "none"
-        if args.replay:  # as in the run that has sampled
-            from runtime.history import read_config
-
-            default = read_config(Path(args.replay)).get("rollout_correction", "none")
-        args.rollout_correction = default if args.old_logprobs == "trainer" else "none"
-    if args.quiet:
-        os.environ[OFF] = "1"
-    if args.replay:  # the run's own command, with one flag more
-        args.eval_every, args.eval_before_training, args.keep_best = 0, False, None
-    args.eval_max_completion_tokens = args.eval_max_completion_tokens or [args.max_completion_tokens]
-    return args
+    return with_defaults(parser_of(GROUPS, DESCRIPTION, USAGE).parse_args(argv))
 
 
 def parser_of(groups: dict[str, list[Flag]], description: str, usage: str | None = None) -> argparse.ArgumentParser:
     """The parser of a program with these flags. It ends the process with a sentence if they cannot be read."""
     print_any_text()
     parser = Parser(usage=usage, description=description, formatter_class=HelpFormatter, allow_abbrev=False)
-    parser._negative_number_matcher = re.compile(r"-[\d.]+(e[-+]?\d+)?$|-inf$|-nan$", re.IGNORECASE)  # also -1e-5
-    for title, flags in groups.items():
-        group = parser.add_argument_group(title)
-        for flag in flags:
-            if flag.type is bool:
-                group.add_argument(flag.name, action="store_true", help=flag.help)
-                continue
-            nargs = None
-            if flag.is_list:
-                nargs = "*" if flag.default == [] else "+"
-            group.add_argument(
-                flag.name, type=flag.type, default=flag.default, choices=flag.choices, nargs=nargs,
-                required=flag.is_required, help=flag.help,
-            )  # fmt: skip
+    add_flags(parser, groups)
     return parser
 
 
@@ -122,6 +88,17 @@ class HelpFormatter(argparse.HelpFormatter):
         if action.default in (None, [], "") or action.nargs == 0:  # nothing to say, or a switch
             return text
         return f"{text} (default: %(default)s)"
+
+
+def choices_in_words(flag: str) -> list[str]:
+    """The names that the flag can have, in words: "reinforce = -A x logprob, without a ratio"."""
+    words = []
+    for name, place in places_of(flag).items():
+        module, _, function = place.partition(":")
+        tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text("utf-8"))
+        (found,) = (node for node in tree.body if getattr(node, "name", "") == function)
+        words.append(f"{name} = {first_sentence(ast.get_docstring(found))}")
+    return words + ["or FILE.py:FUNCTION"] * (flag in OWN)
 
 
 def exit_with_error(error: Exception) -> NoReturn:

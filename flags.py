@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import shutil
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import NamedTuple, Self, dataclass_transform
 
 from runtime.start import launched_world_size
@@ -316,6 +318,49 @@ GROUPS[DRY_RUN] = [  # all of them may change when a run continues
 ]
 # fmt: on
 FLAGS = {each.name: each for group in GROUPS.values() for each in group}
+
+
+def add_flags(parser: argparse.ArgumentParser, groups: dict[str, list[Flag]] = GROUPS) -> None:
+    """Gives the parser these flags."""
+    parser._negative_number_matcher = re.compile(r"-[\d.]+(e[-+]?\d+)?$|-inf$|-nan$", re.IGNORECASE)  # also -1e-5
+    for title, flags in groups.items():
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            if flag.type is bool:
+                group.add_argument(flag.name, action="store_true", help=flag.help)
+                continue
+            nargs = None
+            if flag.is_list:
+                nargs = "*" if flag.default == [] else "+"
+            group.add_argument(
+                flag.name, type=flag.type, default=flag.default, choices=flag.choices, nargs=nargs,
+                required=flag.is_required, help=flag.help,
+            )  # fmt: skip
+
+
+def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
+    """The flags of training; the defaults that depend on other flags are filled in."""
+    is_planned = args.dry_run or args.plan_gpus  # for GPUs
+    args.dtype = args.dtype or default_dtype(bool(is_planned) or args.param_dtype == "bfloat16")
+    if args.prompts_per_update is None:
+        args.prompts_per_update = args.prompts_per_step
+    if args.learning_rate is None:
+        args.learning_rate = 1e-5 if args.lora_rank else 1e-6  # "LoRA Without Regret"
+    if args.gpu_memory_utilization is None:
+        args.gpu_memory_utilization = 0.9 if args.engine == "server" else 0.6
+    if args.rollout_correction is None:
+        default = "token_truncate" if most_lag(args) else "none"
+        if args.replay:  # as in the run that has sampled
+            from runtime.history import read_config
+
+            default = read_config(Path(args.replay)).get("rollout_correction", "none")
+        args.rollout_correction = default if args.old_logprobs == "trainer" else "none"
+    if args.quiet:
+        os.environ["TQDM_DISABLE"] = "1"  # `OFF` of runtime/progress.py
+    if args.replay:  # the run's own command, with one flag more
+        args.eval_every, args.eval_before_training, args.keep_best = 0, False, None
+    args.eval_max_completion_tokens = args.eval_max_completion_tokens or [args.max_completion_tokens]
+    return args
 
 
 # What the flags become ------------------------------------------------------------------------------------------------

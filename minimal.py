@@ -3,19 +3,31 @@
     python scripts/launch.py --ranks 2 minimal.py --model scripts/tiny_policy --out_dir - --total_steps 3 \
         --train_data scripts/tiny_policy/train.jsonl --max_prompt_tokens 16 --max_completion_tokens 48
 
-Left out: the check of answer keys, checkpoints, evaluation, the gate, the observers, dynamic sampling, servers, turns, images, replay.
+Left out: the gate and its check of answer keys, checkpoints, evaluation, observers, dynamic sampling, servers, turns,
+images, replay.
 The rest gives the same numbers, to the last bit, also where all files are deleted that this one does not import
 (tests/test_core.py). Each verb has one file: sample `rollout.py`, grade `reward.py`, pack and update `update.py`,
 equations `grpo.py`, log-probs `policy.py`, ranks `fsdp_utils.py`; records are in `batch.py`. Copy this file, hack it.
 """
 
+import argparse
 import sys
 from dataclasses import replace
 
 from algorithm import algorithm_of
-from command_line import parse_flags
 from data import PromptData
-from flags import FLAGS, AdamW, EngineSettings, Grading, Lora, Memory, PromptFormat, Sampling
+from flags import (
+    FLAGS,
+    AdamW,
+    EngineSettings,
+    Grading,
+    Lora,
+    Memory,
+    PromptFormat,
+    Sampling,
+    add_flags,
+    with_defaults,
+)  # fmt: skip
 from fsdp_utils import init_world
 from metrics import merge_updates
 from model.weights import load_tokenizer
@@ -31,7 +43,9 @@ LEFT_OUT += "replay", "hint_column", "image_column", "after_step", "shuffle", "s
 
 
 def main() -> None:
-    args = parse_flags()
+    parser = argparse.ArgumentParser(usage="minimal.py FLAGS: those of train_grpo.py, whose --help says more")
+    add_flags(parser)
+    args = with_defaults(parser.parse_args())
     if given := [f"--{name}" for name in LEFT_OUT if FLAGS[f"--{name}"].is_changed(args)]:
         sys.exit(f"error: minimal.py leaves out {', '.join(given)}; start train_grpo.py with them.")
 

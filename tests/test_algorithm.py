@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from algorithm import NAMES, algorithm_of, choices_in_words, choose, first_sentence
-from command_line import parse_flags
+from algorithm import NAMES, algorithm_of, choose, first_sentence
+from command_line import choices_in_words, parse_flags
 from gate.checks import check_flags
 from gate.choices import check_choices
 from grpo import Algorithm, Groups, Tokens, as_loss

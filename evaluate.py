@@ -50,7 +50,6 @@ from flags import (
 )  # fmt: skip
 from fsdp_utils import gather_from_ranks, init_world, is_main_process
 from grading import Grade
-from model.special_tokens import describe_tags
 from model.weights import load_config
 from reward import Grader
 from runtime.files import best_effort, must_write, write
@@ -280,7 +279,14 @@ def main() -> None:
     try:
         args = parse_arguments()
         from gate.checks import check_ranges, check_turns
-        from gate.inputs import check_evaluation, check_template, check_tokens, read_system_prompt, start_grader
+        from gate.inputs import (
+            check_evaluation,
+            check_template,
+            check_tokens,
+            describe_tags,
+            read_system_prompt,
+            start_grader,
+        )
         from gate.keys import check_groups, check_keys
 
         check_ranges(args, FLAGS)

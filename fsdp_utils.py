@@ -373,18 +373,6 @@ def gather_from_ranks(item: Item) -> list[Item]:
     return items  # type: ignore[return-value]
 
 
-def exchange_with_ranks(items: list[Item]) -> list[Item]:
-    """Each rank's item for this one, in rank order. `items`: for each rank; picklable host data."""
-    if is_alone():
-        return items
-    received: list[Item] = []
-    for source in range(dist.get_world_size()):
-        box = [None]
-        dist.scatter_object_list(box, items if source == dist.get_rank() else None, src=source)
-        received += box  # type: ignore[arg-type]
-    return received
-
-
 def end_if_requested() -> None:
     """Raises Stopped on every rank if a signal has asked any of them to end. All ranks call it together."""
     # Each rank hears its own signals: if one left alone, the others would wait in a collective.

@@ -96,15 +96,6 @@ def to_go(values: Tensor) -> Tensor:
     return values.flip(-1).cumsum(-1).flip(-1)
 
 
-def whitened(values: Tensor, mask: Tensor, ddof: int, eps: float) -> Tensor:
-    """(value - mean) / (std + eps) over the positions where the mask is true; 0 elsewhere, or if all are equal."""
-    chosen = values[mask].double()  # a step has millions of tokens: float32 sums would lose digits
-    if len(chosen) == 0 or chosen.max() == chosen.min():
-        return torch.zeros_like(values)
-    result = (values.double() - chosen.mean()) / (chosen.std(correction=ddof) + eps)
-    return torch.where(mask, result, 0.0).to(values.dtype)
-
-
 # Policy losses, per token ---------------------------------------------------------------------------------------------
 
 

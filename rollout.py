@@ -33,7 +33,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel, get_tp_group
 
 from batch import Completion, OnFinished, Rollout, Row, rollout_of
-from engine.options import ANY_TEXT, EngineDemand, check_head, engine_options, head_dtypes, memory_errors, stop_ids
+from engine.options import ANY_TEXT, EngineDemand, check_head, engine_options, head_dtypes, stop_ids
 from engine.packing import repack
 from flags import EngineSettings, Sampling
 from fsdp_utils import World, end_if_requested, gather_from_ranks, set_allocator
@@ -88,8 +88,7 @@ class Engine:
         routes = part("extras.models.routes", "--router_replay") if settings.router_replay else None
         if routes and is_cuda:
             routes.keep_on_each_rank()
-        with memory_errors():
-            self.llm = LLM(**options)
+        self.llm = LLM(**options)
         self.routes_of = routes and routes.routes_reader(self.llm, is_cuda)
         self.keeps_routes = False
         check_head(*self.llm.apply_model(head_dtypes), settings)

@@ -39,8 +39,8 @@ import policy as policy_module
 from batch import Update
 from bench_common import GIB, Trainer, apart, flags_of, make_rollout, parser_of, print_table, seconds_of, synchronize
 from fsdp_utils import World, close_world, init_world, local_shard, set_allocator
+from gate.machine import check_device
 from model import head, sizes
-from model.attention import check_device
 from model.optimizer import join, parameters_of
 from plan.dry_run import config_of, setup_of
 from plan.memory import ENGINE, gpu_phases, without

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,9 +12,6 @@ from transformers import PreTrainedTokenizerBase
 from flags import EngineSettings
 from model.sizes import CPU_BLOCK, HYBRIDS, MOST_ON_GPU, TEXT_ALONE, cpu_cache_bytes
 from model.weights import load_config
-
-# First torch and vLLM's allocator, then vLLM's checks of its share of the GPU.
-LACK_OF_MEMORY = re.compile(r"out of memory|gpu.memory.utilization", re.IGNORECASE)
 
 
 class EngineDemand(NamedTuple):
@@ -87,22 +82,6 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, stop_tokens: Sequence[str]) -> 
         known = ", ".join(tokenizer.all_special_tokens)
         raise ValueError(f"--stop_tokens {unknown[0]!r}: no token of the tokenizer, whose special ones are {known}.")
     return [vocabulary[token] for token in stop_tokens]
-
-
-@contextmanager
-def memory_errors() -> Iterator[None]:
-    """CUDA: a lack of GPU memory at the engine's start becomes a MemoryError that names the flags to change."""
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        if not torch.cuda.is_available() or not LACK_OF_MEMORY.search(str(error)):
-            raise
-        free, total = (count / 2**30 for count in torch.cuda.mem_get_info())
-        cause = re.split(r"\.?\s*\n|\.\s|\.$", str(error))[0]  # its first sentence
-        raise MemoryError(
-            f"GPU memory ran out while the engine starts, {free:.1f} of {total:.1f} GiB of the GPU are free "
-            f"({cause}); change --gpu_memory_utilization, or raise --tensor_parallel_size."
-        ) from error
 
 
 def check_head(dtypes: list[str], settings: EngineSettings) -> None:

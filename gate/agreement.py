@@ -18,7 +18,7 @@ from pathlib import Path
 from batch import Rollout
 from fsdp_utils import World, gather_from_ranks, is_main_process, wait_for_all
 from gate.digests import ROOT, digest
-from model.attention import check_device
+from gate.machine import check_device
 from runtime import stall
 from runtime.machine import versions
 from runtime.start import RunError

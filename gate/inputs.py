@@ -24,7 +24,7 @@ from gate.checks import LOOPBACK
 from gate.keys import check_groups
 from gate.machine import check_launch
 from gate.models import check_model, check_path, check_trained, length_limits
-from model.special_tokens import describe_tags
+from model.special_tokens import TAG, special_tokens
 from model.weights import load_config, load_tokenizer
 from reward import Grader, workers_per_engine
 from runtime.files import best_effort, run_and_step, write
@@ -229,3 +229,10 @@ def read_system_prompt(text: str | None) -> str | None:
                 "If this is the text itself, put a space at its end."
             ) from None
     return text
+
+
+def describe_tags(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """A line for the log, if there are special tokens that a reward may look for."""
+    shown = special_tokens(tokenizer)[0].values()
+    tags = [token for token in shown if TAG.search(token) or token.startswith("</")]
+    return [f"special tokens that the reward sees: {', '.join(tags)}"] if tags else []

@@ -7,7 +7,6 @@ attention interface of transformers works unchanged. Dimensions: `batch.py`.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 
@@ -15,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
@@ -149,31 +147,3 @@ def _attend_rectangles(
         )
         rows.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(rows).index_select(0, packing.slots_N)
-
-
-def check_alignment(device: torch.device) -> None:
-    """Raises RuntimeError if the CUDA kernel's causal mask does not end with the last key."""
-    queries, keys = (torch.zeros(n, 1, 64, dtype=torch.bfloat16, device=device) for n in (2, 3))
-    values = torch.tensor([0, 2, 4], dtype=torch.bfloat16, device=device).view(3, 1, 1).repeat(1, 1, 64)
-    ends = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (2, 3))
-    means = varlen_attn(queries, keys, values, *ends, 2, 3, window_size=(-1, 0))[:, 0, 0].tolist()
-    if means != [1, 2]:
-        raise RuntimeError(
-            f"--share_prompts: in torch {torch.__version__} varlen_attn's causal mask does not end with the last key: "
-            f"two queries make {means} of the values 0, 2, 4, not [1, 2]. "
-            "Leave the flag out, or use requirements.txt."
-        )
-
-
-def check_device(device: torch.device, share_prompts: bool) -> None:
-    """CUDA: takes FlashAttention 3 where the GPU can run it (H100, H200) and `flash_attn_interface` is installed.
-
-    Elsewhere torch's own (2) stays. Raises RuntimeError if the kernel cannot do --share_prompts.
-    """
-    if device.type != "cuda":
-        return
-    if torch.cuda.get_device_capability(device) == (9, 0):
-        with suppress(ImportError, OSError, RuntimeError):  # missing, for another torch, or without a backward pass
-            activate_flash_attention_impl("FA3")
-    if share_prompts:
-        check_alignment(device)

@@ -34,10 +34,3 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[dict[int, str], 
     special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     shown = {i: token for i, token in special.items() if token not in {*named, *template_tokens(tokenizer)}}
     return shown, special.keys() - shown.keys()
-
-
-def describe_tags(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """A line for the log, if there are special tokens that a reward may look for."""
-    shown = special_tokens(tokenizer)[0].values()
-    tags = [token for token in shown if TAG.search(token) or token.startswith("</")]
-    return [f"special tokens that the reward sees: {', '.join(tags)}"] if tags else []

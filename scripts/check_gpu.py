@@ -47,8 +47,8 @@ from engine.options import engine_options
 from extras.servers.start import SERVER
 from flags import AdamW, EngineSettings, Lora, Memory, PromptFormat, Sampling
 from fsdp_utils import World, init_world
-from gate.machine import INSTALLED
-from model.attention import check_device, make_packing, packed_attention
+from gate.machine import INSTALLED, check_device
+from model.attention import make_packing, packed_attention
 from model.packed import Segment
 from plan.dry_run import config_of, setup_of
 from plan.memory import CONTEXT, ENGINE_ASLEEP, gpu_phases, needed

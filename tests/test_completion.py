@@ -7,10 +7,10 @@ from transformers import PreTrainedTokenizerFast
 from batch import Completion
 from extras.turns.turns import Episode, Turns
 from flags import Grading, PromptFormat, TurnLimits
+from gate.inputs import describe_tags
 from grading import Case
 from grading.verifiers import load_verifier
 from helpers.made_up import byte_tokenizer
-from model.special_tokens import describe_tags
 
 TAGS = ["<think>", "</think>", "<answer>", "</answer>", "<|begin_of_thought|>", "<|python_tag|>", "[TOOL]"]
 OTHERS = ["<|im_start|>", "<|im_end|>", "<|Assistant|>", "<|eom|>", "<pad>"]

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from batch import pack
+from gate.machine import check_alignment
 from helpers.distributed import check_same_training, on_ranks
 from helpers.made_up import RAGGED, load_policy, make_hybrid, make_model_of_family, make_rollout
 from helpers.runs import ENVIRONMENT, copy_at, metrics_of, torchrun, training_flags, without_times
-from model.attention import check_alignment
 from model.head import chunked_logprobs
 from update import with_advantages
 

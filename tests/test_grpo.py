@@ -19,7 +19,8 @@ import grpo
 from algorithm import NAMES, algorithm_of, choose, parameters_of
 from batch import pack
 from extras.losses.gspo_token import gspo_token_ratio
-from grpo import Groups, Loss, Tokens, masked_sum, whitened
+from extras.losses.reinforce_pp import whitened
+from grpo import Groups, Loss, Tokens, masked_sum
 from helpers.made_up import flags, make_rollout
 from metrics import token_metrics
 

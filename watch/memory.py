@@ -27,7 +27,7 @@ INNER_PHASES = {"pack": "update", "sleep": "sync"}  # phase without figures of i
 # torch, its allocators and CUDA's libraries have no common class of errors; cudaError 2 is one.
 NO_MEMORY = re.compile(
     r"out of memory|can(?:no|')t allocate memory|unable to allocate|bad_alloc|CUBLAS_STATUS_ALLOC_FAILED"
-    r"|Registering memory failed with cudaError: 2\b",
+    r"|Registering memory failed with cudaError: 2\b|gpu.memory.utilization",  # the last of vLLM's start
     re.IGNORECASE,
 )
 
@@ -55,7 +55,7 @@ class MemoryWatch(Observer):
         self.current = name if name in PHASES else outer
         try:
             yield
-        except (MemoryError, RuntimeError, OSError) as error:
+        except (MemoryError, RuntimeError, OSError, ValueError) as error:
             # A MemoryError with a cause is such a sentence: of the engine, or of an inner phase.
             is_sentence = isinstance(error, MemoryError) and error.__cause__ is not None
             if is_sentence or not lacks_memory(error):

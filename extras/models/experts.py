@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from batch import Batch, Rollout, packed
-from fsdp_utils import exchange_with_ranks, sum_over_trainers
+from fsdp_utils import is_alone, sum_over_trainers
+
+Item = TypeVar("Item")
 
 
 class ExpertLoads(nn.Module):
@@ -112,3 +116,15 @@ def replay(router: nn.Module, inputs: tuple[Tensor], output: tuple[Tensor, ...])
     if router.norm_topk_prob:
         weights_NA = weights_NA / weights_NA.sum(-1, keepdim=True)
     return logits_NE, weights_NA.to(logits_NE.dtype), routes_NA
+
+
+def exchange_with_ranks(items: list[Item]) -> list[Item]:
+    """Each rank's item for this one, in rank order. `items`: for each rank; picklable host data."""
+    if is_alone():
+        return items
+    received: list[Item] = []
+    for source in range(dist.get_world_size()):
+        box = [None]
+        dist.scatter_object_list(box, items if source == dist.get_rank() else None, src=source)
+        received += box  # type: ignore[arg-type]
+    return received

@@ -12,10 +12,10 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from batch import pack
 from extras.models import linear_attention
+from gate.machine import check_device
 from helpers.made_up import RAGGED, load_policy, make_model_of_family, make_rollout, unpacked_logprobs
 from helpers.varlen import pack_as_on_cuda, windows
 from model import attention
-from model.attention import check_device
 from model.packed import Segment
 
 WINDOW = 16

@@ -307,19 +307,6 @@ class Update:
         return replace(self, batches=[change(batch) for batch in self.batches])
 
 
-@dataclass(frozen=True)
-class StepRecord:
-    """All completions of a step, and which of them were trained on: for observers."""
-
-    step: int
-    group_size: int
-    rollout: Rollout
-    round_B: np.ndarray  # int64, the round of dynamic sampling that a completion is of
-    used_B: np.ndarray  # int64, indices of those that were trained on, in their order
-    advantages: list[np.ndarray] = field(default_factory=list)  # for these; empty: none trained
-    logprobs: dict[int, np.ndarray] = field(default_factory=dict)  # index in `used_B` -> the trainer's old ones
-
-
 def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
     """The sequences `indices` of the rollout, end to end. The next-token shift and the loss mask are made only here.
 
@@ -404,28 +391,6 @@ def to_positions(rollout: Rollout, segments: tuple[Segment, ...], per_token: lis
         return np.pad(per_token[segment.index], (rollout.first_position(segment.index), 0))
 
     return packed(segments, padded).float()
-
-
-def from_positions(rollout: Rollout, batch: Batch, values_N: Tensor) -> dict[int, np.ndarray]:
-    """The reverse: index of each sequence of the batch -> its values per completion token."""
-    per_token = {}
-    for segment, values in zip(batch.segments_S, values_N.cpu().split(batch.lengths_S), strict=True):
-        if segment.index is not None:
-            first = rollout.first_position(segment.index) - segment.start
-            per_token[segment.index] = values[first:].numpy()
-    return per_token
-
-
-def own_values(
-    rollout: Rollout, updates: list[Update], values_of: Callable[[Batch], Tensor | None]
-) -> dict[int, np.ndarray]:
-    """Index of each sequence that this rank trains -> the values of its batch, where it has them, per token."""
-    own = {}
-    for update in updates:
-        for batch in update.batches:
-            if (values_N := values_of(batch)) is not None:
-                own |= from_positions(rollout, batch, values_N)
-    return own
 
 
 def training_costs(lengths: np.ndarray, parity_length: float) -> np.ndarray:

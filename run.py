@@ -21,9 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TextIO
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from batch import Metrics, StepRecord
+from batch import Batch, Metrics, Rollout, Update
 from flags import FLAGS
 from fsdp_utils import World, broadcast_from_main, end_if_requested
 from runtime.files import DiskError, append, best_effort, checkpoints, lock_file, must_write, write
@@ -109,6 +111,41 @@ def _by_digest(name: str, value: object, inputs: dict[str, str]) -> object:
         value = re.sub(r":1(\.0*)?(?=,|$)", "", value)  # the weight that a verifier has without one
     # A file of one's own, before the name of a function.
     return re.sub(r"[^:,]+\.py(?=:)", lambda file: inputs.get(str(Path(file[0].strip())), file[0]), value)
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """All completions of a step, and which of them were trained on: for observers."""
+
+    step: int
+    group_size: int
+    rollout: Rollout
+    round_B: np.ndarray  # int64, the round of dynamic sampling that a completion is of
+    used_B: np.ndarray  # int64, indices of those that were trained on, in their order
+    advantages: list[np.ndarray] = field(default_factory=list)  # for these; empty: none trained
+    logprobs: dict[int, np.ndarray] = field(default_factory=dict)  # index in `used_B` -> the trainer's old ones
+
+
+def from_positions(rollout: Rollout, batch: Batch, values_N: Tensor) -> dict[int, np.ndarray]:
+    """The reverse: index of each sequence of the batch -> its values per completion token."""
+    per_token = {}
+    for segment, values in zip(batch.segments_S, values_N.cpu().split(batch.lengths_S), strict=True):
+        if segment.index is not None:
+            first = rollout.first_position(segment.index) - segment.start
+            per_token[segment.index] = values[first:].numpy()
+    return per_token
+
+
+def own_values(
+    rollout: Rollout, updates: list[Update], values_of: Callable[[Batch], Tensor | None]
+) -> dict[int, np.ndarray]:
+    """Index of each sequence that this rank trains -> the values of its batch, where it has them, per token."""
+    own = {}
+    for update in updates:
+        for batch in update.batches:
+            if (values_N := values_of(batch)) is not None:
+                own |= from_positions(rollout, batch, values_N)
+    return own
 
 
 class Observer:

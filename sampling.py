@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from batch import Metrics, Rollout, Row, StepRecord, Update, own_values
+from batch import Metrics, Rollout, Row, Update
 from flags import Sampling, Settings
+from run import StepRecord, own_values
 from runtime.parts import part
 from step_metrics import lag_metrics, rollout_metrics
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import grpo
-from batch import Batch, Metrics, Rollout, Update, own_values, pack, plan_micro_batches, shared_positions, to_positions
+from batch import Batch, Metrics, Rollout, Update, pack, plan_micro_batches, shared_positions, to_positions
 from flags import Memory
-from fsdp_utils import World, begin_micro_batch, clip_grad_norm, gather_from_ranks, release_gathered
+from fsdp_utils import World, begin_micro_batch, clip_grad_norm, release_gathered
 from grpo import Algorithm, Groups, tokens_of
 from metrics import idle_share, loss_metrics, pass_metrics
 from model.optimizer import forget, set_rate
@@ -143,7 +143,11 @@ def add_advantages(
     rollout: Rollout, updates: list[Update], algorithm: Algorithm, step: int = 1, total_steps: int = 1
 ) -> tuple[Rollout, list[Update]]:
     """The rollout with its advantages, and the updates with them at each of their positions."""
-    penalties = gather_penalties(rollout, updates, algorithm, step) if algorithm.has_penalties else None
+    penalties = None
+    if algorithm.has_penalties:
+        with own_code("--kl_estimator", step, "its input is a tensor"):
+            gather = part("extras.teacher.penalties", "--kl_in reward").gather_penalties
+            penalties = gather(rollout, updates, algorithm)
     rollout = replace(rollout, advantages=compute_advantages(rollout, penalties, algorithm, step, total_steps))
     return rollout, [update.map(partial(with_advantages, rollout)) for update in updates]
 
@@ -151,22 +155,6 @@ def add_advantages(
 def with_advantages(rollout: Rollout, batch: Batch) -> Batch:
     advantages_N = to_positions(rollout, batch.segments_S, rollout.advantages)
     return replace(batch, advantages_N=advantages_N.to(batch.labels_N.device))
-
-
-def gather_penalties(rollout: Rollout, updates: list[Update], algorithm: Algorithm, step: int = 1) -> list[np.ndarray]:
-    """Coefficient x KL of each token of all completions, gathered from the ranks that hold them.
-
-    It is the KL of the policy that sampled, by the trainer's log-probs; 0 where a completion is left out of the loss.
-    """
-
-    def penalties(batch: Batch) -> Tensor:
-        return algorithm.kl_coef * algorithm.kl_estimator(batch.ref_logprobs_N - batch.old_logprobs_N)
-
-    with own_code("--kl_estimator", step, "its input is a tensor"):
-        own = own_values(rollout, updates, penalties)
-    parts = gather_from_ranks(own)
-    gathered = {b: values for part in parts for b, values in part.items()}
-    return [gathered[b] for b in range(len(gathered))]
 
 
 def compute_advantages(

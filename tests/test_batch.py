@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from batch import Rollout, from_positions, pack, plan_micro_batches, to_positions, training_costs
+from batch import Rollout, pack, plan_micro_batches, to_positions, training_costs
 from helpers.made_up import make_grade, make_row
 from helpers.made_up import make_rollout as random_rollout
 from model.packed import Segment
+from run import from_positions
 
 
 def make_rollout(prompts: list[list[int]], completions: list[list[int]]) -> Rollout:

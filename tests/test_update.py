@@ -18,6 +18,7 @@ import grpo
 import update
 from algorithm import algorithm_of
 from batch import Rollout, Update, pack, to_positions
+from extras.teacher.penalties import gather_penalties
 from flags import Memory
 from grpo import Loss, Tokens
 from helpers import made_up
@@ -27,7 +28,7 @@ from metrics import token_metrics
 from policy import Policy
 from runtime.start import OwnCodeError, RunError
 from schedule import make_plan
-from update import UpdateGuard, add_advantages, compute_advantages, gather_penalties, pack_updates
+from update import UpdateGuard, add_advantages, compute_advantages, pack_updates
 
 PENALTIES = [np.array(p, dtype=np.float32) for p in ([0.1, 0.2], [0.3], [0.0, 0.1, 0.1], [0.2, 0.4])]
 

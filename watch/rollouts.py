@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from batch import StepRecord
 from fsdp_utils import broadcast_from_main, gather_from_ranks, is_main_process
-from run import Observer
+from run import Observer, StepRecord
 from runtime.files import atomic_write, best_effort, rollouts_file, steps_with_rollouts
 from runtime.start import OwnCodeError
 

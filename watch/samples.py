@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from batch import Rollout, StepRecord
-from run import Observer
+from batch import Rollout
+from run import Observer, StepRecord
 from runtime.files import append, best_effort
 
 

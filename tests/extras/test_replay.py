@@ -9,12 +9,13 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from batch import NO_IDS, Rollout, StepRecord
+from batch import NO_IDS, Rollout
 from extras.samplers.replay import read_rounds, weights_of
 from grading import Grade
 from helpers.made_up import make_rollout, make_row
 from helpers.runs import metrics_of, torchrun, training_flags
 from reports.samples import pack_step
+from run import StepRecord
 from runtime.files import rollouts_file, steps_with_rollouts
 from runtime.start import RunError
 from watch.rollouts import Keeper

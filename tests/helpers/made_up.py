@@ -18,7 +18,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from algorithm import algorithm_of
-from batch import IMAGE, NO_IDS, Batch, Rollout, Row, StepRecord, Update, pack
+from batch import IMAGE, NO_IDS, Batch, Rollout, Row, Update, pack
 from command_line import parse_flags
 from data import PromptData, load_reader
 from extras.models.lora import add_adapter
@@ -29,6 +29,7 @@ from gate.inputs import check_template
 from grading import Grade
 from model.weights import fill
 from policy import Policy, build_policy, empty_policy
+from run import StepRecord
 from schedule import UpdateStep, make_plan
 from smoke_inputs import SETUPS
 from smoke_inputs import make_model as make_smoke_model

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from batch import Row, StepRecord
+from batch import Row
 from data import PromptData
 from gate.inputs import describe_data
 from helpers.made_up import make_rollout
 from helpers.runs import lines
 from reward import Grade
+from run import StepRecord
 from warm_start import build_tokenizer
 from watch.samples import Samples
 

@@ -18,20 +18,16 @@ from itertools import chain
 
 import numpy as np
 from jinja2 import TemplateError
-from transformers import PretrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.utils import get_json_schema
 
-from batch import IMAGE, Messages, Row
+from batch import Messages, Row
 from flags import PromptFormat
-from grading import alternatives, key_text
+from grading import key_text
 from model.special_tokens import template_tokens
-from model.weights import load_tokenizer
 from runtime.parts import part
 from runtime.progress import progress
 from runtime.sources import Record, name_of_source, read_records
 
-HINT = "\n\nHere is a reference solution:\n{}\n\nAfter understanding it, solve the problem in your own words."
 ImageReader = object  # what reads images for a model: `Vision` of extras/models/vision.py
 
 
@@ -70,7 +66,8 @@ class PromptData:
             try:
                 row = make_row(record, prompt_format, tokenizer, vision)
                 if hint_column:
-                    row = replace(row, hinted_ids=hinted_ids(record, prompt_format, tokenizer, hint_column))
+                    hints = part("extras.teacher.hints", "--hint_column")
+                    row = replace(row, hinted_ids=hints.hinted_ids(record, prompt_format, tokenizer, hint_column))
             except UnusableRow as reason:
                 excluded.append((record.where, str(reason)))
                 continue
@@ -123,44 +120,11 @@ class PromptData:
         orders = [order_of_epoch(num_rows, seed, e) if self.is_shuffled else np.arange(num_rows) for e in epochs]
         return np.concatenate(orders)[start : start + count]
 
-    def describe(self, all_in: str = "") -> list[str]:
-        """Lines for the console. Of the excluded rows all, or five and the file `all_in`."""
-        dropped = f"{self.num_too_long} dropped (too many tokens), {len(self.excluded)} excluded"
-        lines = [f"data {self.name}: {len(self.rows)} rows; {dropped}"]
-        listed = self.excluded[:5] if all_in else self.excluded
-        lines += [f"  excluded: {where}: {reason}" for where, reason in listed]
-        if len(listed) < len(self.excluded):
-            lines.append(f"  excluded: {len(self.excluded) - len(listed)} more; all are in {all_in}")
-        num_several = sum(len(alternatives(row.answer)) > 1 for row in self.rows)
-        if num_several:
-            lines.append(f"  {num_several} rows have several answers, of which any is correct")
-        return lines
-
 
 @lru_cache(maxsize=8)
 def order_of_epoch(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     """The row indices that epoch 0, 1, ... draws, in order."""
     return np.random.default_rng([seed, epoch]).permutation(num_rows)
-
-
-def load_reader(
-    path: str, config: PretrainedConfig | None, prompt_format: PromptFormat
-) -> tuple[Tokenizer, ImageReader | None]:
-    """The tokenizer of a model, and its reader of images: None without a config, or where nothing concerns images.
-
-    Raises ValueError for image flags that do not suit the model, and if it has no tokenizer.
-    """
-    has_images = prompt_format.image_column is not None or getattr(config, "vision_config", None) is not None
-    if config is None or not has_images:
-        return load_tokenizer(path), None
-    vision = part("extras.models.vision", "--image_column, or a model that sees images")
-    return vision.load_processor(path, config, prompt_format)
-
-
-def image_options(sources: list[PromptData], vision: ImageReader | None) -> dict[str, object]:
-    """The engine's arguments for the images of these prompts; none for a model that sees none."""
-    rows = chain.from_iterable(source.rows for source in sources)
-    return vision.engine_options(max(len(row.images.encoded) if row.images else 0 for row in rows)) if vision else {}
 
 
 # Record -> row --------------------------------------------------------------------------------------------------------
@@ -170,24 +134,17 @@ def make_row(
     record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, vision: ImageReader | None = None
 ) -> Row:
     """The row of a record. Raises UnusableRow for a value, ValueError for a missing column."""
-    where, columns, folder = record
+    where, columns, _ = record
     column = prompt_format.prompt_column
-    messages = _messages(_look_up(record, column, "--prompt_column"), f"column {column!r}", prompt_format)
-    _check_special_tokens(messages, prompt_format, tokenizer)
+    messages = _messages(look_up(record, column, "--prompt_column"), f"column {column!r}", prompt_format)
+    check_special_tokens(messages, prompt_format, tokenizer)
     answer, encoded = "", ()
     column = None if prompt_format.reward == "none" else prompt_format.answer_column
     if column:
-        value = _look_up(record, column, "--answer_column")
+        value = look_up(record, column, "--answer_column")
         answer = _answer(value, f"column {column!r}")
-    column = prompt_format.image_column
-    if column:
-        value = _look_up(record, column, "--image_column")
-        try:
-            encoded = part("extras.models.vision", "--image_column").encoded_images(value, folder)
-        except ValueError as error:
-            raise UnusableRow(f"column {column!r} cannot be read as an image ({str(error)[:200]})") from None
-        columns = {name: value for name, value in columns.items() if name != column}  # each reward call would carry it
-    _place_images(messages, len(encoded))
+    if prompt_format.image_column:
+        encoded, columns = part("extras.models.vision", "--image_column").take_images(record, messages, prompt_format)
     text = render(messages, prompt_format, tokenizer)
     ids = encode(text, prompt_format, tokenizer)
     images = None
@@ -215,25 +172,7 @@ def encode(text: str, prompt_format: PromptFormat, tokenizer: Tokenizer) -> np.n
     return np.array(ids, dtype=np.int32)
 
 
-def ids_with_hint(messages: Messages, hint: str, prompt_format: PromptFormat, tokenizer: Tokenizer) -> np.ndarray:
-    """The tokens of a row's messages with a hint at the end of the last one. Raises UnusableRow."""
-    *before, last = messages
-    messages = [*before, last | {"content": last["content"] + hint}]
-    _check_special_tokens(messages, prompt_format, tokenizer)
-    return encode(render(messages, prompt_format, tokenizer), prompt_format, tokenizer)
-
-
-def hinted_ids(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, column: str) -> np.ndarray:
-    """The tokens of the prompt with the hint of this column between problem and suffix."""
-    hint = HINT.format(_text(_look_up(record, column, "--hint_column"), f"column {column!r}"))
-    prompt_format = replace(prompt_format, prompt_suffix=hint + prompt_format.prompt_suffix)
-    try:
-        return make_row(record, prompt_format, tokenizer).ids
-    except UnusableRow as reason:
-        raise UnusableRow(f"with the hint of column {column!r}: {reason}") from None
-
-
-def _look_up(record: Record, column: str, flag: str) -> object:
+def look_up(record: Record, column: str, flag: str) -> object:
     """The value of this column, or else at this dotted path; None if one on the path is null."""
     value: object = record.columns
     for key in [column] if column in record.columns else column.split("."):
@@ -250,7 +189,7 @@ def _look_up(record: Record, column: str, flag: str) -> object:
     return value
 
 
-def _text(value: object, name: str) -> str:
+def as_text(value: object, name: str) -> str:
     """The value. Raises UnusableRow if it is no text, blank, or has invalid characters."""
     if value is None:
         raise UnusableRow(f"{name} is null")
@@ -266,7 +205,7 @@ def _text(value: object, name: str) -> str:
 def _messages(value: object, name: str, prompt_format: PromptFormat) -> Messages:
     """The conversation with its suffix. A system prompt takes the place of the data's own."""
     value = _spelled_messages(value, name)
-    messages = value if isinstance(value, list) else [{"role": "user", "content": _text(value, name)}]
+    messages = value if isinstance(value, list) else [{"role": "user", "content": as_text(value, name)}]
     if not messages or not all(isinstance(message, dict) for message in messages):
         raise UnusableRow(f"{name} is no list of messages")
     # Without the nulls that parquet files add. New dictionaries: the row's columns stay as read.
@@ -274,8 +213,8 @@ def _messages(value: object, name: str, prompt_format: PromptFormat) -> Messages
     for message in messages:
         if not {"role", "content"} <= message.keys():
             raise UnusableRow(f"{name}: a message has {', '.join(message) or 'nothing'}; needed are role and content")
-        _text(message["role"], f"{name}: a role")
-        _text(message["content"], f"{name}: the content of a message")
+        as_text(message["role"], f"{name}: a role")
+        as_text(message["content"], f"{name}: the content of a message")
     if messages[-1]["role"] != "user":
         raise UnusableRow(f"{name}: the last message is not the user's, but of {messages[-1]['role']!r}")
     messages[-1]["content"] += prompt_format.prompt_suffix
@@ -296,7 +235,7 @@ def _spelled_messages(value: object, name: str) -> object:
     raise UnusableRow(f"{name} spells messages, but neither as JSON nor as Python: {value!r:.60}")
 
 
-def _check_special_tokens(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
+def check_special_tokens(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
     """Raises for a text that holds what only the chat template may write: it would begin a turn, or end one."""
     for token in template_tokens(tokenizer) if prompt_format.prompt_format == "chat" else ():
         if not any(token in message["content"] for message in messages):
@@ -314,27 +253,9 @@ def _answer(value: object, name: str) -> str:
     try:
         if is_number or isinstance(value, (str, list, dict)):
             value = key_text(value)
-        return _text(value, name)
+        return as_text(value, name)
     except (TypeError, ValueError) as error:  # bytes or dates in it; an empty list
         raise UnusableRow(f"{name}: {error}") from None
-
-
-def _place_images(messages: Messages, num_images: int) -> None:
-    """Each `<image>` in the user's texts becomes an image part. Without any, the images come first in the last text."""
-    own = [message for message in messages if message["role"] == "user"]
-    num_markers = sum(message["content"].count(IMAGE) for message in own)
-    if num_markers and not num_images:
-        raise UnusableRow(f"{num_markers} {IMAGE} in the text, but no images; --image_column names their column")
-    if num_markers not in (0, num_images):
-        raise UnusableRow(f"{num_markers} {IMAGE} in the text, but {num_images} images")
-    if not num_markers:
-        own[-1]["content"] = IMAGE * num_images + own[-1]["content"]  # the last message is the user's
-    for message in own:
-        if IMAGE in message["content"]:
-            pieces = [piece for piece in re.split(f"({IMAGE})", message["content"]) if piece]
-            message["content"] = [
-                {"type": "image"} if piece == IMAGE else {"type": "text", "text": piece} for piece in pieces
-            ]
 
 
 # Messages -> text -----------------------------------------------------------------------------------------------------
@@ -344,7 +265,9 @@ def render(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenizer
     """The text of the messages, which the model continues if it is its turn. Raises UnusableRow."""
     if prompt_format.prompt_format == "chat":
         variables = template_variables(prompt_format, tokenizer)
-        variables |= {"tools": tool_schemas(prompt_format.tools), "strftime_now": DATE.strftime}
+        variables["strftime_now"] = DATE.strftime
+        if prompt_format.tools:
+            variables["tools"] = part("extras.turns.schemas", "--tools").tool_schemas(prompt_format.tools)
         try:
             return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=continues, **variables)
         except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
@@ -352,19 +275,6 @@ def render(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenizer
     if len(messages) > 1:
         raise UnusableRow(f"{len(messages)} messages need --prompt_format chat")
     return messages[0]["content"]
-
-
-@lru_cache(maxsize=8)
-def tool_schemas(tools: str | None) -> list[dict[str, object]] | None:
-    """The schemas of the functions for the chat template, from their type hints and docstrings. Raises ValueError."""
-    if not tools:
-        return None
-    from grading.user_code import load_reference
-
-    try:
-        return [get_json_schema(load_reference(tool)) for tool in tools.split(",")]
-    except (Exception, SystemExit) as error:  # noqa: BLE001  the user's code may raise anything
-        raise ValueError(f"--tools {tools}: {type(error).__name__}: {error}") from None
 
 
 WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false", "none": "null"}  # YAML's and Python's -> JSON's
@@ -395,9 +305,3 @@ def template_variables(prompt_format: PromptFormat, tokenizer: Tokenizer) -> dic
         if text in ("0", "1") and re.search(rf"\b{name} is (not )?(false|true)", template):
             raise ValueError(f"--template_args {given}: the template asks for true or false, which no number is.")
     return variables
-
-
-def describe_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> list[str]:
-    """Lines for the log: the variables that the chat template gets beside the messages, with their types."""
-    variables = template_variables(prompt_format, tokenizer)
-    return [f"template: {name} = {value!r} ({type(value).__name__})" for name, value in variables.items()]

@@ -32,7 +32,7 @@ import numpy as np
 
 from batch import Metrics, Rollout
 from command_line import exit_with_error, parser_of
-from data import PromptData, describe_template, image_options, load_reader
+from data import PromptData
 from engine.options import EngineDemand, largest_share, stop_ids
 from flags import FLAGS as TRAINING_FLAGS
 from flags import (
@@ -283,7 +283,11 @@ def main() -> None:
             check_evaluation,
             check_template,
             check_tokens,
+            describe_set,
             describe_tags,
+            describe_template,
+            image_options,
+            load_reader,
             read_system_prompt,
             start_grader,
         )
@@ -313,7 +317,7 @@ def main() -> None:
         if world.is_main:
             folder.mkdir(parents=True, exist_ok=True)
             described = describe_template(prompt_format, tokenizer)
-            described += [line for data in sets for line in data.describe("results.json")]
+            described += [line for data in sets for line in describe_set(data, "results.json")]
             print(*described, *describe_tags(tokenizer), sep="\n")
             print(f"first prompt: {sets[0].rows[0].text!r}", flush=True)
     except (ValueError, OSError, RuntimeError) as error:

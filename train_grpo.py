@@ -24,7 +24,7 @@ ARGS = command.start() if __name__ == "__main__" else None
 from algorithm import algorithm_of, own_function
 from checkpoint import Writer, latest, load, load_generation_config, set_link
 from command_line import exit_with_error
-from data import PromptData, describe_template, image_options, load_reader
+from data import PromptData
 from engine.options import EngineDemand, largest_share, stop_ids
 from evaluate import Evaluator, calls_of, samplings_of
 from flags import (
@@ -50,6 +50,9 @@ from gate.inputs import (
     check_template,
     check_training,
     describe_data,
+    describe_template,
+    image_options,
+    load_reader,
     read_system_prompt,
     start_grader,
 )

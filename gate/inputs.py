@@ -8,6 +8,7 @@ import re
 from argparse import Namespace
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,15 +16,16 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
-from data import ImageReader, PromptData, UnusableRow, render, template_variables
+from data import ImageReader, PromptData, Tokenizer, UnusableRow, render, template_variables
 from flags import FLAGS, Grading, PromptFormat, Sampling, TurnLimits, ranks_per_engine
 from fsdp_utils import is_engine_leader_process
 from gate.checks import LOOPBACK
 from gate.keys import check_groups
 from gate.machine import check_launch
 from gate.models import check_model, check_path, check_trained, length_limits
+from grading import alternatives
 from model.special_tokens import TAG, special_tokens
 from model.weights import load_config, load_tokenizer
 from reward import Grader, workers_per_engine
@@ -202,7 +204,7 @@ def describe_data(sets: list[PromptData], tokenizer: PreTrainedTokenizerBase, fi
     """
     lines, excluded = [], ""
     for data in sets:
-        lines += data.describe(file.name)
+        lines += describe_set(data, file.name)
         for row, reason in data.excluded:
             excluded += json.dumps({"set": data.name, "row": row, "reason": reason}) + "\n"
     if excluded:
@@ -236,3 +238,43 @@ def describe_tags(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     shown = special_tokens(tokenizer)[0].values()
     tags = [token for token in shown if TAG.search(token) or token.startswith("</")]
     return [f"special tokens that the reward sees: {', '.join(tags)}"] if tags else []
+
+
+def load_reader(
+    path: str, config: PretrainedConfig | None, prompt_format: PromptFormat
+) -> tuple[Tokenizer, ImageReader | None]:
+    """The tokenizer of a model, and its reader of images: None without a config, or where nothing concerns images.
+
+    Raises ValueError for image flags that do not suit the model, and if it has no tokenizer.
+    """
+    has_images = prompt_format.image_column is not None or getattr(config, "vision_config", None) is not None
+    if config is None or not has_images:
+        return load_tokenizer(path), None
+    vision = part("extras.models.vision", "--image_column, or a model that sees images")
+    return vision.load_processor(path, config, prompt_format)
+
+
+def image_options(sources: list[PromptData], vision: ImageReader | None) -> dict[str, object]:
+    """The engine's arguments for the images of these prompts; none for a model that sees none."""
+    rows = chain.from_iterable(source.rows for source in sources)
+    return vision.engine_options(max(len(row.images.encoded) if row.images else 0 for row in rows)) if vision else {}
+
+
+def describe_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> list[str]:
+    """Lines for the log: the variables that the chat template gets beside the messages, with their types."""
+    variables = template_variables(prompt_format, tokenizer)
+    return [f"template: {name} = {value!r} ({type(value).__name__})" for name, value in variables.items()]
+
+
+def describe_set(data: PromptData, all_in: str = "") -> list[str]:
+    """Lines for the console. Of the excluded rows all, or five and the file `all_in`."""
+    dropped = f"{data.num_too_long} dropped (too many tokens), {len(data.excluded)} excluded"
+    lines = [f"data {data.name}: {len(data.rows)} rows; {dropped}"]
+    listed = data.excluded[:5] if all_in else data.excluded
+    lines += [f"  excluded: {where}: {reason}" for where, reason in listed]
+    if len(listed) < len(data.excluded):
+        lines.append(f"  excluded: {len(data.excluded) - len(listed)} more; all are in {all_in}")
+    num_several = sum(len(alternatives(row.answer)) > 1 for row in data.rows)
+    if num_several:
+        lines.append(f"  {num_several} rows have several answers, of which any is correct")
+    return lines

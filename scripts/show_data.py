@@ -17,13 +17,13 @@ from transformers import AutoConfig
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from command_line import parser_of
-from data import PromptData, describe_template, load_reader
+from data import PromptData
 from extras.turns.episode import Turn, columns_for
 from extras.turns.turns import Turns
 from flags import FLAGS as TRAINING_FLAGS
 from flags import GROUPS, INF, Grading, PromptFormat, TurnLimits, flag
 from gate.checks import check_ranges, check_turns
-from gate.inputs import check_template, read_system_prompt
+from gate.inputs import check_template, describe_set, describe_template, load_reader, read_system_prompt
 
 # fmt: off
 DATA = [
@@ -77,7 +77,7 @@ def main() -> None:
     except (ValueError, OSError) as error:
         sys.exit("error: " + " ".join(str(error).split()))
     for data in parts:
-        print(*describe_template(prompt_format, tokenizer), *data.describe(), sep="\n")
+        print(*describe_template(prompt_format, tokenizer), *describe_set(data), sep="\n")
         lengths = np.percentile([len(row.ids) for row in data.rows], [0, 50, 90, 99, 100], method="nearest")
         print("  prompt tokens: shortest {}, median {}, 90 % {}, 99 % {}, longest {}".format(*lengths))
         for row in data.rows[: args.show]:

@@ -12,9 +12,10 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from data import PromptData, describe_template, order_of_epoch, render, template_value
+from data import PromptData, order_of_epoch, render, template_value
 from extras.models.vision import Vision
 from flags import PromptFormat
+from gate.inputs import describe_set, describe_template
 from helpers.made_up import (
     TOKENIZER,
     VISION_TEMPLATE,
@@ -356,11 +357,11 @@ def test_prompt_and_answer_stay_together_from_draw_to_resume(seed, tmp_path):
 def test_the_description_counts_and_names(tmp_path):
     rows = [{"problem": f"q{i}", "answer": "1" if i < 2 else None} for i in range(9)]
     loaded = load_rows(tmp_path, [*rows, {"problem": "q" * 99, "answer": "1"}], max_prompt_tokens=40)
-    lines = loaded.describe("excluded_rows.jsonl")
+    lines = describe_set(loaded, "excluded_rows.jsonl")
     assert lines[0] == "data rows: 2 rows; 1 dropped (too many tokens), 7 excluded"
     listed = [f"  excluded: {tmp_path}/rows.jsonl, line {i}: column 'answer' is null" for i in range(3, 10)]
     assert lines[1:] == [*listed[:5], "  excluded: 2 more; all are in excluded_rows.jsonl"]
-    assert loaded.describe()[1:] == listed, "without a file that has them, all are told"
+    assert describe_set(loaded)[1:] == listed, "without a file that has them, all are told"
 
 
 def test_the_command_shows_the_data_without_importing_datasets(tmp_path):

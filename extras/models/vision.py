@@ -27,9 +27,11 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.models.auto import AutoProcessor
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from batch import Batch, Rollout
+from batch import IMAGE, Batch, Messages, Rollout
+from data import UnusableRow, look_up
 from flags import PromptFormat
 from model.weights import tower_of
+from runtime.sources import Record
 
 KNOWN = ("qwen2_5_vl",)  # model types
 # What PIL raises for damaged files, found by fuzzing.
@@ -296,3 +298,35 @@ def _grid(vision: Vision, encoded: bytes) -> tuple[int, int, int]:
     patch = vision.patch_size
     height, width = smart_resize(height, width, patch * vision.merge_size, vision.min_pixels, vision.max_pixels)
     return 1, height // patch, width // patch
+
+
+def take_images(
+    record: Record, messages: Messages, prompt_format: PromptFormat
+) -> tuple[tuple[bytes, ...], dict[str, object]]:
+    """The images of a record, whose places in the messages are marked, and its columns without them."""
+    column = prompt_format.image_column
+    value = look_up(record, column, "--image_column")
+    try:
+        encoded = encoded_images(value, record.folder)
+    except ValueError as error:
+        raise UnusableRow(f"column {column!r} cannot be read as an image ({str(error)[:200]})") from None
+    place_images(messages, len(encoded))
+    return encoded, {name: value for name, value in record.columns.items() if name != column}
+
+
+def place_images(messages: Messages, num_images: int) -> None:
+    """Each `<image>` in the user's texts becomes an image part. Without any, the images come first in the last text."""
+    own = [message for message in messages if message["role"] == "user"]
+    num_markers = sum(message["content"].count(IMAGE) for message in own)
+    if num_markers and not num_images:
+        raise UnusableRow(f"{num_markers} {IMAGE} in the text, but no images; --image_column names their column")
+    if num_markers not in (0, num_images):
+        raise UnusableRow(f"{num_markers} {IMAGE} in the text, but {num_images} images")
+    if not num_markers:
+        own[-1]["content"] = IMAGE * num_images + own[-1]["content"]  # the last message is the user's
+    for message in own:
+        if IMAGE in message["content"]:
+            pieces = [piece for piece in re.split(f"({IMAGE})", message["content"]) if piece]
+            message["content"] = [
+                {"type": "image"} if piece == IMAGE else {"type": "text", "text": piece} for piece in pieces
+            ]

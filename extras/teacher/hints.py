@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from batch import NO_IDS, Metrics, Rollout
-from data import UnusableRow, ids_with_hint
+from batch import NO_IDS, Messages, Metrics, Rollout
+from data import UnusableRow, as_text, check_special_tokens, encode, look_up, make_row, render
 from flags import PromptFormat
+from runtime.sources import Record
 
+HINT = "\n\nHere is a reference solution:\n{}\n\nAfter understanding it, solve the problem in your own words."
 SOLUTION = "\nCorrect solution:\n\n{}\n\nCorrectly solve the original question."
 FEEDBACK = (
     "\nThe following is feedback from your unsuccessful earlier attempt:\n\n{}\n\n"
@@ -74,3 +76,21 @@ class Hints:
         except UnusableRow:
             return NO_IDS
         return ids if len(ids) <= self.prompt_format.max_prompt_tokens else NO_IDS
+
+
+def ids_with_hint(messages: Messages, hint: str, prompt_format: PromptFormat, tokenizer: Tokenizer) -> np.ndarray:
+    """The tokens of a row's messages with a hint at the end of the last one. Raises UnusableRow."""
+    *before, last = messages
+    messages = [*before, last | {"content": last["content"] + hint}]
+    check_special_tokens(messages, prompt_format, tokenizer)
+    return encode(render(messages, prompt_format, tokenizer), prompt_format, tokenizer)
+
+
+def hinted_ids(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, column: str) -> np.ndarray:
+    """The tokens of the prompt with the hint of this column between problem and suffix."""
+    hint = HINT.format(as_text(look_up(record, column, "--hint_column"), f"column {column!r}"))
+    prompt_format = replace(prompt_format, prompt_suffix=hint + prompt_format.prompt_suffix)
+    try:
+        return make_row(record, prompt_format, tokenizer).ids
+    except UnusableRow as reason:
+        raise UnusableRow(f"with the hint of column {column!r}: {reason}") from None

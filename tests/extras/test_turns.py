@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from algorithm import algorithm_of
 from batch import Completion, Rollout
-from data import render, tool_schemas
+from data import render
 from extras.turns.credit import states_of
 from extras.turns.episode import EpisodeWorker, Turn
+from extras.turns.schemas import tool_schemas
 from extras.turns.tools import Toolbox, read_calls
 from extras.turns.turns import Episode, Template, Turns
 from flags import Grading, PromptFormat, Sampling, TurnLimits

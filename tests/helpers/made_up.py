@@ -20,12 +20,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from algorithm import algorithm_of
 from batch import IMAGE, NO_IDS, Batch, Rollout, Row, Update, pack
 from command_line import parse_flags
-from data import PromptData, load_reader
+from data import PromptData
 from extras.models.lora import add_adapter
 from extras.models.vision import add_images
 from flags import AdamW, Lora, Memory, PromptFormat
 from fsdp_utils import World, gather_from_ranks
-from gate.inputs import check_template
+from gate.inputs import check_template, load_reader
 from grading import Grade
 from model.weights import fill
 from policy import Policy, build_policy, empty_policy

@@ -11,7 +11,8 @@ from argparse import Namespace
 from command_line import exit_with_error, parse_flags
 from gate.checks import check_flags
 from runtime.parts import part
-from runtime.start import join_launcher, listen
+from runtime.signals import listen
+from runtime.start import join_launcher
 
 
 def start() -> Namespace:

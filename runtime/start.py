@@ -1,7 +1,6 @@
-"""The start and the end of a rank: it ends with its launcher, hears signals, leaves its reason. Standard library only.
+"""The start and the end of a rank: it ends with its launcher, and leaves its reason. Standard library only.
 
-A signal is heard in `_hear_signals`. scripts/launch.py passes it on to all ranks as SIGTERM. A rank that gets one by
-itself tells the launcher by SIGUSR2. The launcher obeys a second signal; without it (torchrun, by hand) each rank does.
+`signals.py` hears signals, for a run that has something to save.
 """
 
 from __future__ import annotations
@@ -16,21 +15,17 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
 
 from runtime.stall import PLACE
 
 PR_SET_PDEATHSIG = 1  # Linux: sets the signal that a process gets when its parent dies
 FOLDER, LAUNCHER = "GRPO_LAUNCH_FOLDER", "GRPO_LAUNCHER_PID"  # environment: set by scripts/launch.py
-HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-SECOND = "ended by a second signal"
+FIRST_SIGNAL: list[int] = []  # to this process, by `runtime/signals.py`; empty: none has come
 ON_END: list[Callable[[str], None]] = []  # called with how this process ends; the main one has one, for its run
 # How gloo, NCCL and torch's store say that another rank has gone; their other errors are of the rank itself.
 GONE = re.compile(
@@ -158,78 +153,14 @@ def leave(status: int) -> None:
 # Signals --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class SignalRecord:
-    """The signals to this process, and the grace of a run that has something to save."""
-
-    first: int | None = None
-    time: float = 0.0  # when the first came, by the clock
-    grace: float | None = None  # seconds; None: nothing to save yet
-
-    def classify(self, number: int) -> Literal["first", "again", "second"]:
-        """The kind of this signal; "again": the first one by another way.
-
-        A terminal and a launcher may both send it; Slurm may send SIGTERM itself, and SIGUSR1 through its script.
-        """
-        now = time.monotonic()
-        if self.first is None:
-            self.first, self.time = number, now
-            return "first"
-        longest = 0.5 if number == self.first else 5.0
-        return "second" if now - self.time > longest else "again"
-
-
-_signals = SignalRecord()
-
-
-def listen() -> None:
-    """Hears signals in a thread: the main one may be waiting for other ranks for minutes. Until `arm` one ends it."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    for number in HEARD:
-        signal.signal(number, lambda *_: None)  # C code then writes the number into the pipe, whatever Python does
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    threading.Thread(target=_hear_signals, args=(reader,), name="signals", daemon=True).start()
-
-
-def arm(grace_seconds: float) -> None:
-    """From now on a signal is a request, which the run meets within so many seconds."""
-    _signals.grace = grace_seconds
-
-
 def requested() -> bool:
     """Whether this rank got a signal; `fsdp_utils.end_if_requested` asks all ranks together."""
-    return _signals.first is not None
+    return bool(FIRST_SIGNAL)
 
 
 def signal_name() -> str:
     """Name of the signal that this rank got; SIGTERM if another rank got it instead."""
-    return signal.Signals(_signals.first or signal.SIGTERM).name
-
-
-def _hear_signals(reader: int) -> None:
-    while True:
-        for number in os.read(reader, 64):
-            if number not in HEARD:
-                continue
-            place = _signals.classify(number)
-            if place == "first":
-                _obey()
-            elif place == "second" and LAUNCHER not in os.environ:
-                end_at_once(128 + number, SECOND)
-
-
-def _obey() -> None:
-    if LAUNCHER in os.environ:
-        os.kill(int(os.environ[LAUNCHER]), signal.SIGUSR2)
-    if _signals.grace is None:
-        end_at_once(NOT_FINISHED, f"{signal_name()}: ended before the first step; nothing is lost")
-    text = (
-        f"{signal_name()}: the run could not save within --grace_seconds {_signals.grace:g}; the same command continues"
-    )
-    timer = threading.Timer(_signals.grace, end_at_once, (1, text))
-    timer.daemon = True
-    timer.start()
+    return signal.Signals([*FIRST_SIGNAL, signal.SIGTERM][0]).name
 
 
 def end_at_once(status: int, text: str) -> None:

@@ -25,13 +25,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from runtime.files import end_status
+from runtime.signals import HEARD, SECOND, SignalRecord
 from runtime.start import (
     FOLDER,
-    HEARD,
     LAUNCHER,
     NOT_FINISHED,
-    SECOND,
-    SignalRecord,
     die_with_parent,
     print_any_text,
     reason_file,

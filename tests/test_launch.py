@@ -13,14 +13,15 @@ from types import SimpleNamespace
 import pytest
 
 from helpers.runs import GUARD_SECONDS, ROOT, wait_for
-from runtime.start import SignalRecord
+from runtime.signals import SignalRecord
 from soak import is_running
 
 LAUNCHER = [sys.executable, str(ROOT / "scripts" / "launch.py")]
 PROGRAM = """
 import json, os, signal, sys, time
 from runtime import stall
-from runtime.start import arm, join_launcher, listen, note_reason, requested
+from runtime.signals import arm, listen
+from runtime.start import join_launcher, note_reason, requested
 rank, folder = int(os.environ["RANK"]), sys.argv[-1]
 signal.alarm(120)  # whatever becomes of the test
 ready = lambda: open(f"{folder}/pid_{rank}", "w").write(str(os.getpid()))

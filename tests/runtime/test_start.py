@@ -124,7 +124,7 @@ def test_an_error_of_a_rank_is_told_from_the_loss_of_the_others(said, words, tmp
 @pytest.mark.parametrize(("is_armed", "status"), [(False, 75), (True, 1)])
 def test_a_signal_ends_a_rank_whose_output_nobody_reads_any_more(is_armed, status):
     """It is heard in a thread, which an exception would end alone."""
-    program = f"{BEGINS}from runtime.start import arm, listen\nlisten()\n{'arm(0.2)' * is_armed}\nprint(flush=True)\n"
+    program = f"{BEGINS}from runtime.signals import arm, listen\nlisten()\n{'arm(0.2)' * is_armed}\nprint(flush=True)\n"
     process = begin(program + "time.sleep(3600)")
     process.stdout.readline()
     process.stderr.close()

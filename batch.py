@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from grading import NOT_GRADED, Grade
-from model.head import Distilled, Teacher
+from model.head import Distilled
 from model.packed import Packing, Segment
 from model.special_tokens import special_tokens
 
@@ -300,7 +300,7 @@ class Update:
 
     batches: list[Batch]  # the micro-batches of this rank, as many on every rank
     num_tokens: int  # trained tokens over all ranks, at least 1
-    run_teacher: Callable[[Batch], Teacher] | None = None  # runs the reference, for a KL over the vocabulary
+    run_teacher: Callable[[Batch], tuple] | None = None  # runs the reference, for a KL over the vocabulary
 
     def map(self, change: Callable[[Batch], Batch]) -> Update:
         """The update with each of its batches changed."""

@@ -26,7 +26,7 @@ from batch import Batch
 from flags import AdamW, Lora, Memory
 from fsdp_utils import World, full_tensors, local_shard, shard
 from model.attention import make_packing
-from model.head import Distilled, Teacher, TokenScores, chunked_logprobs
+from model.head import Distilled, HeadSettings, TokenScores, chunked_logprobs
 from model.optimizer import make_optimizer
 from model.sizes import active_share, attention_layers, head_dim
 from model.weights import fill, in_files, load_config, model_from_config, tower_of, without_storage
@@ -73,7 +73,7 @@ class Policy(nn.Module):
         return list(self.model.get_decoder().layers)
 
     def forward(
-        self, batch: Batch, temperature: float, trains_entropy: bool = False, teacher: Teacher | None = None
+        self, batch: Batch, temperature: float, trains_entropy: bool = False, teacher: tuple | None = None
     ) -> TokenScores:
         """The scores of the labels; constant zeros where the loss mask is false.
 
@@ -83,7 +83,12 @@ class Policy(nn.Module):
         hidden_KD, labels_K = self._trained_hidden(batch), batch.labels_N.index_select(0, trained_K)
         temperature *= self.logits_divisor  # a teacher's has its own divisor in it
         # Not `head(hidden)`: the logits of all positions would take more memory than the model.
-        scores = chunked_logprobs(hidden_KD, head, labels_K, temperature, trains_entropy, self.head_dtype, teacher)
+        if teacher:
+            settings = HeadSettings(temperature, trains_entropy, self.head_dtype or head.weight.dtype)
+            distilled_logprobs = part("extras.teacher.head", "--kl_over vocabulary").distilled_logprobs
+            scores = distilled_logprobs(hidden_KD, head.weight, labels_K, settings, teacher)
+        else:
+            scores = chunked_logprobs(hidden_KD, head, labels_K, temperature, trains_entropy, self.head_dtype)
         # Back to all positions, so that whatever adds up over them needs one kind of index.
         zeros_N = torch.zeros(len(batch.labels_N), device=trained_K.device)
 

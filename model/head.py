@@ -16,13 +16,11 @@ of the logits to the weight's dtype for two matrix products, as in every other l
 % of each number. The weight's gradient adds its chunks up in that dtype, too: in bf16 it is off by
 0.2 % of its norm with one chunk, 0.5 % with 16, 0.6 to 0.8 % with 64 (against float64). A sum in
 fp32 would take 4 more bytes a number: 2 GiB for a 7B model.
-
-With a `Teacher`, a reference followed over the vocabulary, there is a chunk of its logits, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -37,15 +35,6 @@ from model import sizes
 FUSED_ON = {"cuda"}  # kinds of devices on which torch.compile makes the kernels
 HEAD_SHARE = 0.8  # of the free memory, for the logits of a chunk: what is free lies in pieces
 EAGER_PIECES = 8  # pieces of a chunk in eager mode: each number takes about 20 bytes for a moment
-
-
-class Teacher(NamedTuple):
-    """The distribution of the reference at the same tokens, before its head."""
-
-    hidden_TD: Tensor  # its own width D
-    weight_VD: Tensor  # its head's; rows beyond the policy's are left out, as if their probability was 0
-    divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # of `divergences.py`
-    temperature: float  # with the divisor of its own logits in it
 
 
 class Distilled(NamedTuple):
@@ -70,8 +59,6 @@ class HeadSettings(NamedTuple):
     temperature: float
     has_entropy_gradient: bool
     dtype: torch.dtype  # of the logits
-    divergence: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None  # the teacher's
-    teacher_temperature: float = 1.0
 
 
 def chunked_logprobs(
@@ -81,17 +68,11 @@ def chunked_logprobs(
     temperature: float,
     with_entropy_gradient: bool = False,
     head_dtype: torch.dtype | None = None,
-    teacher: Teacher | None = None,
 ) -> TokenScores:
     """The scores of the labels, one per row of `hidden` [T, D]. `head_dtype`: None: as the head's weight."""
     assert head.bias is None, "no supported model has a head with a bias"
     settings = HeadSettings(temperature, with_entropy_gradient, head_dtype or head.weight.dtype)
-    if teacher is None:
-        return TokenScores(*_HeadLogprobs.apply(hidden, head.weight, labels, settings))
-    settings = settings._replace(divergence=teacher.divergence, teacher_temperature=teacher.temperature)
-    tensors = teacher.hidden_TD, teacher.weight_VD[: len(head.weight)]
-    logprobs, entropies, *distilled = _HeadLogprobs.apply(hidden, head.weight, labels, settings, *tensors)
-    return TokenScores(logprobs, entropies, Distilled(*distilled))
+    return TokenScores(*_HeadLogprobs.apply(hidden, head.weight, labels, settings))
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -107,30 +88,25 @@ class _HeadLogprobs(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         settings: HeadSettings,
-        *teacher_tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(hidden, weight, labels, *teacher_tensors)
+        ctx.save_for_backward(hidden, weight, labels)
         ctx.settings = settings
-        outputs = [hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(5 if teacher_tensors else 2)]
+        outputs = [hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(2)]
         ctx.last_chunk = None
-        ctx.most = logits_at_once(len(labels), weight, settings.dtype, len(teacher_tensors) > 0)
+        ctx.most = logits_at_once(len(labels), weight, settings.dtype)
         for rows in chunks(len(labels), len(weight), ctx.most):
             ctx.last_chunk = None  # before the next one is made
             ctx.last_chunk = logits = chunk_logits(hidden[rows], weight, settings.dtype)
-            teacher_logits = chunk_of_teacher(teacher_tensors, rows, settings.dtype)
-            chunk_values = by_rows(score, settings, logits, labels[rows], teacher_logits)
-            for output, values in zip(outputs, chunk_values, strict=True):
+            for output, values in zip(outputs, by_rows(score, settings, logits, labels[rows]), strict=True):
                 output[rows] = values
-            del logits, teacher_logits
-        constants = [*outputs[2:3], *outputs[4:]]  # with a teacher, the divergence alone has a gradient
+            del logits
         if not settings.has_entropy_gradient:  # the entropy is mostly only a metric
-            constants.append(outputs[1])
-        ctx.mark_non_differentiable(*constants)
+            ctx.mark_non_differentiable(outputs[1])
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, labels, *teacher_tensors = ctx.saved_tensors
+        hidden, weight, labels = ctx.saved_tensors
         settings = ctx.settings
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
@@ -138,10 +114,8 @@ class _HeadLogprobs(torch.autograd.Function):
             logits, ctx.last_chunk = ctx.last_chunk, None
             if logits is None:
                 logits = chunk_logits(hidden[rows], weight, settings.dtype)
-            teacher_logits = chunk_of_teacher(teacher_tensors, rows, settings.dtype)
             grads = [gradient[rows] for gradient in gradients]
-            by_rows(replace_by_gradient, settings, logits, labels[rows], teacher_logits, *grads)
-            del teacher_logits  # or its memory would still be held when the next chunk is computed
+            by_rows(replace_by_gradient, settings, logits, labels[rows], *grads)
             grad = logits.to(weight.dtype)
             del logits
             if grad_hidden is not None:
@@ -149,10 +123,10 @@ class _HeadLogprobs(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight.addmm_(grad.t(), hidden[rows])
             del grad
-        return grad_hidden, grad_weight, *[None] * (2 + len(teacher_tensors))
+        return grad_hidden, grad_weight, None, None
 
 
-def logits_at_once(count: int, weight: Tensor, head_dtype: torch.dtype, has_teacher: bool) -> int:
+def logits_at_once(count: int, weight: Tensor, head_dtype: torch.dtype) -> int:
     """How many logits a chunk may have, for so many tokens: `HEAD_CHUNK_LOGITS`, or on CUDA 2, 4 or 8 times that.
 
     A rank decides for itself, as nothing is communicated here; the last bits of the weight's gradient depend on it.
@@ -164,7 +138,7 @@ def logits_at_once(count: int, weight: Tensor, head_dtype: torch.dtype, has_teac
     held = min(torch.cuda.memory_reserved(weight.device), torch.cuda.max_memory_allocated(weight.device))
     room = torch.cuda.mem_get_info(weight.device)[0] + held - torch.cuda.memory_allocated(weight.device)
     room -= weight.nbytes  # its gradient comes
-    itemsize = head_dtype.itemsize * (1 + has_teacher)
+    itemsize = head_dtype.itemsize
     if head_dtype != weight.dtype:
         itemsize += weight.itemsize  # of the cast of the gradient
     largest = min(sizes.HEAD_GROWTH * most, HEAD_SHARE * room / itemsize)
@@ -188,27 +162,21 @@ def chunk_logits(hidden: Tensor, weight: Tensor, head_dtype: torch.dtype) -> Ten
     return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
 
 
-def chunk_of_teacher(tensors: Sequence[Tensor], rows: slice, head_dtype: torch.dtype) -> Tensor | None:
-    """The teacher's logits of these rows; None without a teacher."""
-    return chunk_logits(tensors[0][rows], tensors[1], head_dtype) if tensors else None
-
-
 # Row by row -----------------------------------------------------------------------------------------------------------
 
 
 def by_rows(
-    function: Callable[..., list[Tensor]], settings: HeadSettings, logits: Tensor, *inputs: Tensor | None
+    function: Callable[..., list[Tensor]], settings: HeadSettings, logits: Tensor, *inputs: Tensor
 ) -> list[Tensor]:
     """Runs `score` or `replace_by_gradient` on the rows of these tensors; returns what it returns."""
     tensors = logits, *inputs
     if logits.device.type in FUSED_ON:
         for tensor in tensors:
-            if tensor is not None:
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)  # one compilation for all numbers of rows
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)  # one compilation for all numbers of rows
         return compiled(function)(settings, *tensors)
     pieces = []
     for rows in chunks(*logits.shape, logits.numel() // EAGER_PIECES):
-        pieces.append(function(settings, *(None if tensor is None else tensor[rows] for tensor in tensors)))
+        pieces.append(function(settings, *(tensor[rows] for tensor in tensors)))
     return [torch.cat(values) for values in zip(*pieces, strict=True)]
 
 
@@ -217,32 +185,21 @@ def compiled(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor
     return torch.compile(function)
 
 
-def score(settings: HeadSettings, logits: Tensor, labels: Tensor, teacher_logits: Tensor | None) -> list[Tensor]:
-    """The fields of `TokenScores`, then those of `Distilled`, for some of the rows."""
+def score(settings: HeadSettings, logits: Tensor, labels: Tensor) -> list[Tensor]:
+    """The log-probs of the labels and the entropies, for some of the rows."""
     log_p = log_probabilities(logits, settings.temperature)
-    values = [log_p.gather(-1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)]
-    if teacher_logits is not None:
-        log_q = log_probabilities(teacher_logits, settings.teacher_temperature)
-        agrees = log_p.argmax(dim=-1) == log_q.argmax(dim=-1)
-        values += [log_q.gather(-1, labels[:, None])[:, 0], settings.divergence(log_p, log_q)[0], agrees]
-    return values
+    return [log_p.gather(-1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)]
 
 
-def replace_by_gradient(
-    settings: HeadSettings, logits: Tensor, labels: Tensor, teacher_logits: Tensor | None, *gradients: Tensor
-) -> list[Tensor]:
+def replace_by_gradient(settings: HeadSettings, logits: Tensor, labels: Tensor, *gradients: Tensor) -> list[Tensor]:
     """Writes over the logits their gradient, by the gradients of what `score` returns; returns nothing more."""
-    temperature, divergence = settings.temperature, settings.divergence
-    grad_logprob, slopes = gradients[0][:, None], None
+    temperature, grad_logprob = settings.temperature, gradients[0][:, None]
     log_p = log_probabilities(logits, temperature)
     p = log_p.exp()
-    if teacher_logits is not None:  # slopes: see `divergences.py`
-        log_q = log_probabilities(teacher_logits, settings.teacher_temperature)
-        slopes = divergence(log_p, log_q)[1] * gradients[3][:, None]
-    if settings.has_entropy_gradient:  # its slopes are -p log p
-        entropy_slopes = log_p * p * -gradients[1][:, None]
-        slopes = entropy_slopes if slopes is None else slopes + entropy_slopes
-    grad = p * -grad_logprob if slopes is None else slopes - p * (slopes.sum(dim=-1, keepdim=True) + grad_logprob)
+    grad = p * -grad_logprob
+    if settings.has_entropy_gradient:
+        slopes = log_p * p * -gradients[1][:, None]
+        grad = slopes - p * (slopes.sum(dim=-1, keepdim=True) + grad_logprob)
     is_label = torch.arange(logits.shape[-1], device=logits.device) == labels[:, None]
     grad = torch.where(is_label, grad + grad_logprob, grad)
     logits.copy_(grad / temperature if temperature != 1 else grad)

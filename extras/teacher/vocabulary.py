@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from batch import Batch
+from extras.teacher.head import Teacher
 from fsdp_utils import release_gathered
-from model.head import Teacher
 
 
 @torch.no_grad()

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from extras.teacher.divergences import forward, jsd, reverse
+from extras.teacher.head import Teacher, distilled_logprobs
 from model import sizes
-from model.head import Teacher, chunked_logprobs
+from model.head import HeadSettings
 
 V, REF_V, T = 64, 70, 20  # the reference's vocabulary is padded to more rows
 
@@ -37,7 +38,8 @@ def test_value_and_gradient_are_those_of_full_logits_in_float64(name, has_entrop
     nn.init.normal_(head.weight, std=0.25)
     divergence, plain = EXPECTED[name]
     teacher = Teacher(ref_hidden, ref_weight, divergence, 0.7)
-    scores = chunked_logprobs(hidden, head, labels, 0.7, has_entropy_gradient, teacher=teacher)
+    settings = HeadSettings(0.7, has_entropy_gradient, torch.float32)
+    scores = distilled_logprobs(hidden, head.weight, labels, settings, teacher)
     found = scores.logprobs_N, scores.entropies_N, *scores.distilled
     exact = [x.detach().double().requires_grad_() for x in (hidden, head.weight)]
     log_p = (exact[0] @ exact[1].T / 0.7).log_softmax(dim=-1)
@@ -58,6 +60,7 @@ def test_value_and_gradient_are_those_of_full_logits_in_float64(name, has_entrop
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_token_ruled_out_by_one_model_has_a_finite_gradient(name):
-    logits = torch.tensor([[0.0, -200.0, 1.0], [0.0, 1.0, -200.0]])
-    values, slopes = EXPECTED[name][0](logits.log_softmax(dim=-1), logits.flip(0).log_softmax(dim=-1))
+    logits = torch.tensor([[0.0, -200.0, 1.0], [0.0, 1.0, -200.0]], requires_grad=True)
+    values = EXPECTED[name][0](logits.log_softmax(dim=-1), logits.detach().flip(0).log_softmax(dim=-1))
+    (slopes,) = torch.autograd.grad(values.sum(), logits)
     assert values.isfinite().all() and slopes.isfinite().all() and (values > 0.1).all()

@@ -94,16 +94,15 @@ def test_on_a_gpu_fp32_logits_need_no_copy_of_the_weight():
     assert (logits.shape, logits.dtype) == ((3, 5), torch.float32)
 
 
-@pytest.mark.parametrize(("free", "unused", "count", "dtype", "has_teacher", "times"), [
-    (0.5, 0.0, 16384, torch.bfloat16, False, 1),  # today's least, however little there is
-    (2.0, 0.0, 16384, torch.bfloat16, False, 4),
-    (0.5, 3.5, 16384, torch.bfloat16, False, 8),  # what the allocator holds is free, too
-    (80.0, 0.0, 16384, torch.bfloat16, False, 8),
-    (80.0, 0.0, 3000, torch.bfloat16, False, 4),  # all of them at once
-    (4.0, 0.0, 16384, torch.float32, False, 2),  # with the cast of the gradient
-    (4.0, 0.0, 16384, torch.bfloat16, True, 4),
+@pytest.mark.parametrize(("free", "unused", "count", "dtype", "times"), [
+    (0.5, 0.0, 16384, torch.bfloat16, 1),  # today's least, however little there is
+    (2.0, 0.0, 16384, torch.bfloat16, 4),
+    (0.5, 3.5, 16384, torch.bfloat16, 8),  # what the allocator holds is free, too
+    (80.0, 0.0, 16384, torch.bfloat16, 8),
+    (80.0, 0.0, 3000, torch.bfloat16, 4),  # all of them at once
+    (4.0, 0.0, 16384, torch.float32, 2),  # with the cast of the gradient
 ])  # fmt: skip
-def test_a_chunk_on_cuda_is_as_large_as_free_memory_allows(free, unused, count, dtype, has_teacher, times, monkeypatch):
+def test_a_chunk_on_cuda_is_as_large_as_free_memory_allows(free, unused, count, dtype, times, monkeypatch):
     """In GiB, beside the gradient of a 1.5B model's head; a fifth is left. Reserved memory that no
     tensor has had is not there. On a CPU there is one size.
     """
@@ -113,10 +112,10 @@ def test_a_chunk_on_cuda_is_as_large_as_free_memory_allows(free, unused, count, 
     reserved = {"memory_allocated": 9, "memory_reserved": 9 + unused + 3, "max_memory_allocated": 9 + unused}
     for name, gib in reserved.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, gib=gib: gib * 2**30)
-    found = model.head.logits_at_once(count, weight, dtype, has_teacher)
+    found = model.head.logits_at_once(count, weight, dtype)
     assert found == times * sizes.HEAD_CHUNK_LOGITS
     weight.device = torch.device("cpu")
-    assert model.head.logits_at_once(count, weight, dtype, has_teacher) == sizes.HEAD_CHUNK_LOGITS
+    assert model.head.logits_at_once(count, weight, dtype) == sizes.HEAD_CHUNK_LOGITS
 
 
 def test_larger_chunks_are_not_compiled_again(monkeypatch):

@@ -325,16 +325,13 @@ class Algorithm:
 def tokens_of(
     batch: Batch, logprobs_N: Tensor, old_logprobs_N: Tensor, entropies_N: Tensor, step: int = 1, total_steps: int = 1
 ) -> Tokens:
-    """The tokens of the micro-batch under the policy, whose pass has given log-probs and entropies.
-
-    What the batch keeps is copied: a loss of the user's may change it in place.
-    """
+    """The tokens of the micro-batch under the policy, whose pass has given log-probs and entropies."""
     return Tokens(
         logprobs=logprobs_N,
-        old_logprobs=old_logprobs_N.clone(),
-        rollout_logprobs=batch.rollout_logprobs_N.clone(),
-        advantages=batch.advantages_N.clone(),
-        mask=batch.loss_mask_N.clone(),
+        old_logprobs=old_logprobs_N,
+        rollout_logprobs=batch.rollout_logprobs_N,
+        advantages=batch.advantages_N,
+        mask=batch.loss_mask_N,
         sequence_ids=batch.sequence_ids_N,
         entropies=entropies_N,
         ref_logprobs=batch.ref_logprobs_N,
@@ -353,7 +350,6 @@ def total_loss(batch: Batch, t: Tokens, algorithm: Algorithm) -> Loss:
     if batch.ref_logprobs_N is not None and algorithm.kl_in == "loss":
         if batch.distilled is None:
             kl_N = algorithm.kl_estimator(batch.ref_logprobs_N - t.logprobs)
-            check_gradient(kl_N, t.logprobs)
         else:
             kl_N = batch.distilled.kl_N  # over the vocabulary: the head has computed it, with its gradient
         loss_N = loss_N + algorithm.kl_coef * (kl_N * batch.kl_weights_N)
@@ -365,47 +361,15 @@ def total_loss(batch: Batch, t: Tokens, algorithm: Algorithm) -> Loss:
 def as_loss(returned: Loss | Tensor, t: Tokens) -> Loss:
     """Fills in the fields that the function left out: they are needed for the metrics alone."""
     loss, nowhere = returned if isinstance(returned, Loss) else Loss(returned), torch.zeros_like(t.mask)
-    loss = Loss(
+    return Loss(
         per_token=loss.per_token,
         ratio=token_ratio(t.logprobs, t.old_logprobs) if loss.ratio is None else loss.ratio,
         is_low=nowhere if loss.is_low is None else loss.is_low.bool(),
         is_high=nowhere if loss.is_high is None else loss.is_high.bool(),
         metrics=loss.metrics or {},
     )
-    for what, values in (loss._asdict() | loss.metrics).items():
-        if what != "metrics":
-            check_shape(what, values, [t.mask.shape])
-    check_gradient(loss.per_token, t.logprobs)
-    return loss
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> Tensor:
     """Scalar: the sum where the mask is true. Elsewhere the gradient is exactly 0, also beside inf or nan."""
     return torch.where(mask, values, 0.0).sum()
-
-
-def check_returned(what: str, values: object, shapes: list[tuple[int, ...]]) -> None:
-    """Raises ValueError unless it is a tensor of one of these shapes, of numbers that are all finite."""
-    check_shape(what, values, shapes)
-    if not values.is_floating_point() or values.requires_grad:
-        raise ValueError(
-            f"{what} returned {values.dtype} with{'' if values.requires_grad else 'out'} a gradient; "
-            "needed are floats without one."
-        )
-    if wrong := (~values.isfinite()).nonzero().tolist():
-        raise ValueError(f"{what} returned values that are not finite, the first at {wrong[0]}.")
-
-
-def check_shape(what: str, values: object, shapes: list[tuple[int, ...]]) -> None:
-    """Raises ValueError unless it is a tensor of one of these shapes."""
-    if not isinstance(values, Tensor) or tuple(values.shape) not in shapes:
-        got = f"the shape {list(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
-        needed = " or ".join(str(list(shape)) for shape in shapes)
-        raise ValueError(f"{what} has {got}; needed is a tensor of the shape {needed}.")
-
-
-def check_gradient(values: Tensor, logprobs: Tensor) -> None:
-    """Raises ValueError for a loss that is not per token, or that would train nothing."""
-    check_shape("a loss or KL", values, [logprobs.shape])
-    if logprobs.requires_grad and not values.requires_grad:
-        raise ValueError("a loss or KL has values without a gradient; compute them from the log-probs.")

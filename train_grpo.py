@@ -58,6 +58,7 @@ from gate.inputs import (
 )
 from gate.keys import check_keys
 from gate.models import length_limits
+from gate.own import guarded
 from grpo import Algorithm
 from metrics import merge_updates
 from model.weights import load_config
@@ -284,7 +285,7 @@ def observers_of(args: Namespace, inputs: Inputs, world: World, total_steps: int
 
 
 def main(args: Namespace) -> None:
-    algorithm = algorithm_of(args)
+    algorithm = guarded(algorithm_of(args))
     inputs, train_data, eval_sets, plan, run = open_run(args, algorithm)
     world, out_dir, memory = run.world, run.out_dir, Memory.from_flags(args)
     last_step = min(plan.total_steps, args.stop_after or plan.total_steps)

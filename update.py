@@ -7,8 +7,6 @@ in `grpo.py`. Dimensions: `batch.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,7 +25,7 @@ from model.optimizer import forget, set_rate
 from policy import Policy, place
 from runtime.parts import part
 from runtime.stall import beat
-from runtime.start import OwnCodeError, RunError
+from runtime.start import RunError
 from schedule import Plan, UpdateStep
 
 
@@ -145,9 +143,8 @@ def add_advantages(
     """The rollout with its advantages, and the updates with them at each of their positions."""
     penalties = None
     if algorithm.has_penalties:
-        with own_code("--kl_estimator", step, "its input is a tensor"):
-            gather = part("extras.teacher.penalties", "--kl_in reward").gather_penalties
-            penalties = gather(rollout, updates, algorithm)
+        gather = part("extras.teacher.penalties", "--kl_in reward").gather_penalties
+        penalties = gather(rollout, updates, algorithm)
     rollout = replace(rollout, advantages=compute_advantages(rollout, penalties, algorithm, step, total_steps))
     return rollout, [update.map(partial(with_advantages, rollout)) for update in updates]
 
@@ -160,7 +157,7 @@ def with_advantages(rollout: Rollout, batch: Batch) -> Batch:
 def compute_advantages(
     rollout: Rollout, penalties: list[np.ndarray] | None, algorithm: Algorithm, step: int = 1, total_steps: int = 1
 ) -> list[np.ndarray]:
-    """The advantage of each completion's tokens. Raises OwnCodeError where --advantage fails."""
+    """The advantage of each completion's tokens."""
     rewards_B = torch.from_numpy(rollout.rewards_B)
     lengths_B = torch.tensor([len(completion) for completion in rollout.completions])
     returns_T = torch.repeat_interleave(rewards_B, lengths_B)
@@ -190,27 +187,10 @@ def compute_advantages(
         **grade_fields(rollout, rewards_PG.shape),
         **turn_fields,
     )
-    names = f"parts are {', '.join(graded.parts) or 'none'}; columns are {', '.join(graded.columns[0]) or 'none'}"
-    with own_code("--advantage", step, names):
-        advantages = algorithm.advantage(graded)
-        grpo.check_returned("it", advantages, [tuple(rewards_PG.shape), tuple(returns_T.shape)])
+    advantages = algorithm.advantage(graded)
     if advantages.shape == rewards_PG.shape:  # one for the whole completion: each of its tokens gets it
         advantages = torch.repeat_interleave(advantages.flatten(), lengths_B)
     return [piece.numpy() for piece in advantages.split(lengths_B.tolist())]
-
-
-@contextmanager
-def own_code(
-    flag: str, step: int, names: str = "its input is grpo.Tokens, whose ref_logprobs are None without --kl_coef"
-) -> Iterator[None]:
-    """Names the flag if the block, perhaps the user's code, fails; `names`: what it could use."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001  the user's code may raise anything
-        if "memory" in str(error):  # a lack of it is no fault of the function
-            raise
-        words = f"{type(error).__name__}: {error}" + f"; {names}" * (not isinstance(error, ValueError))
-        raise OwnCodeError(f"{flag} fails in step {step}: {words}") from error
 
 
 def grade_fields(rollout: Rollout, shape: torch.Size) -> dict[str, Tensor | dict[str, Tensor]]:
@@ -285,9 +265,8 @@ def add_gradients(
             scored = batch
             if scores.distilled:
                 scored = replace(batch, ref_logprobs_N=scores.distilled.ref_logprobs_N, distilled=scores.distilled)
-            with own_code("the loss (--policy_loss, --kl_estimator)", step.step):
-                t = tokens_of(scored, logprobs_N, old_logprobs_N, scores.entropies_N, step.step, step.total_steps)
-                loss = grpo.total_loss(scored, t, algorithm)
+            t = tokens_of(scored, logprobs_N, old_logprobs_N, scores.entropies_N, step.step, step.total_steps)
+            loss = grpo.total_loss(scored, t, algorithm)
             # A sum, not a mean: the weights have the counts of the whole update in them.
             total = grpo.masked_sum(loss.per_token * batch.loss_weights_N, batch.loss_mask_N)
             beat()

@@ -20,6 +20,7 @@ from algorithm import algorithm_of
 from batch import Rollout, Update, pack, to_positions
 from extras.teacher.penalties import gather_penalties
 from flags import Memory
+from gate.own import guarded
 from grpo import Loss, Tokens
 from helpers import made_up
 from helpers.made_up import ALONE, RAGGED, flags, load_policy, make_grade, make_rollout, make_row
@@ -109,7 +110,7 @@ def test_an_empty_completion_is_compared_like_all():
     (algorithm_of(flags(advantage="maxrl")).advantage, "--advantage maxrl: a reward is -1; it needs rewards"),
 ])  # fmt: skip
 def test_a_wrong_advantage_ends_the_run_with_its_sentence(advantage, words):
-    algorithm = replace(algorithm_of(flags(group_size=2)), advantage=advantage)
+    algorithm = guarded(replace(algorithm_of(flags(group_size=2)), advantage=advantage))
     with pytest.raises(OwnCodeError, match=words):
         compute_advantages(graded(1, 0, -1, 1), None, algorithm)
 
@@ -128,7 +129,7 @@ def test_a_wrong_loss_ends_its_step_with_a_sentence(policy_loss, words, policy):
 
 
 @pytest.mark.parametrize(("kl_in", "estimator", "words"), [
-    ("reward", lambda x: x.typo, "^--kl_estimator fails in step 2: AttributeError.*'typo'"),
+    ("reward", lambda x: x.typo, "^--kl_estimator fails in step 0: AttributeError.*'typo'"),
     # One number, added to each token, would have another gradient.
     ("loss", torch.mean, r"a loss or KL has the shape \[\]; needed is a tensor of the shape \[\d+\]"),
 ])  # fmt: skip
@@ -280,7 +281,7 @@ def train_step(
     `own`: functions in place of those that the flags name.
     """
     plan, memory = make_plan(args, num_rows=args.prompts_per_step), Memory.from_flags(args)
-    algorithm = replace(algorithm_of(args), **own)
+    algorithm = guarded(replace(algorithm_of(args), **own))
     updates = pack_updates(rollout, plan, algorithm, memory, policy, ALONE)
     updates = update.add_logprobs(updates, policy, (reference or policy) if args.kl_coef else None, algorithm)
     rollout, updates = add_advantages(rollout, updates, algorithm, 2, args.total_steps)

@@ -26,6 +26,7 @@ from extras.turns.tools import Toolbox, read_calls
 from extras.turns.turns import Episode, Template, Turns
 from flags import Grading, PromptFormat, Sampling, TurnLimits
 from gate.inputs import check_template
+from gate.own import guarded
 from grading import Grade
 from grading.user_code import load_reference
 from helpers.fake_servers import FakeServer, engine_of, synced
@@ -412,7 +413,7 @@ def test_rewards_of_turns_become_returns_to_go():
 
     def advantages(rollout: Rollout, name: str, **more: object) -> np.ndarray:
         """Those of the sampled tokens."""
-        found = compute_advantages(rollout, None, algorithm_of(flags(advantage=name, group_size=2, **more)))
+        found = compute_advantages(rollout, None, guarded(algorithm_of(flags(advantage=name, group_size=2, **more))))
         return np.concatenate(rollout.sampled_only(found))
 
     named = replace(rollout, grades=[Grade(3.0, "ok", {"turn_1": 9.0}), Grade(0.5, "ok", {"turn_1": 0.0})])

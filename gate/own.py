@@ -1,0 +1,84 @@
+"""Guards around the functions of the algorithm, of which one may be the user's: what they return, and where they fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from torch import Tensor
+
+from grpo import Algorithm, Groups, Loss, Tokens, as_loss
+from runtime.stall import PLACE
+from runtime.start import OwnCodeError
+
+
+def guarded(algorithm: Algorithm) -> Algorithm:
+    """The algorithm, whose functions raise OwnCodeError where they fail, or return what cannot be trained on."""
+
+    def advantage(g: Groups) -> Tensor:
+        names = f"parts are {', '.join(g.parts) or 'none'}; columns are {', '.join(g.columns[0]) or 'none'}"
+        with own_code("--advantage", g.step, names):
+            values = algorithm.advantage(g)
+            check_returned("it", values, [tuple(g.rewards_PG.shape), tuple(g.returns_T.shape)])
+        return values
+
+    def policy_loss(t: Tokens) -> Loss:
+        # What the batch keeps is copied: a loss of the user's may change it in place.
+        copies = {name: getattr(t, name).clone() for name in ("old_logprobs", "rollout_logprobs", "advantages", "mask")}
+        with own_code("the loss (--policy_loss, --kl_estimator)", t.step):
+            loss = as_loss(algorithm.policy_loss(replace(t, **copies)), t)
+            for what, values in (loss._asdict() | loss.metrics).items():
+                if what != "metrics":
+                    check_shape(what, values, [t.mask.shape])
+            check_gradient(loss.per_token, t.logprobs)
+        return loss
+
+    def kl_estimator(x: Tensor) -> Tensor:
+        with own_code("--kl_estimator", PLACE.step, "its input is a tensor"):
+            values = algorithm.kl_estimator(x)
+            check_gradient(values, x)
+        return values
+
+    return replace(algorithm, advantage=advantage, policy_loss=policy_loss, kl_estimator=kl_estimator)
+
+
+@contextmanager
+def own_code(
+    flag: str, step: int, names: str = "its input is grpo.Tokens, whose ref_logprobs are None without --kl_coef"
+) -> Iterator[None]:
+    """Names the flag if the block, perhaps the user's code, fails; `names`: what it could use."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  the user's code may raise anything
+        if "memory" in str(error):  # a lack of it is no fault of the function
+            raise
+        words = f"{type(error).__name__}: {error}" + f"; {names}" * (not isinstance(error, ValueError))
+        raise OwnCodeError(f"{flag} fails in step {step}: {words}") from error
+
+
+def check_returned(what: str, values: object, shapes: list[tuple[int, ...]]) -> None:
+    """Raises ValueError unless it is a tensor of one of these shapes, of numbers that are all finite."""
+    check_shape(what, values, shapes)
+    if not values.is_floating_point() or values.requires_grad:
+        raise ValueError(
+            f"{what} returned {values.dtype} with{'' if values.requires_grad else 'out'} a gradient; "
+            "needed are floats without one."
+        )
+    if wrong := (~values.isfinite()).nonzero().tolist():
+        raise ValueError(f"{what} returned values that are not finite, the first at {wrong[0]}.")
+
+
+def check_shape(what: str, values: object, shapes: list[tuple[int, ...]]) -> None:
+    """Raises ValueError unless it is a tensor of one of these shapes."""
+    if not isinstance(values, Tensor) or tuple(values.shape) not in shapes:
+        got = f"the shape {list(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+        needed = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{what} has {got}; needed is a tensor of the shape {needed}.")
+
+
+def check_gradient(values: Tensor, logprobs: Tensor) -> None:
+    """Raises ValueError for a loss that is not per token, or that would train nothing."""
+    check_shape("a loss or KL", values, [logprobs.shape])
+    if logprobs.requires_grad and not values.requires_grad:
+        raise ValueError("a loss or KL has values without a gradient; compute them from the log-probs.")

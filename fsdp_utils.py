@@ -80,15 +80,6 @@ class World:
         """Whether this rank speaks for its engine: the others of the engine sample the same completions."""
         return self.trainer_rank % self.tp_size == 0
 
-    def describe(self) -> str:
-        """The log's line: 16 ranks on cuda, 2 copies of the policy, 8 engines of 2."""
-        text = f"{self.num_trainers} rank{'s' * (self.num_trainers > 1)} on {self.device.type}"
-        if self.shard_ranks not in (None, self.num_trainers):
-            text += f", {self.num_trainers // self.shard_ranks} copies of the policy"
-        if not self.has_engines:
-            return f"{text}, generation servers"
-        return f"{text}, {self.num_engines} engine{'s' * (self.num_engines > 1)} of {self.tp_size}"
-
 
 def is_main_process() -> bool:
     """True on rank 0, known before the process group exists."""

@@ -182,13 +182,6 @@ class Policy(nn.Module):
         cost = sum(batch.cost(self.parity_length) for batch in batches)
         return (2 if self.adapter else 3) * self.flops_per_token * cost
 
-    def describe(self) -> str:
-        """The numbers of parameters and of trained ones, for the first lines of the log."""
-        trained = sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
-        total = sum(parameter.numel() for parameter in self.parameters())
-        adapter = f": {self.adapter.describe()}" if self.adapter else ""
-        return f"trainable: {trained:,} of {total:,} parameters{adapter}"
-
 
 def build_policy(
     path: str, memory: Memory, lora: Lora, adamw: AdamW, reference_path: str | None, seed: int, world: World

@@ -34,15 +34,6 @@ class Plan(Settings, kw_only=True):
     reference_mixup: float
     reset_optimizer: bool
 
-    def describe(self) -> str:
-        """The numbers of the plan, for the first lines of the log."""
-        return (
-            f"{counted(self.prompts_per_step, 'prompt')} x {self.group_size} = "
-            f"{counted(self.completions_per_step, 'completion')} a step, "
-            f"{counted(self.updates_per_step, 'update')} a step, {counted(self.steps_per_epoch, 'step')} an epoch, "
-            f"{counted(self.total_steps, 'step')} in all"
-        )
-
     def update(self, step: int, i: int) -> UpdateStep:
         """The place of update i of step 1, 2, ... in the run, and its learning rate."""
         index = (step - 1) * self.updates_per_step + i
@@ -89,12 +80,6 @@ class UpdateStep(NamedTuple):
     total_steps: int = 1
     reference_mixup: float = 0.0  # how far the reference moves to the policy after it; 0: it stays
     resets_optimizer: bool = False  # after it
-
-
-def counted(number: float, noun: str) -> str:
-    """The number with its noun: 1 step, 2.5 steps, 3 micro-batches."""
-    plural = "es" if noun.endswith("batch") else "s"
-    return f"{round(number, 2):.15g} {noun}{plural * (number != 1)}"
 
 
 def make_plan(args: argparse.Namespace, num_rows: int) -> Plan:

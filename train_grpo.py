@@ -43,6 +43,7 @@ from flags import (
 )  # fmt: skip
 from fsdp_utils import World, close_world, init_world, is_main_process, set_allocator
 from gate.agreement import check_same_step, check_world
+from gate.describe import describe_plan, describe_policy, describe_world
 from gate.digests import digest, digest_of_config, digest_of_data, digest_of_weights, digests_of_files
 from gate.inputs import (
     Inputs,
@@ -109,7 +110,7 @@ def load_models(
                 servers.weights = policy.describe_weights()
     except ValueError as error:  # weights that do not fit config.json
         exit_with_error(error)
-    run.say(policy.describe())
+    run.say(describe_policy(policy))
     if inputs.turns:
         run.say(inputs.turns.describe())
     return policy, reference, optimizer, engine
@@ -261,7 +262,7 @@ def open_run(args: Namespace, algorithm: Algorithm) -> tuple[Inputs, PromptData,
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
     run = Run(out_dir, lock, world, plan.total_steps, observers_of(args, inputs, world, plan.total_steps))
-    run.say(f"{world.describe()}; {plan.describe()}\n{algorithm.description}")
+    run.say(f"{describe_world(world)}; {describe_plan(plan)}\n{algorithm.description}")
     if world.is_main:
         run.say("\n".join(describe_data([train_data, *eval_sets], inputs.tokenizer, out_dir / "excluded_rows.jsonl")))
     return inputs, train_data, eval_sets, plan, run

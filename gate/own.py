@@ -1,4 +1,4 @@
-"""Guards around the functions of the algorithm, of which one may be the user's: what they return, and where they fail."""
+"""Guards around the functions of the algorithm, perhaps the user's: what they return, and where they fail."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ from plan import memory as memory
 from plan import time as time
 from plan.memory import Parts, total
 from plan.setup import GIB, Setup
-from runtime.tables import in_columns
-from schedule import counted
+from runtime.tables import counted, in_columns
 
 TEXT = """\
 dry run: {model} on {machines}; nothing is started

@@ -37,7 +37,7 @@ from policy import Policy
 from runtime.files import DiskError, best_effort, cause, checkpoints, find_damage, free_space, write_sizes
 from runtime.history import read_metrics
 from runtime.progress import progress
-from runtime.start import RunError
+from runtime.rank import RunError
 
 # The other files of a model, in its folder.
 Companions = list[PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig]

@@ -54,8 +54,8 @@ from model.weights import load_config
 from reward import Grader
 from runtime.files import best_effort, must_write, write
 from runtime.history import read_config
+from runtime.rank import RunError, Stopped
 from runtime.sources import name_of_source
-from runtime.start import RunError, Stopped
 from runtime.tables import in_columns
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first

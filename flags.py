@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple, Self, dataclass_transform
 
-from runtime.start import launched_world_size
+from runtime.rank import launched_world_size
 
 MORE_UNFINISHED = 0.5  # --partial_rollouts: unfinished prompts beyond a step's, as a share of a step's
 MOST_LAG = 4  # --partial_rollouts: steps that the oldest token may be behind; its group is then waited for

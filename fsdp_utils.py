@@ -26,9 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from runtime.machine import choose_interface, local_world_size, prepare_cpu, use_all_cores
-from runtime.stall import beat
-from runtime.start import Stopped, launch_folder, requested
+from runtime.machine import choose_interface, prepare_cpu, use_all_cores
+from runtime.rank import Stopped, beat, launch_folder, local_world_size, requested
 
 Item = TypeVar("Item")
 MAIN_IS_HERE = "the main process has come"  # a key of the store in which the ranks meet

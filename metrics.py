@@ -15,7 +15,7 @@ from torch import Tensor
 from batch import Batch, Metrics
 from fsdp_utils import World, gather_from_ranks, max_over_trainers, sum_over_trainers
 from grpo import Algorithm, Loss, Tokens, k1, k3, masked_sum
-from runtime.start import RunError
+from runtime.rank import RunError
 
 LEAST_SPREAD = 0.02  # a token's log-prob, squared: entropies above about 0.05 have more
 MAXIMA = ("policy/ratio_max", "policy/ratio_min", "policy/rollout_gap_max")  # over tokens; the others are means

@@ -32,7 +32,7 @@ from model.sizes import active_share, attention_layers, head_dim
 from model.weights import fill, in_files, load_config, model_from_config, tower_of, without_storage
 from runtime.parts import part
 from runtime.progress import OFF
-from runtime.stall import beat
+from runtime.rank import beat
 
 
 class Policy(nn.Module):

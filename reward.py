@@ -19,8 +19,7 @@ from grading.pool import Outcome, Pool
 from grading.score import RewardInputs, add_up, parse_reward
 from grading.verifiers import modules_of
 from runtime.progress import progress
-from runtime.stall import beat
-from runtime.start import RunError, Stopped, requested
+from runtime.rank import RunError, Stopped, beat, requested
 
 if TYPE_CHECKING:
     from batch import OnFinished, Row

@@ -39,8 +39,7 @@ from flags import EngineSettings, Sampling
 from fsdp_utils import World, end_if_requested, gather_from_ranks, set_allocator
 from runtime.parts import part
 from runtime.progress import progress
-from runtime.stall import beat
-from runtime.start import requested
+from runtime.rank import beat, requested
 
 Value = TypeVar("Value")
 # Samples rows in an engine; yields (index of the row, completion) of each row when it is finished.

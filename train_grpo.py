@@ -67,8 +67,9 @@ from policy import Policy, build_policy
 from run import Observer, Run, open_run_folder
 from runtime.files import run_and_step
 from runtime.parts import part
+from runtime.rank import OwnCodeError, RunError, Stopped
 from runtime.signals import arm
-from runtime.start import NOT_FINISHED, OwnCodeError, RunError, Stopped, leave, signal_name
+from runtime.start import NOT_FINISHED, leave, signal_name
 from sampling import DrawSettings, Sampler
 from schedule import Plan, make_plan
 from step_metrics import throughput, work_of_step

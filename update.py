@@ -24,8 +24,7 @@ from metrics import idle_share, loss_metrics, pass_metrics
 from model.optimizer import forget, set_rate
 from policy import Policy, place
 from runtime.parts import part
-from runtime.stall import beat
-from runtime.start import RunError
+from runtime.rank import RunError, beat
 from schedule import Plan, UpdateStep
 
 

@@ -11,7 +11,7 @@ import logging
 import os
 import warnings
 
-from runtime.start import launch_name
+from runtime.rank import launch_name
 
 ENVIRONMENT = {  # for every process with vLLM
     "VLLM_NO_USAGE_STATS": "1",  # otherwise it sends a report to its makers

@@ -19,9 +19,9 @@ from batch import Rollout
 from fsdp_utils import World, gather_from_ranks, is_main_process, wait_for_all
 from gate.digests import ROOT, digest
 from gate.machine import check_device
-from runtime import stall
-from runtime.machine import versions
-from runtime.start import RunError
+from run import versions
+from runtime.rank import RunError
+from runtime.stall import watch
 
 SHOWN_SECONDS = 10.0  # network file systems do not show a new file at once
 
@@ -30,7 +30,7 @@ def check_world(args: Namespace, world: World) -> None:
     """Checks what only ranks together can know, and watches each. ValueError or RuntimeError, on every rank."""
     check_shared(Path(args.out_dir))
     check_same_start(vars(args))
-    stall.watch(Path(args.out_dir) / "ranks", world.trainer_rank, args.timeout_minutes)
+    watch(Path(args.out_dir) / "ranks", world.trainer_rank, args.timeout_minutes)
     check_device(world.device, args.share_prompts)
 
 

@@ -16,8 +16,9 @@ from runtime.cards import gpu_figures
 from runtime.files import run_and_step
 from runtime.history import read_config
 from runtime.parts import check_part
+from runtime.rank import launched_world_size
 from runtime.sources import name_of_source
-from runtime.start import check_divides, launched_world_size
+from runtime.start import check_divides
 
 # Flags that stored rollouts depend on: groups, tokens sampled under these limits, their rewards.
 FIXED_BY_ROLLOUTS = (

@@ -31,8 +31,9 @@ from model.weights import load_config, load_tokenizer
 from reward import Grader, workers_per_engine
 from runtime.files import best_effort, run_and_step, write
 from runtime.history import digests_of
-from runtime.machine import choose_interface, local_world_size
+from runtime.machine import choose_interface
 from runtime.parts import part
+from runtime.rank import local_world_size
 
 if TYPE_CHECKING:
     from extras.teacher.hints import Hints

@@ -12,8 +12,8 @@ import torch
 from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
-from runtime.machine import local_world_size
-from runtime.start import check_divides, launched_world_size
+from runtime.rank import launched_world_size, local_world_size
+from runtime.start import check_divides
 
 INSTALLED = Path("/proc/driver/nvidia/gpus")  # a folder for each GPU that the driver has, whether it answers or not
 LONGEST_FOLDER = 70  # a socket's path has 107 bytes, vLLM's 37 of them behind the folder

@@ -9,8 +9,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from grpo import Algorithm, Groups, Loss, Tokens, as_loss
-from runtime.stall import PLACE
-from runtime.start import OwnCodeError
+from runtime.rank import PLACE, OwnCodeError
 
 
 def guarded(algorithm: Algorithm) -> Algorithm:

@@ -22,8 +22,8 @@ from model.weights import load_config
 from plan.setup import GIB, Hardware, RunShape, Setup, shape_of
 from plan.table import report_of, text_of
 from runtime.cards import gpu_figures
-from runtime.machine import local_world_size
 from runtime.parts import part
+from runtime.rank import local_world_size
 from runtime.sources import parse_source
 from schedule import make_plan
 

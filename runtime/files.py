@@ -18,7 +18,7 @@ from itertools import count
 from pathlib import Path
 from typing import TextIO
 
-from runtime.start import RunError
+from runtime.rank import RunError
 
 LOCK_SECONDS = 60.0  # that a start waits for the end of another run
 SIZES = "sizes.json"  # in a checkpoint: path of each other file -> its bytes

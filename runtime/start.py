@@ -1,6 +1,6 @@
 """The start and the end of a rank: it ends with its launcher, and leaves its reason. Standard library only.
 
-`signals.py` hears signals, for a run that has something to save.
+`rank.py` has what the loop asks; `signals.py` hears signals, for a run that has something to save.
 """
 
 from __future__ import annotations
@@ -21,29 +21,16 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from runtime.stall import PLACE
+from runtime.rank import FIRST_SIGNAL, PLACE, launch_folder
 
 PR_SET_PDEATHSIG = 1  # Linux: sets the signal that a process gets when its parent dies
-FOLDER, LAUNCHER = "GRPO_LAUNCH_FOLDER", "GRPO_LAUNCHER_PID"  # environment: set by scripts/launch.py
-FIRST_SIGNAL: list[int] = []  # to this process, by `runtime/signals.py`; empty: none has come
+LAUNCHER = "GRPO_LAUNCHER_PID"  # environment: set by scripts/launch.py
 ON_END: list[Callable[[str], None]] = []  # called with how this process ends; the main one has one, for its run
 # How gloo, NCCL and torch's store say that another rank has gone; their other errors are of the rank itself.
 GONE = re.compile(
     r"Connection (was likely )?(closed|reset)|remote process|(gloo|NCCL).*([Tt]imed? ?out|Broken pipe)", re.DOTALL
 )
 NOT_FINISHED = 75  # exit status of a run that a signal has ended, saved: EX_TEMPFAIL of sysexits.h, "try again"
-
-
-class RunError(Exception):
-    """Ends the run, without a traceback: the message says what happened and what to do."""
-
-
-class OwnCodeError(Exception):
-    """Ends the run as `RunError`, but perhaps from this rank alone: no collective may follow."""
-
-
-class Stopped(Exception):
-    """A signal has asked the run to end; every rank raises it at the same place."""
 
 
 # The launcher ---------------------------------------------------------------------------------------------------------
@@ -72,16 +59,6 @@ def print_any_text() -> None:
     """From now on this process, and those that it starts, print what the locale's encoding lacks as escapes."""
     os.environ.setdefault("PYTHONIOENCODING", ":backslashreplace")
     sys.__stdout__.reconfigure(errors="backslashreplace")
-
-
-def launch_folder() -> Path | None:
-    """The folder of scripts/launch.py, the same for all ranks that it has started on this node."""
-    return Path(os.environ[FOLDER]) if FOLDER in os.environ else None
-
-
-def launch_name() -> str:
-    """Names this run among all on the machine."""
-    return Path(os.environ.get(FOLDER) or os.environ["MASTER_PORT"]).name
 
 
 def reason_file(folder: Path, rank: int) -> Path:
@@ -153,11 +130,6 @@ def leave(status: int) -> None:
 # Signals --------------------------------------------------------------------------------------------------------------
 
 
-def requested() -> bool:
-    """Whether this rank got a signal; `fsdp_utils.end_if_requested` asks all ranks together."""
-    return bool(FIRST_SIGNAL)
-
-
 def signal_name() -> str:
     """Name of the signal that this rank got; SIGTERM if another rank got it instead."""
     return signal.Signals([*FIRST_SIGNAL, signal.SIGTERM][0]).name
@@ -172,11 +144,6 @@ def end_at_once(status: int, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):  # as in `leave`
             print(text, file=sys.stderr, flush=True)
     os._exit(status)
-
-
-def launched_world_size() -> int:
-    """Number of processes that the launcher started, on all nodes; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def check_divides(flag: str, part: int, what: str, whole: int) -> None:

@@ -25,15 +25,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from runtime.files import end_status
+from runtime.rank import FOLDER
 from runtime.signals import HEARD, SECOND, SignalRecord
-from runtime.start import (
-    FOLDER,
-    LAUNCHER,
-    NOT_FINISHED,
-    die_with_parent,
-    print_any_text,
-    reason_file,
-)
+from runtime.start import LAUNCHER, NOT_FINISHED, die_with_parent, print_any_text, reason_file
 
 NOTES_SECONDS = 5.0  # between the first rank that fails and the end of the others: they may have reasons, too
 KILL_SECONDS = 30.0  # in which a killed rank is gone, unless a driver holds it

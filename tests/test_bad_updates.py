@@ -16,7 +16,7 @@ from batch import Update, pack
 from flags import Memory
 from helpers.made_up import ALONE, flags, load_policy, make_rollout
 from helpers.runs import PROGRAMS, run_ranks, training_flags
-from runtime.start import RunError
+from runtime.rank import RunError
 from schedule import UpdateStep
 from update import MOST_SKIPPED, UpdateGuard, check_gap, update_policy, with_advantages
 

@@ -20,7 +20,7 @@ from helpers.made_up import ALONE, load_policy, make_rollout, unpacked_logprobs,
 from helpers.runs import largest_file
 from model.weights import load_config, load_generation_config, load_tokenizer
 from runtime.files import DiskError, checkpoints
-from runtime.start import RunError
+from runtime.rank import RunError
 
 METRIC = "eval/set/avg@4"
 

@@ -19,9 +19,10 @@ from soak import is_running
 LAUNCHER = [sys.executable, str(ROOT / "scripts" / "launch.py")]
 PROGRAM = """
 import json, os, signal, sys, time
-from runtime import stall
+from runtime.rank import PLACE, requested
 from runtime.signals import arm, listen
-from runtime.start import join_launcher, note_reason, requested
+from runtime.stall import watch
+from runtime.start import join_launcher, note_reason
 rank, folder = int(os.environ["RANK"]), sys.argv[-1]
 signal.alarm(120)  # whatever becomes of the test
 ready = lambda: open(f"{folder}/pid_{rank}", "w").write(str(os.getpid()))
@@ -36,7 +37,7 @@ SLOWLY_KILLED = f"""if rank:
 note_reason('closed by peer', 'error'); sys.exit(1)"""
 LOST = "note_reason('OSError: lost', 'error') if rank else 0; time.sleep(3600)"
 EXITS = "sys.exit(3) if rank else time.sleep(3600)"
-IN_UPDATE = "stall.PLACE.step, stall.PLACE.phase = 7, 'update'\n"
+IN_UPDATE = "PLACE.step, PLACE.phase = 7, 'update'\n"
 STALLED = "os.utime(folder + '/ranks/rank_1.txt'); "
 SAVES = """while not requested(): time.sleep(0.05)
 open(f"{folder}/asked_{rank}", "w").close()
@@ -134,7 +135,7 @@ def test_the_launcher_says_in_the_runs_status_why_it_failed(writes, then, now, t
 def test_only_a_later_signal_is_a_second_one(monkeypatch):
     """A terminal and a launcher may both send the same one, and Slurm sends two."""
     times, signals = iter([100.0, 100.4, 104.9, 100.6, 105.1]), SignalRecord()
-    monkeypatch.setattr("runtime.start.time", SimpleNamespace(monotonic=lambda: next(times)))  # not all threads' clock
+    monkeypatch.setattr("runtime.signals.time", SimpleNamespace(monotonic=lambda: next(times)))  # not all threads' clock
     found = [signals.classify(number) for number in (SIGTERM, SIGTERM, SIGUSR1, SIGTERM, SIGUSR1)]
     assert found == ["first", "again", "again", "second", "second"]
 

@@ -19,7 +19,7 @@ from helpers.distributed import on_ranks
 from helpers.made_up import flags
 from helpers.runs import ROOT, copy_at, metrics_of, run_ranks, torchrun, training_flags, without_times
 from model.optimizer import make_optimizer, set_rate
-from runtime.start import RunError
+from runtime.rank import RunError
 from watch.after_step import AfterStep
 
 MUON = "docs/optimizers/muon.py:make"

@@ -15,7 +15,7 @@ from grading import Case
 from helpers.grades import graded
 from helpers.runs import ROOT
 from reward import Grade, Grader, workers_per_engine
-from runtime.start import RunError
+from runtime.rank import RunError
 
 FAILING = f"{Path(__file__).parent}/helpers/user_code.py:score"
 ALONE = SimpleNamespace(engine_index=0, num_engines=1)

@@ -27,7 +27,7 @@ from helpers.made_up import ALONE, RAGGED, flags, load_policy, make_grade, make_
 from helpers.runs import ROOT
 from metrics import token_metrics
 from policy import Policy
-from runtime.start import OwnCodeError, RunError
+from runtime.rank import OwnCodeError, RunError
 from schedule import make_plan
 from update import UpdateGuard, add_advantages, compute_advantages, pack_updates
 

@@ -9,7 +9,7 @@ from typing import Literal
 from batch import Metrics
 from fsdp_utils import broadcast_from_main
 from run import Observer
-from runtime.start import RunError
+from runtime.rank import RunError
 
 
 @dataclass

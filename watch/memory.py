@@ -17,7 +17,7 @@ import torch
 from batch import Metrics
 from fsdp_utils import World, gather_from_ranks
 from run import Observer
-from runtime.machine import local_world_size
+from runtime.rank import local_world_size
 from runtime.ways_out import WAYS_OUT
 
 GIB = 2**30

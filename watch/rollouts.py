@@ -18,7 +18,7 @@ import numpy as np
 from fsdp_utils import broadcast_from_main, gather_from_ranks, is_main_process
 from run import Observer, StepRecord
 from runtime.files import atomic_write, best_effort, rollouts_file, steps_with_rollouts
-from runtime.start import OwnCodeError
+from runtime.rank import OwnCodeError
 
 if TYPE_CHECKING:  # half a second that most processes never need
     import pyarrow as pa

@@ -14,7 +14,7 @@ import numpy as np
 from batch import Rollout, Row
 from grading import Grade
 from runtime.files import cause, checkpoints, rollouts_file, run_and_step, steps_with_rollouts
-from runtime.start import RunError
+from runtime.rank import RunError
 from sampling import Sampler
 
 GRADE = ("reward", "reward_status", "reward_parts", "read_as", "turn_rewards")  # the columns of a grade

@@ -36,8 +36,7 @@ from flags import EngineSettings, Sampling, Servers
 from fsdp_utils import broadcast_from_main, end_if_requested, gather_from_ranks, set_allocator
 from model.weights import load_config
 from run import Run
-from runtime.stall import beat
-from runtime.start import RunError, requested
+from runtime.rank import RunError, beat, requested
 
 LOOK_SECONDS = 0.1  # between two looks of ranks that wait for servers
 

@@ -31,7 +31,8 @@ from extras.turns.turns import EpisodeState, Turns
 from flags import Sampling
 from model.sizes import MOST_ON_GPU
 from runtime.machine import own_address
-from runtime.start import RunError, end_at_once
+from runtime.rank import RunError
+from runtime.start import end_at_once
 
 TIMEOUT_SECONDS = 600.0  # a server that does not answer at its start, or makes no progress, for so long has failed
 MEETING_SECONDS = 60.0  # that a server has to come for its weights

@@ -34,7 +34,7 @@ from grading import Grade
 from grading.pool import Outcome
 from run import Observer
 from runtime.progress import progress
-from runtime.start import requested
+from runtime.rank import requested
 
 REPLY_STEPS = 4  # of the engine, from the end of a turn to the next one: replies come meanwhile, others sample on
 REPLY_SECONDS = 3.0  # that an engine then waits for a reply, on a busy machine, too; see `Turns.replies`

@@ -26,7 +26,7 @@ from flags import EngineSettings, Sampling, Servers
 from helpers.fake_servers import HAS, KEY, TOKENIZER, A, B, FakeServer, engine_of, synced
 from helpers.made_up import ALONE, load_policy, make_model, make_row
 from helpers.runs import ENVIRONMENT, GUARD_SECONDS, ROOT, wait_for
-from runtime.start import RunError
+from runtime.rank import RunError
 
 MODEL = "Qwen2ForCausalLM of 2 layers, hidden size 64, vocabulary of 64"
 

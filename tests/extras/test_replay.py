@@ -17,7 +17,7 @@ from helpers.runs import metrics_of, torchrun, training_flags
 from reports.samples import pack_step
 from run import StepRecord
 from runtime.files import rollouts_file, steps_with_rollouts
-from runtime.start import RunError
+from runtime.rank import RunError
 from watch.rollouts import Keeper
 
 ROWS = [make_row([1, 2, 3], where="a.jsonl:1", text="<user>x"), make_row([4], where="a.jsonl:2")]

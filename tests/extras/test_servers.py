@@ -36,7 +36,8 @@ from gate.inputs import check_places
 from helpers.fake_servers import DESCRIPTION, KEY, WEIGHTS, A, B, FakeServer, engine_of, sampler_over, synced
 from helpers.made_up import flags, load_policy, make_model, make_row
 from helpers.runs import SERVERS, begin, launched, metrics_of, torchrun, training_flags, wait_for
-from runtime.start import RunError, reason_file
+from runtime.rank import RunError
+from runtime.start import reason_file
 from soak import is_running, ranks_of
 
 ROWS = [make_row([number, number + 1], where=f"row {number}") for number in range(8)]

@@ -34,7 +34,7 @@ from helpers.made_up import ALONE, flags, make_rollout, make_row, policy_of, tra
 from helpers.runs import copy_at, lines, metrics_of, torchrun, training_flags, without_times
 from helpers.user_code import DEEDS
 from reports.samples import UNKNOWN, pack_samples
-from runtime.start import OwnCodeError, RunError
+from runtime.rank import OwnCodeError, RunError
 from update import compute_advantages
 from warm_start import build_tokenizer
 

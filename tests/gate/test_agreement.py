@@ -8,7 +8,7 @@ import pytest
 from gate.agreement import check_same_start, check_same_step, differences, digest
 from helpers.made_up import make_grade, make_rollout
 from helpers.runs import run_ranks, training_flags
-from runtime.start import RunError
+from runtime.rank import RunError
 
 OTHER_REWARD = """
 import os, runpy

@@ -40,7 +40,7 @@ from model.sizes import HYBRIDS
 from model.weights import load_config
 from policy import Policy
 from rollout import Engine
-from runtime.start import RunError
+from runtime.rank import RunError
 from sampling import DrawSettings
 from update import logprobs_under
 

@@ -28,7 +28,7 @@ from extras.servers.weights import Gloo
 from flags import Sampling
 from helpers.made_up import flags, make_grade, make_row
 from policy import Policy
-from runtime.start import RunError
+from runtime.rank import RunError
 from sampling import DrawSettings, Sampler
 from warm_start import build_tokenizer
 

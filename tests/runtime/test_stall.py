@@ -8,13 +8,14 @@ import sys
 import pytest
 
 from helpers.runs import ENVIRONMENT, wait_for
-from runtime import stall
-from runtime.stall import Place, beat, in_phase, watch
+from runtime.rank import PLACE, Place, beat
+from runtime.stall import in_phase, watch
 
 HANGS = """
 import sys, time
 from pathlib import Path
-from runtime.stall import beat, watch
+from runtime.rank import beat
+from runtime.stall import watch
 
 def work() -> None:
     for _ in range(15):
@@ -38,7 +39,7 @@ def test_a_rank_that_hangs_leaves_its_stacks(tmp_path):
     assert file.read_text() == ""
     wait_for(lambda: "in <module>" in file.read_text())
     stacks = file.read_text()
-    assert stacks.startswith("Timeout (0:00:01)!") and ", line 11 in hang" in stacks and "in work" not in stacks
+    assert stacks.startswith("Timeout (0:00:01)!") and ", line 12 in hang" in stacks and "in work" not in stacks
     assert process.poll() is None
     process.kill()
     assert process.wait() == -signal.SIGKILL
@@ -46,8 +47,9 @@ def test_a_rank_that_hangs_leaves_its_stacks(tmp_path):
 
 @pytest.fixture
 def place(monkeypatch) -> Place:
-    monkeypatch.setattr(stall, "PLACE", Place())
-    return stall.PLACE
+    for name, value in vars(Place()).items():
+        monkeypatch.setattr(PLACE, name, value)
+    return PLACE
 
 
 def test_phases_nest_and_that_of_an_exception_stays(place):

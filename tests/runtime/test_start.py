@@ -7,12 +7,14 @@ import sys
 import pytest
 
 from helpers.runs import ROOT, run_command
-from runtime.start import FOLDER, reason_file
+from runtime.rank import FOLDER
+from runtime.start import reason_file
 
 BEGINS = """
 import atexit, multiprocessing, sys, time
 sys.path.insert(0, "{root}")
-from runtime.start import RunError, join_launcher
+from runtime.rank import RunError
+from runtime.start import join_launcher
 from command_line import exit_with_error
 join_launcher()
 """.replace("{root}", str(ROOT))

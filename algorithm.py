@@ -35,8 +35,6 @@ NAMES: dict[str, dict[str, str]] = {  # flag -> name -> module:function
     },
     "--policy_loss": {
         "clip": "grpo:clip",
-        "gspo": "grpo:gspo",
-        "cispo": "grpo:cispo",
         "reinforce": "grpo:reinforce",
     },
     "--loss_aggregation": {
@@ -49,7 +47,6 @@ NAMES: dict[str, dict[str, str]] = {  # flag -> name -> module:function
         "k1": "grpo:k1",
         "k2": "grpo:k2",
         "k3": "grpo:k3",
-        "k3+": "grpo:k3_plus",
         "none": "grpo:no_kl",
     },
     "--kl_direction": {},
@@ -58,6 +55,7 @@ NAMES: dict[str, dict[str, str]] = {  # flag -> name -> module:function
 EXTRAS = {  # flag -> the room with more `NAMES` of this form
     "--advantage": "extras.losses",
     "--policy_loss": "extras.losses",
+    "--kl_estimator": "extras.losses",
     "--kl_direction": "extras.teacher",
     "--rollout_correction": "extras.losses",
 }

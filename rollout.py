@@ -197,22 +197,6 @@ class Engine:
             finished.append((number, completion))
         return finished
 
-    def abort_unfinished(self) -> list[tuple[int, list[int], list[float]]]:
-        """Aborts each unfinished request. Returns (number, token ids, log-probs) of what it has sampled so far.
-
-        They are read out of vLLM, which returns a request at its end, or all of it at each token.
-        """
-        engine = self.llm.llm_engine
-        states = dict(engine.output_processor.request_states)
-        unfinished = []
-        for state in states.values():
-            logprobs = list(state.logprobs_processor.logprobs.logprobs)
-            unfinished.append((int(state.external_req_id), list(state.detokenizer.output_token_ids), logprobs))
-        engine.abort_request(list(states), internal=True)
-        self.requests.clear()
-        self.empty_queue()
-        return unfinished
-
     def empty_queue(self) -> None:
         """Waits for the steps that GPUs compute ahead of the outputs; they are thrown away.
 

@@ -101,14 +101,14 @@ def load_models(
             # First, so that a wrong key or model of a server ends the run before weights are loaded.
             servers = None
             if args.engine == "server" and not args.replay:
-                from extras.servers.engine import build_servers
+                from extras.servers.engine import build_servers, describe_weights
 
                 given = engine_settings(args), Servers.from_flags(args)
                 servers = build_servers(args.model, *given, inputs.tokenizer, inputs.turns, run, run.step)
             policy, reference, optimizer = build_policy(args.model, memory, lora, adamw, teacher, args.seed, run.world)
             engine = servers or build_engine(args, inputs, run)
             if servers:
-                servers.weights = policy.describe_weights()
+                servers.weights = describe_weights(policy)
     except ValueError as error:  # weights that do not fit config.json
         exit_with_error(error)
     run.say(describe_policy(policy))
@@ -362,7 +362,7 @@ def main(args: Namespace) -> None:
                     metrics |= evaluator.run(engine, step)
 
             # 7. Log, before the checkpoint: a kill in between repeats a step and loses no line.
-            work = work_of_step(sampler.rollout, rollout, updates, plan.num_iterations, policy.update_flops)
+            work = work_of_step(sampler.rollout, rollout, updates, plan.num_iterations, policy)
             metrics |= merge_updates(trained) | throughput(work, sampler.seconds_RE, run.times(), world)
             run.log(step, metrics)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo import Tokens, mismatch
+from extras.losses.sequences import sequence_sum
+from grpo import LOG_RATIO_LIMIT, Tokens, log_mismatch, mismatch
 
 
 def token_truncate(t: Tokens, *, largest: float = 2.0) -> tuple[Tensor, Tensor]:
@@ -18,7 +19,7 @@ def token_truncate(t: Tokens, *, largest: float = 2.0) -> tuple[Tensor, Tensor]:
 
 def sequence_truncate(t: Tokens, *, largest: float = 2.0) -> tuple[Tensor, Tensor]:
     """min(product of the sequence's ratios, largest). Liu et al., "When Speed Kills Stability" (2025)."""
-    return truncated(mismatch(t, is_sequence=True), largest)
+    return truncated(sequence_mismatch(t), largest)
 
 
 def token_mask(t: Tokens, *, smallest: float = 0.5, largest: float = 2.0) -> tuple[Tensor, Tensor]:
@@ -28,7 +29,12 @@ def token_mask(t: Tokens, *, smallest: float = 0.5, largest: float = 2.0) -> tup
 
 def sequence_mask(t: Tokens, *, smallest: float = 0.5, largest: float = 2.0) -> tuple[Tensor, Tensor]:
     """The product of the sequence's ratios within smallest and largest, 0 outside."""
-    return masked(mismatch(t, is_sequence=True), smallest, largest)
+    return masked(sequence_mismatch(t), smallest, largest)
+
+
+def sequence_mismatch(t: Tokens) -> Tensor:
+    """The product of `mismatch` over the whole sequence, added up in logs."""
+    return sequence_sum(log_mismatch(t), t.sequence_ids).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def truncated(ratio: Tensor, high: float) -> tuple[Tensor, Tensor]:

@@ -18,8 +18,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple, Self, dataclass_transform
 
-from runtime.rank import launched_world_size
-
 MORE_UNFINISHED = 0.5  # --partial_rollouts: unfinished prompts beyond a step's, as a share of a step's
 MOST_LAG = 4  # --partial_rollouts: steps that the oldest token may be behind; its group is then waited for
 
@@ -505,25 +503,9 @@ def default_dtype(needs_bfloat16: bool = False) -> str:
     return "bfloat16" if num_gpus or needs_bfloat16 else "float32"
 
 
-def ranks_per_engine(args: argparse.Namespace, num_ranks: int | None = None) -> int:
-    """Ranks that see the same completions and grade them once: servers are to all ranks as one engine."""
-    return args.tensor_parallel_size if args.engine == "colocated" else num_ranks or launched_world_size()
-
-
 def most_lag(args: argparse.Namespace) -> int:
     """The number of steps that the weights that sample may be behind the trained ones."""
     return MOST_LAG if args.partial_rollouts else args.steps_ahead
-
-
-def free_on_resume(args: argparse.Namespace) -> set[str]:
-    """Names of the flags that may differ when a run continues: also its length, unless something may depend on it.
-
-    That is the learning rate, or a function of the user's that knows the length.
-    """
-    free = {each.name.removeprefix("--") for each in FLAGS.values() if each.free_on_resume or each in GROUPS[DRY_RUN]}
-    is_constant = args.lr_schedule == "constant" and not args.warmup_ratio
-    is_constant &= ".py:" not in args.policy_loss + args.advantage + args.kl_estimator
-    return free | {"total_steps", "epochs", "total_episodes"} if is_constant else free
 
 
 def ks_of_pass(num_samples: int) -> list[int]:

@@ -271,7 +271,6 @@ class Algorithm:
     temperature: float  # logits are divided by it, in the sampler and in the trainer
     num_iterations: int  # passes over a rollout
     most_lag: int  # steps that the weights that sample may be behind; 0: they are the trained ones
-    description: str  # what the flags amount to, in words: the log's first line
     kl_direction: Callable[[Tensor, Tensor], Tensor] | None = None  # with --kl_over vocabulary
 
     @property

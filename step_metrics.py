@@ -15,6 +15,7 @@ import torch
 
 from batch import Batch, Metrics, Rollout, Update
 from fsdp_utils import World, sum_over_trainers
+from grading import NOT_GRADED
 from policy import Policy
 from runtime.cards import GPUS
 
@@ -46,7 +47,7 @@ def rollout_metrics(rollout: Rollout, group_size: int) -> Metrics:
     }
     if rollout.has_replies:
         metrics["completion/turns_mean"] = np.mean([turns.max() + 1 for turns in rollout.turns])
-    if rollout.has_rewards:
+    if any(grade.status != NOT_GRADED for grade in rollout.grades):  # not with --reward none
         metrics |= reward_metrics(rollout, group_size) | part_metrics(rollout)
     return floats(metrics)
 
@@ -112,7 +113,8 @@ def lag_metrics(trained: Rollout) -> Metrics:
     """Steps by which the weights that sampled are behind; {} where they cannot be."""
     if "lags" not in trained.parts:
         return {}
-    lags_B = trained.sampled_only(trained.parts["lags"])
+    # Without the tokens that an environment said.
+    lags_B = [lags[chosen] for lags, chosen in zip(trained.parts["lags"], trained.is_sampled, strict=True)]
     lags = [lags for lags, length in zip(lags_B, trained.trained_lengths_B, strict=True) if length]
     together = np.concatenate([*lags, np.zeros(0 if lags else 1)])
     is_mixed = [len(set(lags.tolist())) > 1 for lags in lags_B]

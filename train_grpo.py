@@ -38,12 +38,11 @@ from flags import (
     Saving,
     Servers,
     TurnLimits,
-    free_on_resume,
-    ranks_per_engine,
 )  # fmt: skip
 from fsdp_utils import World, close_world, init_world, is_main_process, set_allocator
 from gate.agreement import check_same_step, check_world
-from gate.describe import describe_plan, describe_policy, describe_world
+from gate.checks import free_on_resume, ranks_per_engine
+from gate.describe import describe_algorithm, describe_plan, describe_policy, describe_world
 from gate.digests import digest, digest_of_config, digest_of_data, digest_of_weights, digests_of_files
 from gate.inputs import (
     Inputs,
@@ -263,7 +262,7 @@ def open_run(args: Namespace, algorithm: Algorithm) -> tuple[Inputs, PromptData,
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
     run = Run(out_dir, lock, world, plan.total_steps, observers_of(args, inputs, world, plan.total_steps))
-    run.say(f"{describe_world(world)}; {describe_plan(plan)}\n{algorithm.description}")
+    run.say(f"{describe_world(world)}; {describe_plan(plan)}\n{describe_algorithm(args)}")
     if world.is_main:
         run.say("\n".join(describe_data([train_data, *eval_sets], inputs.tokenizer, out_dir / "excluded_rows.jsonl")))
     return inputs, train_data, eval_sets, plan, run

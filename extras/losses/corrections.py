@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from extras.losses.sequences import sequence_sum
-from grpo import LOG_RATIO_LIMIT, Tokens, log_mismatch, mismatch
+from extras.losses.sequences import sequence_mismatch
+from grpo import Tokens, mismatch
 
 
 def token_truncate(t: Tokens, *, largest: float = 2.0) -> tuple[Tensor, Tensor]:
-    """min(ratio of the token, largest): truncated importance sampling.
-
-    Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
+    """min(ratio of the token, largest). Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training" (2025).
     """
     return truncated(mismatch(t), largest)
 
@@ -30,11 +29,6 @@ def token_mask(t: Tokens, *, smallest: float = 0.5, largest: float = 2.0) -> tup
 def sequence_mask(t: Tokens, *, smallest: float = 0.5, largest: float = 2.0) -> tuple[Tensor, Tensor]:
     """The product of the sequence's ratios within smallest and largest, 0 outside."""
     return masked(sequence_mismatch(t), smallest, largest)
-
-
-def sequence_mismatch(t: Tokens) -> Tensor:
-    """The product of `mismatch` over the whole sequence, added up in logs."""
-    return sequence_sum(log_mismatch(t), t.sequence_ids).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def truncated(ratio: Tensor, high: float) -> tuple[Tensor, Tensor]:

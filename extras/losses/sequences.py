@@ -1,9 +1,11 @@
-"""Sums and means over whole sequences, at each of their tokens: what several losses are made of."""
+"""Sums, means and ratios over whole sequences, at each of their tokens: what several losses are made of."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from grpo import LOG_RATIO_LIMIT, Tokens, log_mismatch
 
 
 def sequence_mean(values: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
@@ -15,3 +17,8 @@ def sequence_mean(values: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
 def sequence_sum(values: Tensor, sequence_ids: Tensor) -> Tensor:
     """At each token, the sum of the values over its whole sequence."""
     return torch.zeros_like(values).index_add(0, sequence_ids, values)[sequence_ids]
+
+
+def sequence_mismatch(t: Tokens) -> Tensor:
+    """The product of `mismatch` over the whole sequence, added up in logs."""
+    return sequence_sum(log_mismatch(t), t.sequence_ids).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()

@@ -9,11 +9,11 @@ import pytest
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 
 import evaluate
+from gate.inputs import Inputs
 from gate.models import check_compile, check_context, check_model, check_parallel, check_path
 from helpers.made_up import flags
 from model.weights import load_config
 from plan.dry_run import dry_run
-from train_grpo import load_inputs
 
 
 def test_the_folder_of_a_run_is_refused_and_its_models_named(tmp_path):
@@ -117,7 +117,7 @@ def test_router_replay_needs_experts():
 def test_dry_run_training_and_evaluation_refuse_them_alike(tmp_path, monkeypatch, capsys):
     AutoConfig.for_model("mixtral").save_pretrained(tmp_path)
     args = flags(model=tmp_path)
-    for attempt in (dry_run, load_inputs):
+    for attempt in (dry_run, Inputs.load):
         with pytest.raises(ValueError, match=r"\(mixtral\) has experts"):
             attempt(args)
     monkeypatch.setattr(sys, "argv", ["evaluate.py", "--model", str(tmp_path), "--data", "d"])

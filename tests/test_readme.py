@@ -164,8 +164,9 @@ def lines_of(file: str, names: list[str]) -> int:
     return sum(sizes[name] for name in names)
 
 
-def test_what_is_to_be_read_has_the_lines_that_the_readme_says():
-    heading, section = re.search(r"^## Read ([\d,]+) lines$(.*?)^## ", README, re.M | re.S).groups()
+def test_what_is_to_be_read_is_about_a_thousand_lines():
+    """Within 10 %."""
+    section = re.search(r"^## Read about a thousand lines$(.*?)^## ", README, re.M | re.S)[1]
     rows = re.findall(r"^\| `(\S+\.py)` \| (.*) \|$", section, re.M)
     total = sum(lines_of(file, re.findall("`(.+?)`", names)) for file, names in rows)
-    assert len(rows) == 10 and int(heading.replace(",", "")) == total
+    assert len(rows) == 10 and 900 <= total <= 1100

@@ -40,7 +40,6 @@ def check(policy: Path, out_dir: Path, **changes: object) -> None:
     ({"prompts_per_step": 128, "prompts_per_update": 128}, ["64 usable rows", "--prompts_per_step 128"]),
     ({"eval_temperature": 0, "eval_samples": 4}, ["--eval_samples 4", "--eval_temperature 0", "--eval_samples 1"]),
     ({"image_column": "image"}, ["--image_column 'image'", "of the type 'qwen2'", "qwen2_5_vl"]),
-    ({"max_pixels": 4000}, ["--max_pixels 4000 has no effect here, only with --image_column"]),
     ({"stop_tokens": ""}, ["--stop_tokens '': no token of the tokenizer"]),
     ({"stop_tokens": "<|im_end|>"}, ["--stop_tokens '<|im_end|>'", "no token of the tokenizer", "special ones are"]),
     ({"reward": "absent.py:score"}, ["--reward", "FOLDER/absent.py", "does not exist"]),

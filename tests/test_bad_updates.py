@@ -15,7 +15,7 @@ from algorithm import algorithm_of
 from batch import Update, pack
 from flags import Memory
 from helpers.made_up import ALONE, flags, load_policy, make_rollout
-from helpers.runs import PROGRAMS, run_ranks, training_flags
+from helpers.runs import CALL, name_of, run_program, run_ranks, training_flags
 from runtime.start import RunError
 from schedule import UpdateStep
 from update import MOST_SKIPPED, UpdateGuard, check_gap, update_policy, with_advantages
@@ -97,9 +97,23 @@ def test_no_update_is_made_if_log_probs_are_beyond_the_bound(gap):
     check_gap(metrics | {"policy/loss": nan}, bounded)  # then log-probs say nothing of the sampler
 
 
+def cooler(*flags: str) -> None:
+    """train_grpo.py with an engine that samples the training prompts at 0.8 times the temperature that it is told."""
+    import rollout
+
+    play = rollout.play_one_turn
+
+    def cooler(engine: rollout.Engine, rows: list, sampling: object, description: str) -> object:
+        is_training = not description.startswith("evaluate")
+        return play(engine, rows, replace(sampling, temperature=0.8) if is_training else sampling, description)
+
+    rollout.play_one_turn = cooler
+    run_program(["train_grpo.py", *flags])
+
+
 def test_a_sampler_at_another_temperature_ends_the_run(policy, tmp_path):
     """The sentence is the last thing that the program says; its file has the tokens of the step."""
-    done = run_ranks(2, PROGRAMS, ["cooler", *training_flags(policy, tmp_path / "run")])
+    done = run_ranks(2, CALL, [name_of(cooler), *training_flags(policy, tmp_path / "run")])
     file = tmp_path / "run" / "rollouts" / "step_1.parquet"
     said = done.stderr.strip().splitlines()[-1]
     assert done.returncode != 0 and "error: step 1, update 1 is not made" in said and "Traceback" not in done.stderr

@@ -1,14 +1,19 @@
-"""What the CUDA branches rely on, without a GPU: how vLLM resolves our options on faked ones; sleep; signatures."""
+"""CUDA by fakes: what the CUDA branches do, without a GPU, and what they rely on.
 
-import ast
+vLLM resolves our options on GPUs that it believes in; the engine sleeps; packing, chunks, streams and transfers run.
+"""
+
 import inspect
+import itertools
 import json
 import os
 import pkgutil
-import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
@@ -16,25 +21,142 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention import varlen
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config
 
+import fsdp_utils
+import model.head
+import train_grpo
+from batch import pack
 from command_line import parse_flags
 from engine import vllm_setup
-from engine.options import memory_errors
-from flags import EngineSettings, Sampling
+from engine.options import EngineDemand, engine_options, largest_share, memory_errors
+from extras.models.vision import Vision
+from flags import EngineSettings, Servers
 from fsdp_utils import World, begin_gather, fill_from_main
-from gate.agreement import program_files
-from helpers.programs import GPUS
-from helpers.runs import PROGRAMS, ROOT, said, torchrun
+from gate.checks import check_flags
+from gate.inputs import check_places
+from gate.models import length_limits
+from helpers.distributed import run_work
+from helpers.engines import findings, start_engine
+from helpers.made_up import flags, load_policy, make_rollout
+from helpers.runs import CALL, ROOT, name_of, said, torchrun
+from model import attention, sizes
+from model.attention import check_device
+from model.optimizer import ChunkedAdamW
+from model.packed import Packing
 from plan.dry_run import config_of
 from smoke_inputs import SETUPS, make_model
 from test_setups import launched
+from tests.model.test_attention import SEVERAL_RECTANGLES, WINDOW, random_model
+from tests.model.test_optimizer import chunked, gradients, train
+from tests.watch.test_memory import LOWER_BATCH, RANK_3, ended_with
+from watch import memory as watch
+from watch.memory import MemoryWatch
 
 # How vLLM resolves our options ----------------------------------------------------------------------------------------
+
+GIB = 2**30
+GPUS = {  # name, compute capability, multiprocessors, bytes
+    "H100": ("NVIDIA H100 80GB HBM3", (9, 0), 132, 85_017_493_504),
+    "A100": ("NVIDIA A100-SXM4-80GB", (8, 0), 108, 85_094_039_552),
+}
+
+
+def fake(kind: str) -> None:
+    """From here on vLLM believes in a node of 8 such GPUs, with Triton and FlashInfer installed."""
+    for kernels in ("vllm._C_stable_libtorch", "vllm.vllm_flash_attn"):
+        sys.modules[kernels] = mock.MagicMock(__spec__=ModuleSpec(kernels, None))
+    import vllm.platforms
+    from vllm.platforms.cuda import CudaPlatformBase
+    from vllm.platforms.interface import DeviceCapability
+
+    name, capability, multiprocessors, num_bytes = GPUS[kind]
+    answers = {
+        "get_device_name": name, "get_device_capability": DeviceCapability(*capability), "device_count": 8,
+        "num_compute_units": multiprocessors, "get_device_total_memory": num_bytes, "is_fully_connected": True,
+        "is_pin_memory_available": True, "is_cumem_allocator_available": True, "is_sleep_mode_available": True,
+    }  # fmt: skip
+    methods = {key: classmethod(lambda *_, value=value, **__: value) for key, value in answers.items()}
+    vllm.platforms._current_platform = type("Faked", (CudaPlatformBase,), methods)()
+    torch.cuda.device_count = torch.accelerator.device_count = lambda: 8
+    torch.cuda.get_device_capability = lambda *_: capability
+
+    import vllm._custom_ops
+    import vllm.config.compilation
+    import vllm.config.vllm
+    import vllm.utils.flashinfer
+
+    vllm._custom_ops.cutlass_scaled_mm_supports_block_fp8 = lambda _: False  # asked while modules are imported
+    vllm.config.vllm.HAS_TRITON = True
+    vllm.utils.flashinfer.has_flashinfer = lambda: True
+    sizes = "default_fi_allreduce_fusion_max_size_mb"  # in a module that needs the kernels
+    setattr(vllm.config.compilation.PassConfig, sizes, staticmethod(dict))
+
+
+def configuration(options: dict[str, object], num_ranks: int) -> object:
+    """The `VllmConfig` that `vllm.LLM` would start with."""
+    from vllm import LLM
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    stopped = mock.patch.object(LLMEngine, "from_engine_args", side_effect=InterruptedError)
+    with stopped as start, suppress(InterruptedError):
+        LLM(**options)
+    given = start.call_args.kwargs
+    return given["engine_args"].create_engine_config(given["usage_context"])
+
+
+def described(config: object) -> dict[str, object]:
+    """What a run depends on, by the name that the tests use."""
+    graphs, scheduler, kernels = config.compilation_config, config.scheduler_config, config.kernel_config
+    model, parallel = config.model_config, config.parallel_config
+    return {
+        "runner": 2 if config.use_v2_model_runner else 1, "is_asynchronous": scheduler.async_scheduling,
+        "graphs": graphs.cudagraph_mode.name, "captured": graphs.cudagraph_capture_sizes,
+        "sequences": scheduler.max_num_seqs, "batched_tokens": scheduler.max_num_batched_tokens,
+        "has_prefix_cache": config.cache_config.enable_prefix_caching,
+        "sleeps": model.enable_sleep_mode and model.enable_cumem_allocator and model.sleep_mode_backend == "cumem",
+        "logprobs": model.logprobs_mode, "head_dtype": str(model.head_dtype),
+        "tries_flashinfer": kernels.enable_flashinfer_autotune, "experts": kernels.moe_backend,
+        "linear_attention": config.additional_config["gdn_prefill_backend"],
+        "fuses_all_reduce": graphs.pass_config.fuse_allreduce_rms,
+        "has_custom_all_reduce": not parallel.disable_custom_all_reduce,
+        "executor": parallel.distributed_executor_backend, "worker": parallel.worker_cls,
+        "tp_size": parallel.tensor_parallel_size, "returns_routes": config.aux_output_config.enabled,
+    }  # fmt: skip
+
+
+def resolve(kind: str, engines: str, output: str) -> None:
+    """What vLLM makes of our options on a kind of GPU that is not there; no engine is started, without weights.
+
+    `engines` is a file (JSON): name -> folder with a config.json, the flags of train_grpo.py, number of ranks. The
+    platform's answers about the GPU are made up; vLLM itself decides all the rest.
+    """
+    assert "vllm" not in sys.modules, "it has asked for GPUs already"
+    fake(kind)
+    import vllm.envs
+
+    import rollout  # noqa: F401  it sets the environment of vLLM
+
+    adds = vllm.envs.VLLM_ALLREDUCE_USE_FLASHINFER
+    found = {"log level": os.environ["VLLM_LOGGING_LEVEL"], "adds with FlashInfer": adds}
+    for name, engine in json.loads(Path(engines).read_text()).items():
+        args = parse_flags(engine["flags"])
+        world = World(0, engine["ranks"], args.tensor_parallel_size, torch.device("cuda"))
+        settings = EngineSettings.from_flags(args, max_model_len=sum(length_limits(args)))
+        vision = SimpleNamespace(size={"shortest_edge": 3136, "longest_edge": args.max_pixels})
+        sequences = largest_share([(args.prompts_per_step, args.group_size)], world.num_engines)
+        demand = EngineDemand(sequences, Vision.engine_options(vision, 1) if args.image_column else {})
+        options = engine_options(engine["folder"], settings, True, world.tp_size, demand)
+        found[name] = described(configuration(options, engine["ranks"]))
+    Path(output).write_text(json.dumps(found))
+
 
 ENGINES = {  # set-up -> ranks per engine, sequences at a time: its share of a step, at most 512
     "qwq32b_8xh100": (8, 512),  # 2,560 in all
@@ -51,7 +173,7 @@ ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "qwen
 
 @pytest.fixture(scope="module")
 def resolved(tmp_path_factory) -> dict[str, dict]:
-    """Kind of GPU -> what `resolved` of tests/helpers/programs.py found for each of `ENGINES`."""
+    """Kind of GPU -> what `resolve` found for each of `ENGINES`."""
     folder, engines = tmp_path_factory.mktemp("resolved"), {}
     for name in ENGINES.keys() - {"replay"}:
         num_nodes, num_ranks, flags = launched(name)
@@ -69,7 +191,7 @@ def resolved(tmp_path_factory) -> dict[str, dict]:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
     for rank, kind in enumerate(GPUS):
-        command = [sys.executable, PROGRAMS, "resolved", kind, folder / "engines.json", folder / kind]
+        command = [sys.executable, CALL, name_of(resolve), kind, folder / "engines.json", folder / kind]
         said(command, environment | {"RANK": str(rank)})
     return {kind: json.loads((folder / kind).read_text()) for kind in GPUS}
 
@@ -238,175 +360,26 @@ def test_an_engine_that_lacks_memory_at_the_start_says_so(monkeypatch):
             raise error
 
 
+def hidden(world: World, path: str) -> dict[str, list[str]]:
+    engine = start_engine(path, world, dtype="bfloat16")
+    found = findings(engine)
+    engine.close()
+    return found
+
+
 def test_an_engine_of_llama_loses_nothing_in_its_sleep(tmp_path):
     """Qwen2: tests/test_rollout.py; Qwen2.5-VL: tests/extras/test_vision.py."""
     make_model(SETUPS["tulu8b_rlvr_7plus1"], tmp_path / "model")
-    arguments = "engines:hidden", 1, 2, tmp_path / "found.pt", tmp_path / "model"
-    done = torchrun(1, "tests/helpers/distributed.py", *arguments)
+    done = torchrun(1, CALL, name_of(run_work), name_of(hidden), 1, tmp_path / "found.pt", tmp_path / "model")
     assert "WARNING" not in done.stdout, "vLLM's warnings are shown"
     found = torch.load(tmp_path / "found.pt")
     assert found["hidden"] == [] and [name.rpartition(".")[2] for name in found["planted"]] == ["planted"]
 
 
-# Signatures -----------------------------------------------------------------------------------------------------------
-
-FOREIGN = {"vllm", "torch", "transformers", "pebble", "peft", "safetensors"}
-WORKER, RUNNER = "vllm.v1.worker.gpu_worker:Worker", "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
-# Methods that only CUDA runs: how our code writes a call -> where it is defined.
-METHODS = {
-    "self.llm.sleep": ["vllm.entrypoints.llm:LLM.sleep"],
-    "self.llm.wake_up": ["vllm.entrypoints.llm:LLM.wake_up"],
-    "self.llm.llm_engine.engine_core.reset_encoder_cache": [
-        f"{kind}.reset_encoder_cache" for kind in ("vllm.v1.engine.core_client:InprocClient", WORKER, RUNNER)
-    ],
-    "reload_weights": [  # the worker and its runners (V2, V1), with the keywords of `collective_rpc`
-        f"{kind}.reload_weights" for kind in (WORKER, RUNNER, "vllm.v1.worker.gpu_model_runner:GPUModelRunner")
-    ],
-}
-# What only objects have: class -> names that we read, and methods that we call or take the place of, with their first
-# parameters.
-OBJECTS = {
-    "pebble:ProcessPool": "_pool_manager _context schedule(function,args,kwargs,timeout) stop() join(timeout)",
-    "pebble.pool.process:PoolManager": "worker_manager task_manager __init__(context,mp_context) update_workers() "
-    "process_next_message(timeout)",
-    "pebble.pool.process:WorkerManager": "pool_channel workers_number inspect_workers() create_workers()",
-    "pebble.pool.process:TaskManager": "tasks task_done(task_id,result)",
-    "pebble.pool.base_pool:Task": "id worker_id",
-    "pebble.pool.channel:Channel": "poll",
-    "vllm:LLM": "llm_engine request_counter enqueue(prompts,sampling_params) apply_model(func) reset_prefix_cache() "
-    "collective_rpc(method)",
-    "vllm.v1.engine.llm_engine:LLMEngine": "engine_core output_processor step() has_unfinished_requests() "
-    "abort_request(request_ids,internal)",
-    "vllm.v1.engine.core_client:InprocClient": "engine_core shutdown()",
-    "vllm.v1.engine.core:EngineCore": "scheduler batch_queue",
-    "vllm.v1.core.sched.scheduler:Scheduler": "kv_cache_manager",
-    "vllm.v1.core.kv_cache_manager:KVCacheManager": "block_pool",
-    "vllm.v1.core.block_pool:BlockPool": "cached_block_hash_to_block",
-    "vllm.v1.engine.output_processor:OutputProcessor": "request_states",
-    "vllm.v1.engine.output_processor:RequestState": "external_req_id logprobs_processor detokenizer",
-    "vllm.v1.engine.detokenizer:IncrementalDetokenizer": "output_token_ids()",
-    "vllm.logprobs:FlatLogprobs": "logprobs",
-    "vllm.distributed.weight_transfer.nccl_engine:NCCLWeightTransferEngine": "model_update_group parallel_config "
-    "device model receive_weights(update_info) init_transfer_engine(init_info) finish_weight_update() shutdown() "
-    "parse_update_info(update_dict)",
-    "vllm.distributed.weight_transfer.nccl_engine:NCCLWeightTransferUpdateInfo": "names dtype_names shapes",
-    "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod": "process_weights_after_loading"
-    "(layer)",
-    "vllm:RequestOutput": "request_id prompt_token_ids outputs finished",
-    "vllm.outputs:CompletionOutput": "token_ids logprobs finish_reason routed_experts",
-    "vllm.config:VllmConfig": "model_config cache_config",
-    "vllm.config:ModelConfig": "get_num_experts() get_num_experts_per_tok() get_total_num_hidden_layers()",
-    "vllm.config:CacheConfig": "num_gpu_blocks block_size",
-    "vllm.v1.worker.cpu_worker:CPUWorker": "model_runner",
-    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": "input_batch",
-    "vllm.v1.worker.gpu_input_batch:InputBatch": "req_id_to_index block_table",
-    "vllm.v1.worker.block_table:MultiGroupBlockTable": "__getitem__(idx)",
-    "vllm.v1.worker.block_table:BlockTable": "get_numpy_array()",
-    "vllm.forward_context:ForwardContext": "slot_mapping",
-    "vllm.model_executor.layers.fused_moe.layer:MoERunner": "router layer_id",
-    "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter": "set_capture_fn(capture_fn)",
-    "vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts": "quant_method",
-    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod": "moe_kernel "
-    "process_weights_after_loading(layer)",
-    "vllm.model_executor.layers.fused_moe.modular_kernel:FusedMoEKernel": "fused_experts",
-    "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts": "process_weights_after_loading"
-    "(layer)",
-    "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed": "make_group_name",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeTopKRouter": "num_experts norm_topk_prob "
-    "forward(hidden_states)",
-    "transformers.models.qwen3_5.modeling_qwen3_5:Qwen3_5DecoderLayer": "linear_attn self_attn",
-    "transformers.models.qwen3_5.modeling_qwen3_5:Qwen3_5GatedDeltaNet": "forward(hidden_states)",
-    "vllm.model_executor.models.qwen3_5:Qwen3_5ForCausalLM": "hf_to_vllm_mapper load_weights(weights)",
-    "transformers:PreTrainedModel": "_supports_attention_backend _keys_to_ignore_on_load_unexpected get_decoder() "
-    "base_model_prefix",
-    "peft.tuners.lora:LoraLayer": "lora_A lora_B scaling lora_dropout reset_lora_parameters(adapter_name)",
-}
-
-
-def foreign_uses() -> Iterator[tuple[str, str, ast.Call | None]]:
-    """(file:line, place, call) of imports of `FOREIGN`, calls of what they name, calls of `METHODS`."""
-    for path in program_files():
-        places, tree = {}, ast.parse(path.read_text())  # own name -> "module:" or "module:name."
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom):
-                places |= {each.asname or each.name: f"{node.module}:{each.name}." for each in node.names}
-            elif isinstance(node, ast.Import):
-                places |= {each.asname or each.name: f"{each.name}:" for each in node.names}
-        places = {own: place for own, place in places.items() if re.split("[.:]", place)[0] in FOREIGN}
-        yield from ((path.name, place[:-1], None) for place in places.values())
-        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            where, name = f"{path.name}:{call.lineno}", ast.unparse(call.func)
-            own, _, rest = name.partition(".")
-            if own in places and "(" not in rest:
-                yield where, (places[own] + rest).strip("."), call
-            if name == "self.llm.collective_rpc":  # tells the workers what to call
-                keywords = [ast.keyword(key.value) for key in call.keywords[0].value.keys]
-                name, call = call.args[0].value, ast.Call(call.func, [], keywords)
-            bound = ast.Call(call.func, [ast.Name("self"), *call.args], call.keywords)
-            yield from ((where, place, bound) for place in METHODS.get(name, []))
-
-
-def resolved_name(place: str) -> object:
-    try:
-        return pkgutil.resolve_name(place)
-    except AttributeError:  # a module that its package does not import
-        return pkgutil.resolve_name(place.replace(":", "."))
-
-
-@pytest.mark.usefixtures("rollout")
-def test_what_we_import_is_there_and_takes_what_we_give():
-    """An upgrade that moves a name, or a parameter that we give, is told here by file and line."""
-    faults, bound = [], Counter()
-    for where, place, call in foreign_uses():
-        try:
-            found = resolved_name(place)
-            starred = {ast.unparse(each) for each in (call.args if call else []) if isinstance(each, ast.Starred)}
-            if call is None or starred - {"*ends"}:  # whose lengths are not in the source
-                continue
-            signature = inspect.signature(found)
-            keywords = [keyword.arg for keyword in call.keywords]
-            given = [*call.args, *starred]  # the ends, of queries and of keys, are two
-            bind = signature.bind_partial if None in keywords else signature.bind
-            bind(*given, **dict.fromkeys(filter(None, keywords)))
-            bound[place] += 1
-        except ValueError:  # written in C, without a signature
-            continue
-        except (TypeError, AttributeError, ImportError) as error:
-            faults.append(f"{where}: {place}: {error}")
-    assert not faults, "\n".join(faults)
-    assert bound.total() > 100
-    unused = {place for places in METHODS.values() for place in places} - bound.keys()
-    assert not unused, "no line calls it: take it out of the list"
-
-
-@pytest.mark.parametrize("place", OBJECTS)
-@pytest.mark.usefixtures("rollout")
-def test_objects_have_what_we_read_and_call(place):
-    """Attributes are looked for in the source: an object would have to be made."""
-    kind = pkgutil.resolve_name(place)
-    source = "".join(inspect.getsource(each) for each in kind.__mro__ if each.__module__.partition(".")[0] in FOREIGN)
-    for name, has_call, parameters in re.findall(r"(\w+)(\()?([\w,]*)\)?", OBJECTS[place]):
-        if not has_call:
-            assert hasattr(kind, name) or re.search(rf"\bself\.{name}\b|^    {name}:", source, re.MULTILINE), name
-            continue
-        method = inspect.getattr_static(kind, name)
-        if isinstance(method, property):
-            continue
-        found = [*inspect.signature(getattr(method, "__func__", method)).parameters]
-        wanted = [each for each in parameters.split(",") if each]
-        own = found[1:] if found[0] == "self" else found
-        assert own[: len(wanted)] == wanted, f"{name} takes {own}"
-
-
-@pytest.mark.usefixtures("rollout")
-def test_what_we_name_in_vllm_is_there():
+def test_a_pin_that_has_moved_is_told():
+    """Names and signatures are then compared by scripts/check_pins.py."""
     version = next(line for line in (ROOT / "requirements.txt").read_text().splitlines() if line.startswith("vllm=="))
     assert f"vLLM {version.split()[0].removeprefix('vllm==')}," in vllm_setup.__doc__, "look at each line of it again"
-    tried = pkgutil.resolve_name("vllm.engine.arg_utils:EngineArgs")  # by scripts/check_gpu.sh
-    assert tried.sleep_mode_offload_cudagraph is False
-    sampling = Sampling(num_samples=2, temperature=0.6, max_completion_tokens=9, top_p=0.95).for_vllm(7)
-    signature = inspect.signature(pkgutil.resolve_name("vllm:SamplingParams"))
-    signature.bind(**sampling, stop_token_ids=[], flat_logprobs=True)
 
 
 class Copies(TorchDispatchMode):
@@ -439,3 +412,266 @@ def test_weights_cross_the_bus_in_the_dtype_that_they_have(num_ranks):
     finally:
         dist.destroy_process_group()
     assert copies.found == [(torch.float32, torch.float32, False)] + 2 * [(torch.bfloat16, torch.bfloat16, False)]
+
+
+@pytest.mark.parametrize(("capability", "error"), [(9, None), (9, ImportError("not installed")), (10, None)])
+def test_flash_attention_3_is_requested_on_hopper_before_checks(capability, error, monkeypatch):
+    activate, checked = mock.Mock(side_effect=error), []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", activate)
+    monkeypatch.setattr(attention, "check_alignment", lambda device: checked.append(activate.called))
+    for share_prompts in (False, True):
+        check_device(torch.device("cuda"), share_prompts)
+        assert checked == [capability == 9] * share_prompts
+
+
+def test_on_a_gpu_fp32_logits_need_no_copy_of_the_weight():
+    """By the shapes of torch's own kernel, on the meta device."""
+    hidden, weight = (torch.empty(n, 8, dtype=torch.bfloat16, device="meta") for n in (3, 5))
+    logits = model.head.chunk_logits(hidden, weight, torch.float32)
+    assert (logits.shape, logits.dtype) == ((3, 5), torch.float32)
+
+
+@pytest.mark.parametrize(("free", "unused", "count", "dtype", "has_teacher", "times"), [
+    (0.5, 0.0, 16384, torch.bfloat16, False, 1),  # today's least, however little there is
+    (2.0, 0.0, 16384, torch.bfloat16, False, 4),
+    (0.5, 3.5, 16384, torch.bfloat16, False, 8),  # what the allocator holds is free, too
+    (80.0, 0.0, 16384, torch.bfloat16, False, 8),
+    (80.0, 0.0, 3000, torch.bfloat16, False, 4),  # all of them at once
+    (4.0, 0.0, 16384, torch.float32, False, 2),  # with the cast of the gradient
+    (4.0, 0.0, 16384, torch.bfloat16, True, 4),
+])  # fmt: skip
+def test_a_chunk_on_cuda_is_as_large_as_free_memory_allows(free, unused, count, dtype, has_teacher, times, monkeypatch):
+    """In GiB, beside the gradient of a 1.5B model's head; a fifth is left. Reserved memory that no
+    tensor has had is not there. On a CPU there is one size.
+    """
+    weight = mock.MagicMock(device=torch.device("cuda"), dtype=torch.bfloat16, itemsize=2, nbytes=2 * 152_064 * 1536)
+    weight.__len__.return_value = 152_064
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * 2**30 + weight.nbytes, 80 * 2**30))
+    reserved = {"memory_allocated": 9, "memory_reserved": 9 + unused + 3, "max_memory_allocated": 9 + unused}
+    for name, gib in reserved.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, gib=gib: gib * 2**30)
+    found = model.head.logits_at_once(count, weight, dtype, has_teacher)
+    assert found == times * sizes.HEAD_CHUNK_LOGITS
+    weight.device = torch.device("cpu")
+    assert model.head.logits_at_once(count, weight, dtype, has_teacher) == sizes.HEAD_CHUNK_LOGITS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_chunks_of_optimizer_state_come_and_go_in_turn(dtype, monkeypatch):
+    """One comes while another goes back, on two streams, after the gradients, before the host goes on."""
+    start, grads = torch.randn(1000, generator=torch.Generator().manual_seed(2)).to(dtype), gradients(2)
+    monkeypatch.setattr(sizes, "OPTIMIZER_CHUNK", 300)
+    wanted = chunked(start)
+    parameter = train(wanted, grads)
+    order, streams, update = [], ["main"], ChunkedAdamW._update_chunk  # what is queued; the streams in use
+    names = itertools.cycle(["side 0", "side 1"])
+
+    def make_stream() -> SimpleNamespace:
+        name = next(names)
+        return SimpleNamespace(name=name, wait_stream=lambda other: order.append(f"{name} waits for {other}"))
+
+    @contextmanager
+    def use(stream: SimpleNamespace) -> Iterator[None]:
+        streams.append(stream.name)
+        yield
+        streams.pop()
+
+    def noted(chunk: dict[str, torch.Tensor], *rest: object) -> None:
+        order.append(f"{streams[-1]}: {len(chunk['gradient'])}")
+        update(chunk, *rest)
+
+    fakes = {"is_available": lambda: True, "Stream": make_stream, "stream": use}
+    fakes |= {"current_stream": lambda: streams[-1], "synchronize": lambda: order.append("all have come")}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(ChunkedAdamW, "_update_chunk", staticmethod(noted))
+    found = chunked(start, is_state_on_host=True)
+    assert train(found, grads).equal(parameter)
+    torch.testing.assert_close([*found.state.values()], [*wanted.state.values()], atol=0, rtol=0)
+    waits = ["side 0 waits for main", "side 1 waits for main"]
+    assert order == 2 * [*waits, "side 0: 300", "side 1: 300", "side 0: 300", "side 1: 100", "all have come"]
+
+
+def test_a_gpu_rank_sets_its_allocator_its_device_and_as_threads_its_share_of_the_cores(monkeypatch):
+    """Of torchrun's 8 ranks, of which this is the fourth on its node."""
+    called, sizes = [], {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "3", "RANK": "0"}
+    for name, value in (sizes | {"OMP_NUM_THREADS": "1"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setattr(torch, "set_num_threads", called.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: called.append(str(device)))
+    monkeypatch.setattr(fsdp_utils, "set_allocator", lambda is_expandable: called.append(is_expandable))
+    monkeypatch.setattr(fsdp_utils, "meeting_point", lambda rank, size: torch.distributed.HashStore())
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **_: called.append(backend))
+    world = fsdp_utils.init_world(tp_size=1, timeout_minutes=1)
+    assert called == ["cuda:3", False, 8, "cpu:gloo,cuda:nccl"]
+    assert os.environ["OMP_NUM_THREADS"] == "8", "vLLM respects the variable"
+    assert world.device == torch.device("cuda", 3)
+
+
+def test_servers_need_gpus_that_the_ranks_leave_free(monkeypatch):
+    """On CPUs only their number counts."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for gpus, words in ((None, "give --generation_gpus"), ("1", "train on GPUs 0 to 1; use 2 and higher"), ("2", None)):
+        args = flags(engine="server", generation_gpus=gpus)
+        for is_cuda in (False, True):
+            monkeypatch.setattr("torch.cuda.is_available", lambda is_cuda=is_cuda: is_cuda)
+            check_flags(args, num_ranks=2)
+            with pytest.raises(ValueError, match=words) if words and is_cuda else nullcontext():
+                check_places(args)
+
+
+def test_a_gpu_server_gives_up_a_trainer_that_has_gone(monkeypatch):
+    """Fake events: what NCCL does on a GPU when its peer has gone is proven by reading (ncclCommAbort) alone."""
+    weights = pkgutil.resolve_name("extras.servers.weights")
+    assert weights.TENSOR_SECONDS <= 120, "so long it answers nobody after a kill amid a transfer"
+    destroyed, engine = [], object.__new__(weights.NcclEngine)
+    actions = {"broadcast": lambda *_, **__: None, "destroy": lambda: destroyed.append(True)}
+    engine.model_update_group = SimpleNamespace(**actions)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: False))
+    monkeypatch.setattr(weights, "TENSOR_SECONDS", 0.2)
+    with pytest.raises(RuntimeError, match="no weights came for 0.2 s"):
+        engine.receive(torch.zeros(1))
+    assert destroyed and engine.model_update_group is None
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_gpu_segments_can_expand_without_an_engine_in_the_ranks(replays, tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", given.append)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    log = SimpleNamespace(world=SimpleNamespace(is_main=False, device=torch.device("cpu")), out_dir=tmp_path)
+    if replays:
+        train_grpo.build_engine(SimpleNamespace(replay="runs/x"), None, log)
+    else:
+        build_servers = pkgutil.resolve_name("extras.servers.engine:build_servers")
+        build_servers("", EngineSettings(96), Servers((), (), 1, in_flight=False), None, None, log, 0)
+    assert given == ["expandable_segments:True"]
+
+
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, taken: int = 0, **stats: int) -> None:
+    """What torch says of a GPU of 80 GiB that is not there. Its own figures hold what a sleeping engine gave back."""
+    names = {"peak": "reserved_bytes.all.peak", "now": "reserved_bytes.all.current", "used": "allocated_bytes.all.peak"}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: ((80 - taken) * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {x: stats.get(key, 0) * GIB for key, x in names.items()})
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+
+
+def test_on_a_gpu_a_phase_leaves_out_what_the_engine_gave_back(monkeypatch):
+    """CUDA has 2 GiB; of an engine of 40, 1 stays; the trainer holds 12, at the peak 60, 55 in use."""
+    fake_gpu(monkeypatch, taken=2 + 1 + 12, peak=40 + 60, now=40 + 12, used=40 + 55)
+    assert watch.peak(torch.device("cuda")) == ((2 + 1 + 60) * GIB, (2 + 1 + 55) * GIB)
+
+
+# torch's kernel for packed attention on CUDA, computed on CPUs by its documentation, below the same custom operator:
+# what is packed for a GPU can so be trained, and compiled, without one.
+Place = tuple[slice, slice, Tensor]  # queries and keys of a sequence, and which of the latter each of the former sees
+
+
+windows: set[int] = set()  # of the calls so far: keys before a query; -1: all
+
+
+def places(cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, window: list[int]) -> Iterator[Place]:
+    """Causal: the last query sees the last key. The window is the number of keys before a query."""
+    before, after = window
+    windows.add(before)
+    assert after == 0 and max_q >= cu_q.diff().max() and max_k >= cu_k.diff().max()
+    bounds = (cu.unfold(0, 2, 1).tolist() for cu in (cu_q, cu_k))
+    for (first_q, end_q), (first_k, end_k) in zip(*bounds, strict=True):
+        num_k = end_k - first_k
+        distances = torch.arange(num_k - (end_q - first_q), num_k)[:, None] - torch.arange(num_k)
+        seen = (distances >= 0) & (distances <= (num_k if before == -1 else before))
+        yield slice(first_q, end_q), slice(first_k, end_k), seen
+
+
+def by_head(x: Tensor, num_heads: int) -> Tensor:
+    """[N, heads, head_dim] -> [num_heads, N, head_dim], each head of keys for its group of queries."""
+    return x.transpose(0, 1).repeat_interleave(num_heads // x.shape[1], 0)
+
+
+def attend(query, key, value, cu_q, cu_k, max_q, max_k, is_causal, scale, window, *_):
+    assert cu_q[-1] == len(query) and cu_k[-1] == len(key) == len(value)
+    out, heads = torch.empty_like(query), query.shape[1]
+    for q, k, seen in places(cu_q, cu_k, max_q, max_k, window):
+        scores = by_head(query[q], heads) @ by_head(key[k], heads).mT * scale
+        out[q] = (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ by_head(value[k], heads)).transpose(0, 1)
+    return out, torch.zeros(heads, len(query)), torch.zeros(2, dtype=torch.uint64)
+
+
+def backward(grad, query, key, value, out, lse, cu_q, cu_k, max_q, max_k, is_causal, rng_state, scale, window):
+    heads = query.shape[1]
+    grads = torch.zeros_like(query), *(key.new_zeros(len(key), heads, key.shape[2]) for _ in range(2))
+    for q, k, seen in places(cu_q, cu_k, max_q, max_k, window):
+        parts = (query[q], key[k], value[k], grad[q])
+        queries, keys, values, slopes = (by_head(part, heads) for part in parts)
+        weights = (queries @ keys.mT * scale).masked_fill(~seen, -torch.inf).softmax(-1)
+        by_weight = slopes @ values.mT
+        by_score = weights * (by_weight - (weights * by_weight).sum(-1, keepdim=True)) * scale
+        for whole, part, at in zip(
+            grads, (by_score @ keys, by_score.mT @ queries, weights.mT @ slopes), (q, k, k), strict=True
+        ):
+            whole[at] += part.transpose(0, 1)
+    return grads[0], *(each.unflatten(1, (key.shape[1], -1)).sum(2) for each in grads[1:])
+
+
+def pack_as_on_cuda(patch: pytest.MonkeyPatch) -> None:
+    """While it is patched, policies pack for the kernel."""
+    varlen._varlen_attn.register_kernel("cpu")(attend)
+    varlen._varlen_attn_backward.register_kernel("cpu")(backward)
+    patch.setattr(Packing, "to", lambda packing, device: packing)
+    patch.setattr("policy.make_packing", lambda segments, _: attention.make_packing(segments, torch.device("cuda")))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma3_text", "qwen3_5_text"])
+def test_cuda_packing_gives_the_kernel_what_the_cpu_computes(name, tmp_path, monkeypatch):
+    windows.clear()
+    model, rollout = load_policy(random_model(tmp_path, name)), make_rollout(SEVERAL_RECTANGLES, 40, group_size=2)
+    for group_size in (1, 2):
+        batch, found = pack(rollout, [3, 0, 4, 2, 1], group_size), []
+        for kernel in (False, True):
+            with monkeypatch.context() as patch:
+                if kernel:
+                    pack_as_on_cuda(patch)
+                logprobs = model(batch, 1.0)[0]
+            found.append([logprobs.detach(), *torch.autograd.grad(logprobs.square().sum(), [*model.parameters()])])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5 * a.abs().max().item(), rtol=1e-4)
+    expected = {"qwen2": {-1}, "mistral": {WINDOW - 1}, "gemma3_text": {WINDOW - 1, -1}, "qwen3_5_text": {-1}}
+    assert windows == expected[name]
+
+
+TORCH = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 80.00 GiB"
+
+
+PINNED = "Registering memory failed with cudaError: 2. Consider launching with CUDA_LAUNCH_BLOCKING=1 to debug."
+
+
+STAYS = MemoryError("GPU memory ran out; lower --gpu_memory_utilization.")
+STAYS.__cause__ = torch.OutOfMemoryError(TORCH)
+
+
+STAYS.__cause__ = torch.OutOfMemoryError(TORCH)
+
+
+@pytest.mark.parametrize(("phase", "error", "way"), [
+    ("sample", torch.OutOfMemoryError(TORCH), "lower --gpu_memory_utilization"),
+    ("sleep", RuntimeError("CUDA Error: out of memory at cumem.cpp:1"), "--gpu_memory_utilization"),
+    ("pack", torch.OutOfMemoryError(TORCH), LOWER_BATCH),
+    ("logprobs", RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), "--offload_reference"),
+    ("update", torch.AcceleratorError("CUDA error: out of memory\nCUDA"), "--communicate_once if it fits; if it was"),
+    ("update", RuntimeError(PINNED), "if it was the host's, use less of --offload"),
+    ("reward", OSError(12, "Cannot allocate memory"), "start fewer ranks"),
+])  # fmt: skip
+def test_each_phase_has_its_flags(phase, error, way, monkeypatch):
+    """But what the engine says about its memory stays the last sentence."""
+    fake_gpu(monkeypatch)
+    memory = MemoryWatch(replace(RANK_3, device=torch.device("cuda")))
+    sentence = ended_with(memory, phase, error)
+    assert sentence.startswith(f"memory ran out on rank 3 in phase {phase}; ") and way in sentence
+    assert str(error).splitlines()[0] in sentence, "which tells what was asked for"
+    assert ended_with(memory, "sync", STAYS) == str(STAYS)

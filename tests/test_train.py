@@ -12,6 +12,7 @@ import torch
 from pyarrow.parquet import read_table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fsdp_utils import World
 from helpers.distributed import on_ranks
 from helpers.runs import PICTURES, begin, copy_at, lines, metrics_of, run_ranks, torchrun, training_flags, without_times
 from runtime.files import rollouts_file
@@ -124,6 +125,18 @@ def test_a_single_process_needs_no_launcher_and_shows_its_progress(policy, rewar
     assert "policy/kl_ref" not in metrics_of(tmp_path / "run")[1], "without a KL term there is no reference"
 
 
+def next_logprobs(world: World, folder: str, prompt: str) -> dict[int, float]:
+    """Token -> log-prob after the prompt (JSON), the likeliest five and the sampled one: vLLM's."""
+    from vllm import LLM, SamplingParams, TokensPrompt  # rollout.py prepares what vLLM reads
+
+    llm = LLM(folder, enforce_eager=True, dtype="bfloat16", max_model_len=32, kv_cache_memory_bytes=2**28)
+    params = SamplingParams(max_tokens=1, logprobs=5, temperature=1.0)
+    (answer,) = llm.generate([TokensPrompt(prompt_token_ids=json.loads(prompt))], params)
+    found = {token: entry.logprob for token, entry in answer.outputs[0].logprobs[0].items()}
+    assert len(found) >= 5
+    return found
+
+
 def test_the_final_policy_agrees_in_transformers_and_vllm(finished_run):
     final = finished_run / "final"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
@@ -133,7 +146,7 @@ def test_the_final_policy_agrees_in_transformers_and_vllm(finished_run):
     prompt = tokenizer("<user>1+2<assistant>")["input_ids"]
     with torch.no_grad():
         logprobs = model(torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1)
-    for token, logprob in on_ranks(1, "engines:next_logprobs", final, json.dumps(prompt)).items():
+    for token, logprob in on_ranks(1, next_logprobs, final, json.dumps(prompt)).items():
         assert logprob == pytest.approx(logprobs[token].item(), abs=0.03)  # vLLM in bf16
 
 

@@ -1,18 +1,26 @@
 """Partial rollouts: what is kept between steps, with an engine that only counts tokens, and with vLLM."""
 
+import copy
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from batch import Completion
 from data import PromptData
+from engine.options import EngineDemand
 from extras.samplers.partial import PartialSampler, num_unfinished_prompts, shares_of
 from flags import MOST_LAG, Sampling
+from fsdp_utils import World
+from helpers import made_up
 from helpers.distributed import on_ranks
-from helpers.made_up import ALONE, Ear, flags, make_row
+from helpers.engines import TEMPERATURE, sampler_logprobs, start_engine
+from helpers.made_up import ALONE, Ear, flags, load, make_row
 from helpers.runs import metrics_of, torchrun, training_flags
 from sampling import DrawSettings
 from schedule import make_plan
@@ -194,9 +202,60 @@ def test_older_tokens_are_corrected_and_their_gap_is_no_fault():
         assert make_plan(flags(max_rollout_gap=0.05, **changes), 100).update(1, 0).max_rollout_gap == bound
 
 
+PROMPTS, LIMIT, STEPS = 8, 80, 4
+
+
+def largest_gap(models, rollout):
+    """Between recorded log-probs and those under the weights whose version the tokens have."""
+    versions, found = torch.from_numpy(np.concatenate(rollout.parts["versions"])), []
+    for version in versions.unique().tolist():
+        with torch.no_grad():
+            logprobs = made_up.unpacked_logprobs(models[version], rollout, TEMPERATURE)
+        found.append((logprobs - sampler_logprobs(rollout)).abs()[versions == version].max().item())
+    return max(found)
+
+
+def partial_rollouts(world: World, path: str) -> None:
+    """Each token has the log-prob of the weights that made it, every prompt is used once, each completion graded."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    at_once = num_unfinished_prompts(PROMPTS, world.num_engines) // world.num_engines * GROUP
+    engine = start_engine(path, world, EngineDemand(at_once), dtype="float32", max_model_len=128)
+    data = load(f"{path}/train.jsonl", engine.tokenizer, max_prompt_tokens=8)
+    data.rows[:] = [replace(row, where=f"row {i}") for i, row in enumerate(data.rows[: PROMPTS * STEPS])]
+    draws = DrawSettings.from_flags(flags(prompts_per_step=PROMPTS, group_size=GROUP, partial_rollouts=True))
+    run = SimpleNamespace(last_step=STEPS, phase=lambda _: nullcontext(), reward_failures=lambda *_: None)
+    sampler = PartialSampler(engine, Ear(), data, draws, Sampling(GROUP, TEMPERATURE, LIMIT), run)
+    models, found = [], []
+    for step in range(1, STEPS + 1):
+        models.append(copy.deepcopy(model))
+        engine.sync((name, tensor.detach()) for name, tensor in model.named_parameters())
+        rollout, _ = sampler.collect(step)
+        engine.sample(data.rows[:3], Sampling(1, 0.0, 5), (step,))  # as an evaluation between two steps
+        where, ids = [row.where for row in rollout.rows], [ids.tolist() for ids in rollout.completions]
+        assert [grade.where for grade in rollout.grades] == where == [x for x in where[::GROUP] for _ in range(GROUP)]
+        assert [grade.reward for grade in rollout.grades] == rollout.completion_lengths_B.tolist()
+        assert rollout.texts == engine.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        is_cut = [len(each) == LIMIT and each[-1] != engine.tokenizer.eos_token_id for each in ids]
+        assert rollout.is_truncated_B.tolist() == is_cut
+        versions, lags = (np.concatenate(rollout.parts[name]) for name in ("versions", "lags"))
+        assert versions.min() >= 0 and lags.max() <= MOST_LAG and (lags == step - 1 - versions).all()
+        assert largest_gap(models, rollout) < 5e-5
+        found.append(rollout)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.04)
+    assert largest_gap([*models[1:], model], found[-1]) > 0.01, "the log-probs of the next version would show"
+    num_mixed = sum(len(np.unique(each)) > 1 for rollout in found for each in rollout.parts["versions"])
+    assert num_mixed >= 3, "completions with tokens of several versions"
+    assert any(rollout.is_truncated_B.any() for rollout in found)
+    assert sorted(row.where for rollout in found for row in rollout.rows[::GROUP]) == sorted(x.where for x in data.rows)
+    assert sampler.state(STEPS) == {"prompts_drawn": PROMPTS * STEPS, "in_the_air": []}
+    engine.close()
+
+
 @pytest.mark.parametrize("size", [1, 2], ids=["two engines", "one engine over two ranks"])
 def test_an_epoch_with_vllm(policy, size):
-    on_ranks(2, "engines:partial_rollouts", policy, tp_size=size)
+    on_ranks(2, partial_rollouts, policy, tp_size=size)
 
 
 def test_a_run_with_partial_rollouts_keeps_what_is_unfinished(policy, tmp_path):

@@ -1,6 +1,5 @@
 """Generation servers: what is sampled, by which weights, how far ahead, and that a server that fails ends the run."""
 
-import inspect
 import json
 import os
 import re
@@ -11,30 +10,25 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
 import serve
 from batch import pack
 from engine.options import EngineDemand, engine_options
 from extras.servers.fleet import Server
 from extras.servers.start import start_server
-from extras.servers.weights import TENSOR_SECONDS, GlooEngine, NcclEngine, StatelessProcessGroup
 from flags import EngineSettings, Sampling
-from gate.checks import check_flags
-from gate.inputs import check_places
-from helpers.fake_servers import DESCRIPTION, KEY, WEIGHTS, A, B, FakeServer, engine_of, sampler_over, synced
-from helpers.made_up import flags, load_policy, make_model, make_row
+from helpers.fake_servers import KEY, WEIGHTS, A, B, FakeServer, engine_of, sampler_over, synced
+from helpers.made_up import load_policy, make_model, make_row
 from helpers.runs import SERVERS, begin, launched, metrics_of, torchrun, training_flags, wait_for
 from runtime.start import RunError, reason_file
 from soak import is_running, ranks_of
@@ -185,18 +179,6 @@ def test_lags_are_bounded_by_the_steps_ahead(ahead, in_flight):
     assert max(lags) == ahead and any(is_mixed) == (in_flight and ahead > 0)
 
 
-def test_servers_need_gpus_that_the_ranks_leave_free(monkeypatch):
-    """On CPUs only their number counts."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    for gpus, said in ((None, "give --generation_gpus"), ("1", "train on GPUs 0 to 1; use 2 and higher"), ("2", None)):
-        args = flags(engine="server", generation_gpus=gpus)
-        for is_cuda in (False, True):
-            monkeypatch.setattr("torch.cuda.is_available", lambda is_cuda=is_cuda: is_cuda)
-            check_flags(args, num_ranks=2)
-            with pytest.raises(ValueError, match=said) if said and is_cuda else nullcontext():
-                check_places(args)
-
-
 def test_serve_py_starts_vllm_as_a_run_does(folder, monkeypatch, capsys):
     started, keys = [], []
     monkeypatch.setattr(os, "execve", lambda program, command, environment: started.append((command, environment)))
@@ -223,30 +205,6 @@ def test_a_wrong_key_is_told_by_its_name():
     said = f"{server.url} cannot be used: it has another key; set VLLM_API_KEY to the one that scripts"
     with engine_of(server) as engine, pytest.raises(RunError, match=said):
         synced(engine)
-
-
-def test_vllms_nccl_backend_takes_what_is_sent_to_it():
-    """No GPU: names and parameters alone. Of functions that are called by their names test_contract.py shows them."""
-    info = GlooEngine.init_info_cls(master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2)
-    assert not info.packed, "tensors are sent one by one"
-    GlooEngine.update_info_cls(**DESCRIPTION)
-    inspect.signature(PyNcclCommunicator.broadcast).bind("self", "tensor", src=0, stream=None)
-    place = inspect.signature(StatelessProcessGroup.create).parameters
-    assert {"host", "port", "listen_socket", "rank", "world_size", "store_timeout"} <= place.keys()
-
-
-def test_a_gpu_server_gives_up_a_trainer_that_has_gone(monkeypatch):
-    """Fake events: what NCCL does on a GPU when its peer has gone is proven by reading (ncclCommAbort) alone."""
-    assert TENSOR_SECONDS <= 120, "so long it answers nobody after a kill amid a transfer"
-    destroyed, engine = [], object.__new__(NcclEngine)
-    actions = {"broadcast": lambda *_, **__: None, "destroy": lambda: destroyed.append(True)}
-    engine.model_update_group = SimpleNamespace(**actions)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: False))
-    monkeypatch.setattr("extras.servers.weights.TENSOR_SECONDS", 0.2)
-    with pytest.raises(RuntimeError, match="no weights came for 0.2 s"):
-        engine.receive(torch.zeros(1))
-    assert destroyed and engine.model_update_group is None
 
 
 # Real servers ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import io
 import json
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +14,18 @@ from PIL import Image
 from torch import nn
 from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
 
-from batch import Rollout, shared_positions
+import checkpoint
+from algorithm import algorithm_of
+from batch import Rollout, Row, Update, shared_positions
 from data import PromptData
+from engine.options import EngineDemand
 from extras.models.vision import decode
+from flags import Sampling
+from fsdp_utils import World, gather_from_ranks
 from gate.checks import check_flags
-from helpers.distributed import WITH_IMAGES, WITHOUT, on_ranks, vision_gradient
+from helpers import made_up
+from helpers.distributed import Result, on_ranks, recorded, sharded, weights_of
+from helpers.engines import findings, gaps, start_engine
 from helpers.made_up import (
     ALONE,
     command_line,
@@ -34,7 +42,19 @@ from helpers.made_up import (
     write_parquet,
 )
 from helpers.runs import torchrun
+from policy import Policy
 from train_grpo import load_inputs
+from update import add_logprobs, with_advantages
+
+WITH_IMAGES, WITHOUT = [[0], [2, 4]], [[1], [3]]  # micro-batches of two ranks: the second has no image at all
+
+
+def vision_gradient(policy: Policy, args: Namespace, world: World, micros: list[list[int]]) -> Result:
+    """Of an update on these micro-batches, after a pass of the reference."""
+    rollout = made_up.vision_rollout(made_up.vision_data(args))
+    batches = [with_advantages(rollout, made_up.pack_with_images(rollout, x)) for x in micros]
+    (update,) = add_logprobs([Update(batches, 29)], policy, policy, algorithm_of(args))
+    return recorded(policy, update, args, world)
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +62,47 @@ def model(tmp_path_factory) -> Path:
     return make_vision_model(tmp_path_factory.mktemp("vision"))
 
 
+def images(world: World, path: str, exported: str) -> dict[str, object]:
+    """Gradients, and gaps between sampler and trainer. Also exports the policy with LoRA."""
+    found = {"gradients": {}}
+    for name, changes in (("all weights", {}), ("LoRA", {"lora_rank": 4, "gradient_checkpointing": True})):
+        args = made_up.vision_flags(path, **changes)
+        policy, micros = sharded(policy_of(args), world), WITHOUT if world.trainer_rank else WITH_IMAGES
+        found["gradients"][name] = vision_gradient(policy, args, world, micros)
+
+    data = made_up.vision_data(args)
+    vision = data.rows[0].images.vision
+    demand = EngineDemand(images=vision.engine_options(3))
+    engine = start_engine(path, world, demand, dtype="float32", max_model_len=48)
+    engine.sync(policy.full_weights())
+    rows = [data.rows[i] for i in (0, 2, 4, 1, 3)]  # the second engine's share is two texts
+    rollout = engine.sample(rows, Sampling(2, 0.7, 8), (1, 1))
+
+    def largest_gaps(rows: list[Row]) -> list[float]:
+        """The largest gap in each completion, if the trainer sees these rows."""
+        seen = replace(rollout, rows=rows)
+        return [gaps(policy, seen.select(np.array([b]))).max().item() for b in range(len(rows))]
+
+    found["gaps"] = largest_gaps(rollout.rows)
+    three = rows[1].images
+    # An image of the same size: only pixels differ.
+    swapped = replace(rows[1], images=replace(three, encoded=(three.encoded[0], three.encoded[2], three.encoded[1])))
+    found["gaps, images swapped"] = largest_gaps([swapped if row is rows[1] else row for row in rollout.rows])
+    found["prompts"] = [row.ids for row in rollout.rows]
+    found["on all ranks the same"] = len(set(map(tuple, gather_from_ranks(rollout.texts)))) == 1
+    weights = checkpoint.gather_weights(policy, world)
+    if world.is_main:
+        checkpoint.export(policy, weights, checkpoint.files_of([vision.processor]), Path(exported))
+    found["merged"] = weights_of(policy)
+    found |= findings(engine)
+    engine.close()
+    return found
+
+
 @pytest.fixture(scope="module")
 def found(model, tmp_path_factory) -> dict:
     exported = tmp_path_factory.mktemp("found") / "exported"
-    return on_ranks(2, "engines:images", model, exported) | {"exported": exported}
+    return on_ranks(2, images, model, exported) | {"exported": exported}
 
 
 def reference_logprobs(

@@ -38,7 +38,7 @@ import watch.results
 from helpers.made_up import command_line
 
 ROOT = Path(__file__).parent.parent.parent
-PROGRAMS = "tests/helpers/programs.py"
+CALL = "tests/helpers/call.py"
 WARMED_BY = "tests.helpers.warm"
 PICTURES = "GRPO_TEST_PICTURES"  # environment: draw them
 WARM = "GRPO_TEST_WARM"  # environment: the address of the warm process
@@ -232,6 +232,11 @@ def ended(command: list[str], environment: dict[str, str], has_own_workers: bool
 def run_ranks(num_ranks: int, script: str, arguments: list[object], **environment: str) -> Done:
     """By scripts/launch.py."""
     return ended(launched(num_ranks, script, *arguments), ENVIRONMENT | environment)
+
+
+def name_of(function: Callable) -> str:
+    """By which `CALL` finds it in a process of its own."""
+    return f"{function.__module__}:{function.__name__}"
 
 
 def run_copy(folder: Path, *command: object) -> Done:

@@ -1,10 +1,6 @@
 """The optimizer for bf16 parameters and for state on the host, against torch's AdamW in fp32."""
 
 import copy
-import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,42 +86,6 @@ def test_fp32_parameters_get_the_bits_of_torchs_adamw(is_state_on_host, monkeypa
     monkeypatch.setattr(sizes, "OPTIMIZER_CHUNK", 256)
     assert train(chunked(start, is_state_on_host), grads).equal(wanted)
     assert not wanted.equal(start)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu_chunks_of_optimizer_state_come_and_go_in_turn(dtype, monkeypatch):
-    """One comes while another goes back, on two streams, after the gradients, before the host goes on."""
-    start, grads = torch.randn(1000, generator=torch.Generator().manual_seed(2)).to(dtype), gradients(2)
-    monkeypatch.setattr(sizes, "OPTIMIZER_CHUNK", 300)
-    wanted = chunked(start)
-    parameter = train(wanted, grads)
-    order, streams, update = [], ["main"], ChunkedAdamW._update_chunk  # what is queued; the streams in use
-    names = itertools.cycle(["side 0", "side 1"])
-
-    def make_stream() -> SimpleNamespace:
-        name = next(names)
-        return SimpleNamespace(name=name, wait_stream=lambda other: order.append(f"{name} waits for {other}"))
-
-    @contextmanager
-    def use(stream: SimpleNamespace) -> Iterator[None]:
-        streams.append(stream.name)
-        yield
-        streams.pop()
-
-    def noted(chunk: dict[str, torch.Tensor], *rest: object) -> None:
-        order.append(f"{streams[-1]}: {len(chunk['gradient'])}")
-        update(chunk, *rest)
-
-    fakes = {"is_available": lambda: True, "Stream": make_stream, "stream": use}
-    fakes |= {"current_stream": lambda: streams[-1], "synchronize": lambda: order.append("all have come")}
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(ChunkedAdamW, "_update_chunk", staticmethod(noted))
-    found = chunked(start, is_state_on_host=True)
-    assert train(found, grads).equal(parameter)
-    torch.testing.assert_close([*found.state.values()], [*wanted.state.values()], atol=0, rtol=0)
-    waits = ["side 0 waits for main", "side 1 waits for main"]
-    assert order == 2 * [*waits, "side 0: 300", "side 1: 300", "side 0: 300", "side 1: 100", "all have come"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

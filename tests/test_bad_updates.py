@@ -31,8 +31,7 @@ def at(step: int, number: int = 1) -> UpdateStep:
     return UpdateStep(2 * step + number - 3, 1e-3, number == 1, 1.0, 1, step, number)
 
 
-def test_too_many_bad_updates_in_a_row_end_the_run():
-    """Also across a resume."""
+def test_too_many_bad_updates_in_a_row_end_the_run_and_first_ones_blame_the_model():
     guard, steep = UpdateGuard(ALONE), GOOD | {"optim/grad_norm": math.inf}
     found = [guard.judge(metrics, at(3))["optim/skipped_updates"] for metrics in (NAN, FAR, NAN, steep, NAN)]
     assert found == [1, 0, 1, 1, 1]
@@ -41,9 +40,6 @@ def test_too_many_bad_updates_in_a_row_end_the_run():
     said = "step 4, update 2 is left out, as 3 before it: the loss is nan, the gradient norm 1; lower --learning_rate"
     with pytest.raises(RunError, match=said):
         resumed.judge(NAN, at(4, 2))
-
-
-def test_a_first_update_that_is_not_finite_blames_the_model():
     for first, blamed in ((1, "--model, --reference or a loss of your own is not finite"), (3, "--learning_rate")):
         with pytest.raises(RunError, match=blamed):
             UpdateGuard(ALONE, num_skipped=MOST_SKIPPED).judge(NAN, at(first, 2))
@@ -112,7 +108,6 @@ def cooler(*flags: str) -> None:
 
 
 def test_a_sampler_at_another_temperature_ends_the_run(policy, tmp_path):
-    """The sentence is the last thing that the program says; its file has the tokens of the step."""
     done = run_ranks(2, CALL, [name_of(cooler), *training_flags(policy, tmp_path / "run")])
     file = tmp_path / "run" / "rollouts" / "step_1.parquet"
     said = done.stderr.strip().splitlines()[-1]

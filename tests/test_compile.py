@@ -1,7 +1,5 @@
 """--compile: an update is that of eager mode, whatever it goes with; a few graphs serve all layers and lengths; packed
 as on GPUs a layer is one graph; a run begins as the golden curve.
-
-Kernels stay in torch's own folder: a second run of the suite finds them.
 """
 
 import re
@@ -117,9 +115,7 @@ def test_a_few_graphs_serve_all_layers_and_lengths(found):
 
 @pytest.mark.parametrize("replays", [False, True], ids=["own routes", "replayed routes"])
 def test_experts_compile_in_bfloat16_without_a_break(replays, tmp_path, monkeypatch):
-    """A layer of experts, packed as on GPUs, is cut nowhere, and serves 8 batches of other lengths. It computes what
-    eager mode does, here to the bit: the backend leaves the arithmetic to torch.
-    """
+    """Packed as on GPUs. The same as eager mode to the bit: the backend leaves the arithmetic to torch."""
     pack_as_on_cuda(monkeypatch)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     make_model_of_family(tmp_path, "qwen3_moe", num_hidden_layers=1, **EXPERTS)
@@ -144,9 +140,7 @@ def test_experts_compile_in_bfloat16_without_a_break(replays, tmp_path, monkeypa
 
 
 def test_the_head_compiles_to_one_kernel_in_each_direction(monkeypatch):
-    """The head is one kernel forwards, and one backwards, in place. In bf16, with chunks of 9 and 4 tokens. Values
-    of eager mode within 1e-5, gradients within a rounding.
-    """
+    """In bf16, with chunks of 9 and 4 tokens. Values of eager mode within 1e-5, gradients within a rounding."""
     monkeypatch.setattr(sizes, "HEAD_CHUNK_LOGITS", 9 * 1000)
     # What these find has no source.
     monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", False)
@@ -173,9 +167,7 @@ def test_the_head_compiles_to_one_kernel_in_each_direction(monkeypatch):
 
 
 def test_a_compiled_run_begins_as_the_golden_curve(tmp_path, found):
-    """Step 1 within the tolerance of test_main_job.py. `found` has made most of its kernels. A run of its own: no other
-    one compiles beside an engine, which turns compilation off in the whole process.
-    """
+    """No other run compiles beside an engine, which turns compilation off in the whole process."""
     flags = ["--compile", "--stop_after", "1", "--eval_data", f"{POLICY}/heldout.jsonl#4"]
     done = run_job(run_script, tmp_path / "run", *flags)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

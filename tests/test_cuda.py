@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial, reduce
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -42,8 +43,7 @@ from fsdp_utils import World, begin_gather, fill_from_main
 from gate.checks import check_flags
 from gate.inputs import check_places
 from gate.models import length_limits
-from helpers.distributed import run_work
-from helpers.engines import findings, start_engine
+from helpers.distributed import findings, run_work, start_engine
 from helpers.made_up import flags, load_policy, make_rollout
 from helpers.runs import CALL, ROOT, name_of, said, torchrun
 from model import attention, sizes
@@ -112,26 +112,6 @@ def configuration(options: dict[str, object], num_ranks: int) -> object:
     return given["engine_args"].create_engine_config(given["usage_context"])
 
 
-def described(config: object) -> dict[str, object]:
-    """What a run depends on, by the name that the tests use."""
-    graphs, scheduler, kernels = config.compilation_config, config.scheduler_config, config.kernel_config
-    model, parallel = config.model_config, config.parallel_config
-    return {
-        "runner": 2 if config.use_v2_model_runner else 1, "is_asynchronous": scheduler.async_scheduling,
-        "graphs": graphs.cudagraph_mode.name, "captured": graphs.cudagraph_capture_sizes,
-        "sequences": scheduler.max_num_seqs, "batched_tokens": scheduler.max_num_batched_tokens,
-        "has_prefix_cache": config.cache_config.enable_prefix_caching,
-        "sleeps": model.enable_sleep_mode and model.enable_cumem_allocator and model.sleep_mode_backend == "cumem",
-        "logprobs": model.logprobs_mode, "head_dtype": str(model.head_dtype),
-        "tries_flashinfer": kernels.enable_flashinfer_autotune, "experts": kernels.moe_backend,
-        "linear_attention": config.additional_config["gdn_prefill_backend"],
-        "fuses_all_reduce": graphs.pass_config.fuse_allreduce_rms,
-        "has_custom_all_reduce": not parallel.disable_custom_all_reduce,
-        "executor": parallel.distributed_executor_backend, "worker": parallel.worker_cls,
-        "tp_size": parallel.tensor_parallel_size, "returns_routes": config.aux_output_config.enabled,
-    }  # fmt: skip
-
-
 def resolve(kind: str, engines: str, output: str) -> None:
     """What vLLM makes of our options on a kind of GPU that is not there; no engine is started, without weights.
 
@@ -154,8 +134,11 @@ def resolve(kind: str, engines: str, output: str) -> None:
         sequences = largest_share([(args.prompts_per_step, args.group_size)], world.num_engines)
         demand = EngineDemand(sequences, Vision.engine_options(vision, 1) if args.image_column else {})
         options = engine_options(engine["folder"], settings, True, world.tp_size, demand)
-        found[name] = described(configuration(options, engine["ranks"]))
-    Path(output).write_text(json.dumps(found))
+        read = partial(reduce, getattr)
+        config = configuration(options, engine["ranks"])
+        found[name] = {path: read(path.split("."), config) for path in [*ALIKE, *APART]}
+        found[name] |= config.additional_config
+    Path(output).write_text(json.dumps(found, default=str))
 
 
 ENGINES = {  # set-up -> ranks per engine, sequences at a time: its share of a step, at most 512
@@ -166,6 +149,20 @@ ENGINES = {  # set-up -> ranks per engine, sequences at a time: its share of a s
     "qwen7b_simplerl_2x8xh100": (2, 512),  # 1,024 in all
     "replay": (2, 128),  # no set-up; vLLM returns routes by its runner V2 alone
 }
+ALIKE = {  # what a run depends on: place in vLLM's config -> value
+    "use_v2_model_runner": True, "scheduler_config.async_scheduling": True,
+    "compilation_config.cudagraph_mode.name": "FULL_AND_PIECEWISE", "cache_config.enable_prefix_caching": True,
+    "model_config.enable_sleep_mode": True, "model_config.enable_cumem_allocator": True,
+    "model_config.sleep_mode_backend": "cumem", "model_config.logprobs_mode": "processed_logprobs",
+    "kernel_config.enable_flashinfer_autotune": False, "kernel_config.moe_backend": "triton",
+    "compilation_config.pass_config.fuse_allreduce_rms": False, "parallel_config.disable_custom_all_reduce": False,
+    "parallel_config.distributed_executor_backend": "external_launcher",
+    "parallel_config.worker_cls": "vllm.v1.worker.gpu_worker.Worker",
+}  # fmt: skip
+APART = (  # and what differs between engines and GPUs
+    "scheduler_config.max_num_seqs", "scheduler_config.max_num_batched_tokens", "model_config.head_dtype",
+    "parallel_config.tensor_parallel_size", "aux_output_config.enabled", "compilation_config.cudagraph_capture_sizes",
+)  # fmt: skip
 FP32_LOGITS = ("qwen7b_simplerl_2x8xh100", "qwen25vl72b_lora_8xa100")  # are given --head_dtype float32 here
 VISION = "Qwen2_5_VLForConditionalGeneration"
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "qwen2_5_vl": VISION}
@@ -199,18 +196,12 @@ def resolved(tmp_path_factory) -> dict[str, dict]:
 @pytest.mark.parametrize("kind", GPUS)
 @pytest.mark.parametrize("name", ENGINES)
 def test_vllm_makes_of_our_options_what_the_engine_relies_on(name, kind, resolved):
-    found = resolved[kind][name]
-    tp_size, sequences = ENGINES[name]
-    captured = found.pop("captured")
-    assert found == {
-        "runner": 2, "is_asynchronous": True, "graphs": "FULL_AND_PIECEWISE", "sequences": sequences,
-        "batched_tokens": {"H100": 16384, "A100": 8192}[kind], "has_prefix_cache": True, "sleeps": True,
-        "logprobs": "processed_logprobs",
-        "head_dtype": "torch.float32" if name in FP32_LOGITS else "torch.bfloat16",
-        "tries_flashinfer": False, "experts": "triton", "linear_attention": "triton", "fuses_all_reduce": False,
-        "has_custom_all_reduce": True, "executor": "external_launcher",
-        "worker": "vllm.v1.worker.gpu_worker.Worker", "tp_size": tp_size, "returns_routes": name == "replay",
-    }  # fmt: skip
+    found, (tp_size, sequences) = resolved[kind][name], ENGINES[name]
+    dtype = "torch.float32" if name in FP32_LOGITS else "torch.bfloat16"
+    apart = [sequences, {"H100": 16384, "A100": 8192}[kind], dtype, tp_size, name == "replay"]
+    captured = found.pop("compilation_config.cudagraph_capture_sizes")
+    expected = ALIKE | dict(zip(APART[:-1], apart, strict=True)) | {"gdn_prefill_backend": "triton"}
+    assert {path: found[path] for path in expected} == expected
     assert sequences in captured, "a batch of all sequences has a CUDA graph of its own size"
     assert captured[-1] <= 512
     assert resolved[kind]["log level"] == "ERROR"
@@ -348,7 +339,6 @@ def test_memory_segments_expand_only_after_graph_capture(rollout, monkeypatch):
 
 
 def test_an_engine_that_lacks_memory_at_the_start_says_so(monkeypatch):
-    """Other errors are left alone."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10 * 2**30, 80 * 2**30))
     free = "Free memory on device cuda:0 (10.0/80.0 GiB) on startup is less than desired GPU memory utilization"
@@ -442,9 +432,7 @@ def test_on_a_gpu_fp32_logits_need_no_copy_of_the_weight():
     (4.0, 0.0, 16384, torch.bfloat16, True, 4),
 ])  # fmt: skip
 def test_a_chunk_on_cuda_is_as_large_as_free_memory_allows(free, unused, count, dtype, has_teacher, times, monkeypatch):
-    """In GiB, beside the gradient of a 1.5B model's head; a fifth is left. Reserved memory that no
-    tensor has had is not there. On a CPU there is one size.
-    """
+    """In GiB, beside the gradient of a 1.5B model's head; a fifth is left. On a CPU there is one size."""
     weight = mock.MagicMock(device=torch.device("cuda"), dtype=torch.bfloat16, itemsize=2, nbytes=2 * 152_064 * 1536)
     weight.__len__.return_value = 152_064
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * 2**30 + weight.nbytes, 80 * 2**30))
@@ -512,7 +500,6 @@ def test_a_gpu_rank_sets_its_allocator_its_device_and_as_threads_its_share_of_th
 
 
 def test_servers_need_gpus_that_the_ranks_leave_free(monkeypatch):
-    """On CPUs only their number counts."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for gpus, words in ((None, "give --generation_gpus"), ("1", "train on GPUs 0 to 1; use 2 and higher"), ("2", None)):
         args = flags(engine="server", generation_gpus=gpus)

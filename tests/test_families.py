@@ -18,17 +18,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import checkpoint
-from batch import Rollout, pack
+from batch import Rollout
 from engine.options import EngineDemand
-from extras.teacher.divergences import reverse
-from extras.teacher.vocabulary import run
 from flags import Sampling
 from fsdp_utils import World
 from gate.models import check_model
 from helpers import made_up
-from helpers.distributed import on_ranks
-from helpers.engines import TEMPERATURE, Trial, hidden_tensors, sampler_logprobs, trainer_logprobs
-from helpers.made_up import load_policy, make_hybrid, make_model_of_family, unpacked_logprobs
+from helpers.distributed import TEMPERATURE, Trial, hidden_tensors, on_ranks, sampler_logprobs, trainer_logprobs
+from helpers.made_up import make_hybrid, make_model_of_family, unpacked_logprobs
 from model.sizes import HYBRIDS
 from model.weights import load_config
 
@@ -149,7 +146,6 @@ def found(folder):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_trainer_sampler_and_plain_transformers_agree(name, folder, found):
-    """Before and after an update, and with an adapter; and the model is not refused at the start."""
     check_model(name, AutoConfig.from_pretrained(folder / name), (52, 12), 1)
     measured = found[name]
     assert measured["gap"] < LARGEST_GAP and measured["gap after"] < LARGEST_GAP
@@ -205,16 +201,3 @@ def test_experts_are_packed_again_and_their_load_is_counted(name, folder, found)
         counts = logits.topk(EXPERTS["num_experts_per_tok"]).indices.flatten().bincount()
         loads.append((counts.max() / counts.sum() * EXPERTS["num_experts"]).item())
     assert measured["load"] == pytest.approx(max(loads)) and measured["load"] > 1.1
-
-
-@pytest.mark.parametrize("name", ["Granite", "Gemma 3", "OLMo 3", "Mistral", "Qwen3-MoE"])
-def test_a_teacher_scales_its_logits_as_it_does_as_a_policy(name, folder, found):
-    """It returns what a product, its own temperature and a softmax make its distribution. Prompts are shared."""
-    policy, rollout = load_policy(folder / name), found[name]["rollout"]
-    batch = pack(replace(rollout, loss_weights_B=np.zeros(16, dtype=np.float32)), list(range(16)), group_size=4)
-    with torch.no_grad():
-        teacher = run(policy, reverse, 0.7, batch)
-    logprobs_KV = (teacher.hidden_TD @ teacher.weight_VD.T / teacher.temperature).log_softmax(-1)
-    labels_K = batch.labels_N.index_select(0, batch.trained_K)
-    label_logprobs_K = logprobs_KV.gather(-1, labels_K[:, None])[:, 0]
-    torch.testing.assert_close(label_logprobs_K, found[name]["logprobs"], atol=LARGEST_GAP, rtol=0)

@@ -193,7 +193,6 @@ def copies(whole: World, path: str) -> dict[str, dict[int | None, tuple]]:
 
 
 def check_unequal_parts(world: World) -> None:
-    """Seven rows over the shards: what is filled comes back whole, in fp32 and bf16."""
     torch.manual_seed(0)
     wanted, linear = [torch.randn(7, 3), torch.randn(7)], torch.nn.Linear(3, 7)
     shard(linear, [], world, torch.float32)

@@ -11,10 +11,9 @@ from torch import nn
 
 from batch import pack
 from fsdp_utils import World
-from helpers.distributed import on_ranks
-from helpers.engines import GAP, Trial
+from helpers.distributed import GAP, Trial, on_ranks
 from helpers.made_up import RAGGED, load_policy, make_hybrid, make_model_of_family, make_rollout
-from helpers.runs import ENVIRONMENT, copy_at, metrics_of, torchrun, training_flags, without_times
+from helpers.runs import ENVIRONMENT, NO_EVAL, copy_at, metrics_of, torchrun, training_flags, without_times
 from model.attention import check_alignment
 from model.head import chunked_logprobs
 from test_rollout import samples
@@ -26,7 +25,7 @@ DEVICE = "cuda"
 IS_MISSING = DEVICE == "cuda" and not torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(IS_MISSING, reason="needs a CUDA device")]
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-THREE_STEPS = {"eval_data": None, "eval_every": 0, "eval_before_training": None, "total_steps": 3}
+THREE_STEPS = NO_EVAL | {"total_steps": 3}
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +53,6 @@ def test_varlen_attention_agrees_with_the_cpu_path(group_size, policy):
 
 
 def test_fp32_logits_on_a_gpu_are_those_of_an_fp64_head():
-    """On the same bf16 numbers."""
     torch.manual_seed(0)
     hidden, head = torch.randn(40, 512), nn.Linear(512, 3000, bias=False)
     labels, exact = torch.randint(3000, (40,)), (hidden.bfloat16().double() @ head.weight.bfloat16().double().T)
@@ -79,6 +77,10 @@ def test_the_engine_returns_the_routes_that_the_trainer_replays(tmp_path):
     shapes = [(each.shape, each.dtype) for each in found["routes"]]
     assert shapes == [((length, 2, 2), np.uint8) for length in found["lengths"]]
     assert found["clean"] < 1.2 * found["clean, free"] and found["clean"] < 0.01 < found["wrong"] / 3
+    # A token ends half of the completions: the cache is emptied, with nothing in flight that still writes routes.
+    found = on_ranks(1, stopped, tmp_path, "bfloat16")
+    assert all(0.1 < share < 0.9 for share in found["ended"])
+    assert max(found["gaps"]) < 0.01
 
 
 def stopped(world: World, path: str, dtype: str) -> dict[str, list[float]]:
@@ -101,16 +103,7 @@ def stopped(world: World, path: str, dtype: str) -> dict[str, list[float]]:
     return found
 
 
-def test_routes_come_again_when_a_token_ends_half_of_the_completions(tmp_path):
-    """The prefix cache is emptied before each call, with nothing in flight that still writes routes."""
-    make_model_of_family(tmp_path, "qwen3_moe", **EXPERTS)
-    found = on_ranks(1, stopped, tmp_path, "bfloat16")
-    assert all(0.1 < share < 0.9 for share in found["ended"])
-    assert max(found["gaps"]) < 0.01
-
-
 def trained(policy, out_dir, **changes) -> dict:
-    """Metrics of a run of `train_grpo.py`."""
     torchrun(1, "train_grpo.py", *training_flags(policy, out_dir, gpu_memory_utilization=0.3, **changes))
     return metrics_of(out_dir)
 

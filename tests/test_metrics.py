@@ -64,7 +64,6 @@ def test_ungraded_completions_are_counted_and_parts_averaged():
 
 
 def test_updates_of_a_step_are_merged_by_what_a_number_means():
-    """Mean, maximum, minimum, last or sum."""
     names = ("policy/loss", "policy/ratio_max", "policy/ratio_min", "optim/lr", "optim/skipped_updates")
     values = (1.0, 2.0, 0.5, 0.1, 1.0), (3.0, 1.5, 0.7, 0.2, 1.0), (2.0, 2.0, 0.5, 0.2, 2.0)
     *updates, merged = (dict(zip(names, each, strict=True)) for each in values)
@@ -72,8 +71,6 @@ def test_updates_of_a_step_are_merged_by_what_a_number_means():
 
 
 def test_the_work_of_a_step_counts_prompts_and_discarded_samples():
-    """Prompts for the trainer, and what was thrown away for the sampler."""
-
     def flops_of(batches: list[Batch]) -> float:
         return 300 * sum(batch.cost(parity_length=10.0) for batch in batches)
 

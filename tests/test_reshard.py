@@ -88,7 +88,6 @@ def everything_in(folder) -> dict[str, object]:
 
 @pytest.mark.parametrize("case", SAVED)
 def test_checkpoints_keep_every_bit_between_1_2_and_4_ranks(case, runs):
-    """From 1 rank to 2 and 4 and back, parameters and optimizer stay the same to the bit."""
     folder = runs / str(SAVED.index(case))
     first = everything_in(folder / "step_1")
     kinds = {name.rpartition(".")[2] for name, value in first.items() if isinstance(value, torch.Tensor)}
@@ -131,5 +130,4 @@ def full_disk(world: World, path: str, place: str) -> None:
 
 
 def test_a_disk_that_refuses_one_rank_costs_only_this_checkpoint(policy, tmp_path):
-    """A disk that refuses one rank costs all ranks this checkpoint alone."""
     on_ranks(2, full_disk, policy, tmp_path)

@@ -12,8 +12,7 @@ from batch import Rollout
 from engine.options import EngineDemand, stop_ids
 from flags import Sampling
 from fsdp_utils import World, gather_from_ranks
-from helpers.distributed import on_ranks, sharded
-from helpers.engines import TEMPERATURE, findings, gaps, start_engine
+from helpers.distributed import TEMPERATURE, findings, gaps, on_ranks, sharded, start_engine
 from helpers.made_up import load, load_policy
 
 # Gaps: before and after all weights are made larger. With logits in bf16 the last would be 0.007 and 0.011.
@@ -102,7 +101,6 @@ def found(request):
 
 
 def test_sampler_and_trainer_agree_before_and_after_a_sync(found):
-    """A sync changes what is sampled, and a stale engine would show."""
     before, after = found["largest_gaps"]
     assert found["gap_before"] < before and found["gap_after"] < after
     assert found["gap_of_long_prompts"] < before, "completions share a first block of the cache"
@@ -113,24 +111,18 @@ def test_sampler_and_trainer_agree_before_and_after_a_sync(found):
     assert len(found["planted"]) == 1, "the scan finds what there is"
 
 
-def test_sampling_is_a_function_of_the_seed(found):
+def test_completions_depend_on_the_seed_and_are_whole_and_handed_over_early(found):
     assert found["same_seed_same_completions"] and not found["other_seed_same_completions"]
     assert found["greedy_twice_equal"]
-
-
-def test_completions_are_prompt_major_end_with_a_stop_token_and_describe_themselves(found):
     prompts = found["prompts"]
     assert len(prompts) == 16 * 4 and all(prompts[b] == prompts[b // 4 * 4] for b in range(64))
     assert found["texts_are_the_tokens"] and found["truncated_are_the_long_ones"] and found["num_tokens"] > 200
     assert found["passed_it_before"] and not found["passes_stop_token"]
     assert found["stopped"] and not any(found["stopped"]), "it is there, and the completion is not a truncated one"
+    assert found["heard_what_is_returned"] and found["heard_on_all_leaders"] == 16 * 4
+    assert found["heard_while_others_are_sampled"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on CUDA the cache takes what --gpu_memory_utilization leaves it")
 def test_the_cache_holds_what_runs_at_once_and_little_more(found):
     assert 0 <= found["sequences_its_cache_holds"] - found["sequences_of_an_engine_at_once"] <= 16
-
-
-def test_completions_are_handed_over_before_all_are_sampled(found):
-    assert found["heard_what_is_returned"] and found["heard_on_all_leaders"] == 16 * 4
-    assert found["heard_while_others_are_sampled"]

@@ -37,7 +37,7 @@ from helpers.made_up import (
     whole_update,
     write_lines,
 )
-from helpers.runs import training_flags
+from helpers.runs import NO_EVAL, training_flags
 from metrics import rollout_metrics
 from reward import Grader
 from schedule import make_plan
@@ -277,9 +277,9 @@ def test_a_hint_is_before_the_suffix_and_counts_for_the_limit(policy, tmp_path):
     rows = [{"problem": "1+2", "answer": "3", "why": "so"}, {"problem": "1+3", "answer": "4", "why": "so" * 60}]
     unusable = [{"problem": "1+4", "answer": "5", "why": why} for why in (None, "<user>so")]
     data = write_lines(tmp_path / "d.jsonl", [*rows, *unusable])
-    changes = {"train_data": data, "eval_data": None, "eval_every": 0, "eval_before_training": None, "kl_coef": 1}
-    changes |= {"hint_column": "why", "prompt_suffix": " =", "prompts_per_step": 1, "prompts_per_update": 1}
-    args = parse_flags(training_flags(policy, tmp_path / "run", **changes | {"max_prompt_tokens": 116}))
+    changes = NO_EVAL | {"train_data": data, "kl_coef": 1, "hint_column": "why", "max_prompt_tokens": 116}
+    changes |= {"prompt_suffix": " =", "prompts_per_step": 1, "prompts_per_update": 1}
+    args = parse_flags(training_flags(policy, tmp_path / "run", **changes))
     inputs = load_inputs(args)
     (loaded,) = inputs.train_data
     assert loaded.num_too_long == 1
@@ -294,8 +294,8 @@ def test_a_hint_is_before_the_suffix_and_counts_for_the_limit(policy, tmp_path):
 
 def test_without_a_reward_nothing_is_graded(policy, tmp_path):
     data = write_lines(tmp_path / "d.jsonl", [{"problem": f"1+{i}"} for i in range(9)])
-    changes = {"train_data": data, "eval_data": None, "eval_every": 0, "eval_before_training": None}
-    args = parse_flags(training_flags(policy, tmp_path / "run", reward="none", advantage="zero", **changes))
+    changes = NO_EVAL | {"train_data": data, "reward": "none", "advantage": "zero"}
+    args = parse_flags(training_flags(policy, tmp_path / "run", **changes))
     inputs = load_inputs(args)
     assert [row.answer for row in inputs.train_data[0].rows] == [""] * 9
     grader = Grader(Grading.from_flags(args), num_workers=2)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_utils import World
 from helpers.distributed import on_ranks
-from helpers.runs import PICTURES, begin, copy_at, lines, metrics_of, run_ranks, torchrun, training_flags, without_times
+from helpers.runs import NO_EVAL, begin, copy_at, lines, metrics_of, run_ranks, torchrun, training_flags, without_times
 from runtime.files import rollouts_file
 
 METRICS_OF_A_STEP = {
@@ -26,14 +26,12 @@ METRICS_OF_A_STEP = {
     "update_tflops_per_gpu",
     "time": "rollout_tail_s sample_s reward_s sleep_s pack_s advantage_s logprobs_s update_s sync_s log_s step_s",
 }  # fmt: skip
-NO_EVAL = {"eval_data": None, "eval_every": 0, "eval_before_training": None}
 
 
 @pytest.fixture(scope="module")
 def finished_run(policy, reward, tmp_path_factory) -> Path:
-    """A run of four steps."""
     out_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
-    torchrun(2, "train_grpo.py", *training_flags(policy, out_dir, reward=reward), **{PICTURES: "1"})
+    torchrun(2, "train_grpo.py", *training_flags(policy, out_dir, reward=reward), GRPO_TEST_PICTURES="1")
     return out_dir
 
 
@@ -50,16 +48,13 @@ def test_every_step_logs_every_metric_of_a_policy_that_moves(finished_run):
     assert metrics[4]["policy/ratio_max"] > 1.0, "the second update of a step is off-policy"
 
 
-def test_every_held_out_completion_is_kept_with_its_grade(finished_run):
+def test_the_run_folder_describes_itself_and_keeps_held_out_completions(finished_run, policy):
     metrics = metrics_of(finished_run)
     assert [step for step in metrics if "eval/heldout/avg@1" in metrics[step]] == [0, 2, 4]
     for step in (0, 2, 4):
         rows = lines(finished_run / "eval" / f"step_{step}" / "heldout.jsonl")
         assert len(rows) == 16
         assert metrics[step]["eval/heldout/avg@1"] == pytest.approx(sum(row["is_correct"] for row in rows) / 16)
-
-
-def test_the_run_folder_describes_itself(finished_run, policy):
     config = json.loads((finished_run / "config.json").read_text())
     assert config["model"] == str(policy) and config["group_size"] == 4
     (started,) = lines(finished_run / "starts.jsonl")

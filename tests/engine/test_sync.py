@@ -17,8 +17,7 @@ from compare_weights import DIFFERENT, EQUAL, as_matrix, is_different, parts_of_
 from extras.models.lora import Adapter
 from flags import Sampling
 from fsdp_utils import World
-from helpers.distributed import on_ranks
-from helpers.engines import GAP, Trial
+from helpers.distributed import GAP, Trial, on_ranks
 from helpers.made_up import load, make_model, one_bit
 from runtime.start import RunError
 

@@ -18,10 +18,9 @@ from algorithm import algorithm_of
 from batch import pack
 from extras.models.lora import target_names
 from fsdp_utils import World
-from helpers.distributed import on_ranks, recorded, scored, sharded, weights_of
-from helpers.engines import start_engine
+from helpers.distributed import on_ranks, recorded, scored, sharded, start_engine, weights_of
 from helpers.made_up import flags, load_policy, make_rollout, policy_of, unpacked_logprobs, whole_update
-from helpers.runs import copy_at, lines, metrics_of, torchrun, training_flags, without_times
+from helpers.runs import NO_EVAL, copy_at, lines, metrics_of, torchrun, training_flags, without_times
 from model.weights import model_of_shapes
 from policy import Policy
 from test_train import next_logprobs
@@ -56,16 +55,12 @@ def test_targets_that_make_no_sense_are_refused_with_a_way_out(targets, words):
 
 @pytest.mark.parametrize("name", ["untied_policy", "untied_qwen3_policy"])
 def test_the_lora_targets_are_all_linear_layers_or_those_named(name, request):
-    """The decoder's. The norms of Qwen3's queries and keys are none of them."""
     model = AutoModelForCausalLM.from_pretrained(request.getfixturevalue(name))
     attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
     own = [f"self_attn.{name}" for name in attention] + [f"mlp.{name}" for name in mlp]
     everything = [f"model.layers.{i}.{name}" for i in range(2) for name in own]
     assert target_names(model, None) == everything
     assert target_names(model, ["v_proj", "q_proj"]) == [x for x in everything if x.endswith(("q_proj", "v_proj"))]
-
-
-# One update, the reference and the sync, on one and two ranks ---------------------------------------------------------
 
 
 def lora(world: World, path: str) -> dict[str, object]:
@@ -159,14 +154,11 @@ def test_lora_loss_and_gradient_are_those_of_the_formula(results, policy):
             torch.testing.assert_close(ours, gradients, **TOLERANCE)  # and names: only A and B are trained
 
 
-def test_gradients_are_reduced_in_fp32_after_a_reference_pass(results):
+def test_a_reference_pass_is_exactly_the_base_models_and_leaves_gradients_in_fp32(results):
     """FSDP2 decides in its first pass which parameters are trained, and in which dtype gradients are reduced."""
     for first, second in (found["bf16"] for found in results.values()):
         assert {gradient.dtype for gradient in first.values()} == {torch.float32}
         torch.testing.assert_close(second, first, atol=0, rtol=0)  # also the dtype
-
-
-def test_the_reference_is_exactly_the_base_model(results):
     for found in results.values():
         for reference, base, adapted in found["reference"]:
             torch.testing.assert_close(reference, base, atol=0, rtol=0)
@@ -223,13 +215,7 @@ def test_a_merge_in_fp32_leaves_the_weights_as_they_were(policy):
     torch.testing.assert_close((second, model.state_dict()), (first, before), atol=0, rtol=0)
 
 
-# A whole run ----------------------------------------------------------------------------------------------------------
-
-
-RUN = {
-    "lora_rank": LORA_RANK, "lora_dropout": 0.05, "prompts_per_update": 8, "dtype": "bfloat16",
-    "eval_data": None, "eval_every": 0, "eval_before_training": None,
-}  # fmt: skip
+RUN = {"lora_rank": LORA_RANK, "lora_dropout": 0.05, "prompts_per_update": 8, "dtype": "bfloat16"} | NO_EVAL
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +228,6 @@ def finished_run(policy, reward, tmp_path_factory) -> Path:
 
 
 def test_a_lora_run_starts_at_the_reference_and_leaves_it(finished_run):
-    """Sampler and trainer agree."""
     metrics = metrics_of(finished_run)
     assert list(metrics) == [1, 2, 3, 4]
     for step, line in metrics.items():

@@ -38,7 +38,6 @@ def server():
 
 
 def run_of(run, server, **more):
-    """The engine of a run on a server that stays up."""
     return engine_of(Server(server.url, server.url), run=run, **more)
 
 

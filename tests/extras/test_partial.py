@@ -18,8 +18,7 @@ from extras.samplers.partial import PartialSampler, num_unfinished_prompts, shar
 from flags import MOST_LAG, Sampling
 from fsdp_utils import World
 from helpers import made_up
-from helpers.distributed import on_ranks
-from helpers.engines import TEMPERATURE, sampler_logprobs, start_engine
+from helpers.distributed import TEMPERATURE, on_ranks, sampler_logprobs, start_engine
 from helpers.made_up import ALONE, Ear, flags, load, make_row
 from helpers.runs import metrics_of, torchrun, training_flags
 from sampling import DrawSettings
@@ -89,7 +88,6 @@ def sampler_of(lengths, last_step, prompts_per_step=8, **changes) -> PartialSamp
 
 
 def run_steps(sampler, first, last):
-    """The rollouts of these steps, with their metrics."""
     found = []
     for step in range(first, last + 1):
         sampler.engine.version = step - 1
@@ -127,11 +125,16 @@ def test_every_prompt_is_used_once_and_no_token_is_lost(count, prompts, last):
     assert not sampler.groups and sampler.kept_tokens == 0
 
 
-def test_solved_prompts_are_not_begun():
+def test_prompts_that_are_solved_or_beyond_the_last_step_are_not_begun():
     sampler = sampler_of([[1, 1]] * 64, last_step=4, drop_solved=0.9)
     sampler.solved = {str(i): 0 for i in range(0, 64, 2)}
     assert sorted(prompts_of(run_steps(sampler, 1, 4))) == list(range(1, 64, 2))
     assert dict(sampler.state(4)["solved"]) == sampler.solved
+    sampler = sampler_of(long_tailed(64), 8)
+    sampler.restore({"prompts_drawn": 20, "in_the_air": list(range(8, 20))})
+    sampler.run.last_step = 2
+    run_steps(sampler, 2, 2)
+    assert not sampler.groups and sampler.state(2) == {"prompts_drawn": 20, "in_the_air": [16, 17, 18, 19]}
 
 
 @pytest.mark.parametrize("num_long", [1, 3])
@@ -177,14 +180,6 @@ def test_a_continued_run_samples_unfinished_prompts_anew_and_each_once(stops, dy
             assert sampler.state(last) == state
     assert state == {"prompts_drawn": len(used), "in_the_air": []} and len(set(used)) == len(used)
     assert len(used) == 64 if dynamic_sampling == "off" else len(used) > 64, "groups were replaced"
-
-
-def test_a_run_continued_for_fewer_steps_begins_fewer_prompts():
-    sampler = sampler_of(long_tailed(64), 8)
-    sampler.restore({"prompts_drawn": 20, "in_the_air": list(range(8, 20))})
-    sampler.run.last_step = 2
-    run_steps(sampler, 2, 2)
-    assert not sampler.groups and sampler.state(2) == {"prompts_drawn": 20, "in_the_air": [16, 17, 18, 19]}
 
 
 def test_engines_share_the_groups_by_what_they_have_unfinished():

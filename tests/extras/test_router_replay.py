@@ -20,8 +20,7 @@ from extras.models.experts import add_routes
 from extras.turns.turns import Episode
 from flags import Sampling
 from fsdp_utils import World, gather_from_ranks
-from helpers.distributed import on_ranks
-from helpers.engines import GAP, TEMPERATURE, Trial
+from helpers.distributed import GAP, TEMPERATURE, Trial, on_ranks
 from helpers.made_up import flags, load_policy, make_model_of_family, make_rollout, make_row
 from policy import Policy
 from test_families import FAMILIES, MIXTURES
@@ -52,7 +51,6 @@ def with_own_routes(policy: Policy, rollout: Rollout) -> Rollout:
 
 
 def changed(rollout: Rollout, dtype: type = np.uint8) -> Rollout:
-    """The rollout with the wrong ones of six experts."""
     return rollout.with_parts(routes=[((x + 1) % 6).astype(dtype) for x in rollout.parts["routes"]])
 
 
@@ -177,16 +175,13 @@ def found(folder):
     return on_ranks(2, replayed, folder / "Qwen3-MoE")
 
 
-def test_the_engine_says_which_experts_took_each_token(found):
+def test_the_engine_says_which_experts_took_each_token_and_replay_narrows_the_gap(found):
     """Also in prompts that its cache has. In fp32 they are the trainer's: replay changes no gap."""
     assert found["routes here"] == [list(range(8)), list(range(8, 16))], "each leader has its own"
     assert [each.shape for each in found["routes"]] == [(length, 2, 2) for length in found["lengths"][:8]]
     assert found["clean"] < 1e-6 and abs(found["clean"] - found["clean, free"]) < 1e-9
     assert found["wrong"] > 0.03
-
-
-def test_replay_narrows_the_gap_to_an_engine_of_noisy_routers(found):
-    """What is left is in the experts' weights, which are those of the trainer's own logits."""
+    # What is left of noise is in the experts' weights, which are those of the trainer's own logits.
     assert found["noisy"] < 0.6 * found["noisy, free"]
     assert np.mean(found["trained"]) < 0.6 * np.mean(found["trained, free"])
     assert found["moved"] > 0.01, "an update that moves nothing would show nothing"

@@ -29,7 +29,7 @@ from extras.servers.start import start_server
 from flags import EngineSettings, Sampling
 from helpers.fake_servers import KEY, WEIGHTS, A, B, FakeServer, engine_of, sampler_over, synced
 from helpers.made_up import load_policy, make_model, make_row
-from helpers.runs import SERVERS, begin, launched, metrics_of, torchrun, training_flags, wait_for
+from helpers.runs import NO_EVAL, SERVERS, begin, launched, metrics_of, torchrun, training_flags, wait_for
 from runtime.start import RunError, reason_file
 from soak import is_running, ranks_of
 
@@ -80,7 +80,6 @@ NONSENSE = {  # what is said -> what an answer is changed by
 
 @pytest.mark.parametrize("said", NONSENSE)
 def test_a_server_that_answers_nonsense_ends_the_run(said, monkeypatch):
-    """A server that answers nonsense, or nothing, is named, although there is another."""
     monkeypatch.setattr("extras.servers.fleet.WATCH_SECONDS", 0.1)
     good, bad = FakeServer(0.002), FakeServer()
     with engine_of(good, bad, timeout=2.0 if said == STUCK else 300.0) as engine:
@@ -210,8 +209,7 @@ def test_a_wrong_key_is_told_by_its_name():
 # Real servers ---------------------------------------------------------------------------------------------------------
 
 TEMPERATURE = 0.7  # not 1, so that a temperature that only one side applies would show
-RUN = {"engine": "server", "dtype": "float32", "max_completion_tokens": 60, "micro_batch_tokens": 512}
-RUN |= dict.fromkeys(["eval_data", "eval_every", "eval_before_training"])
+RUN = {"engine": "server", "dtype": "float32", "max_completion_tokens": 60, "micro_batch_tokens": 512} | NO_EVAL
 REWARD = """
 def score(completion, answer, columns):
     with open(__file__ + ".graded", "a") as file:
@@ -306,7 +304,6 @@ def test_recorded_logprobs_are_those_of_each_tokens_weights(folder, server, sent
 
 
 def writers_of(log):
-    """The ids of the processes of a server."""
     found = []
     for pid in psutil.pids():
         with suppress(OSError):  # it has ended, or is another user's
@@ -339,11 +336,3 @@ def test_the_same_command_completes_a_run_whose_server_is_killed(folder, server,
     counts = Counter(graded.read_text().split()) - Counter({"0": 2 * 3})  # the trials at the two starts
     assert counts.keys() == {str(number) for number in range(40)}, "each prompt of the epoch"
     assert min(counts.values()) == 4 and sum(count >= 8 for count in counts.values()) <= 8  # late ones are graded twice
-
-
-def test_without_steps_ahead_servers_sample_on_policy(folder, server, tmp_path):
-    changes = {"reward": f"{folder}/reward.py:score", "server_urls": server.url, "total_steps": 3}
-    run = training_flags(folder, tmp_path / "run", **RUN, **changes)
-    torchrun(1, "train_grpo.py", *run, VLLM_API_KEY=KEY)
-    lines = metrics_of(tmp_path / "run").values()
-    assert len(lines) == 3 and all(x["rollout/lag_max"] == 0 and x["policy/rollout_gap_mean"] < 0.1 for x in lines)

@@ -24,8 +24,7 @@ from flags import Sampling
 from fsdp_utils import World, gather_from_ranks
 from gate.checks import check_flags
 from helpers import made_up
-from helpers.distributed import Result, on_ranks, recorded, sharded, weights_of
-from helpers.engines import findings, gaps, start_engine
+from helpers.distributed import Result, findings, gaps, on_ranks, recorded, sharded, start_engine, weights_of
 from helpers.made_up import (
     ALONE,
     command_line,
@@ -206,7 +205,6 @@ def test_a_rank_without_images_keeps_up_with_the_same_gradient(name, changes, mo
 
 
 def test_an_exported_vision_policy_loads_in_both_libraries(model, found, tmp_path):
-    """In transformers and, with its processor, in vLLM."""
     exported = AutoModelForImageTextToText.from_pretrained(found["exported"], dtype=torch.float32)
     torch.testing.assert_close(dict(exported.named_parameters()), found["merged"], atol=0, rtol=0)
     flags = {
@@ -217,8 +215,7 @@ def test_an_exported_vision_policy_loads_in_both_libraries(model, found, tmp_pat
     assert json.loads((tmp_path / "out" / "results.json").read_text())["sets"]["train"]["problems"] == 5
 
 
-def test_a_sampled_image_token_is_text_in_the_position_ids(model):
-    """Texts count on in all three rows of positions."""
+def test_a_sampled_image_token_is_text_and_pixel_values_are_shared_on_the_host(model):
     data = vision_data(vision_flags(model))
     rollout = vision_rollout(data)
     batch = pack_with_images(rollout, [0, 1])
@@ -231,18 +228,6 @@ def test_a_sampled_image_token_is_text_in_the_position_ids(model):
     assert batch.position_ids_N[:, length:].tolist() == [list(range(len(data.rows[1].ids) + 4))] * 3
     texts = pack_with_images(rollout, [1, 3])
     assert texts.position_ids_N.dim() == 1 and texts.parts == ()
-
-
-@pytest.mark.parametrize("changes", [{"lora_rank": 4, "share_prompts": True, "group_size": 2}, {}])
-def test_the_passes_with_images_never_wait_for_the_device(changes, model):
-    args = vision_flags(model, micro_batch_tokens=80, **changes)
-    rollout = vision_rollout(vision_data(args)).select(np.array([0, 0, 2, 2, 4, 4, 1, 1]))
-    assert run_passes(policy_of(args), args, rollout) > 1
-
-
-def test_pixel_values_are_shared_and_stay_on_the_host(model):
-    data = vision_data(vision_flags(model))
-    rollout = vision_rollout(data)
     batches = pack_with_images(rollout, [0]), pack_with_images(rollout, [0, 1]).to(torch.device("meta"))
     first, second = (batch.parts[0].pixels[0] for batch in batches)
     assert first is second and first.device.type == "cpu" and first.shape == (24, 3 * 2 * 14 * 14)
@@ -252,7 +237,11 @@ def test_pixel_values_are_shared_and_stay_on_the_host(model):
     assert len(kept) == 0
 
 
-# Data and mistakes ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("changes", [{"lora_rank": 4, "share_prompts": True, "group_size": 2}, {}])
+def test_the_passes_with_images_never_wait_for_the_device(changes, model):
+    args = vision_flags(model, micro_batch_tokens=80, **changes)
+    rollout = vision_rollout(vision_data(args)).select(np.array([0, 0, 2, 2, 4, 4, 1, 1]))
+    assert run_passes(policy_of(args), args, rollout) > 1
 
 
 def test_images_of_the_datasets_library_are_read_and_counted(model, tmp_path):
@@ -275,7 +264,7 @@ def test_images_of_the_datasets_library_are_read_and_counted(model, tmp_path):
     assert [prompt_of(row) for row in shorter.rows] == ["<image>one?", "text?"] and shorter.num_too_long == 1
 
 
-def test_an_image_is_upright_rgb_and_white_where_transparent():
+def test_an_image_is_upright_rgb_of_8_bits_and_white_where_transparent():
     def encoded(image: Image.Image, **options: object) -> bytes:
         out = io.BytesIO()
         image.save(out, "PNG", **options)
@@ -292,13 +281,10 @@ def test_an_image_is_upright_rgb_and_white_where_transparent():
         assert decode(encoded(image, **options)).getpixel((0, 0)) == (255, 255, 255), image.mode
     assert decode(encoded(palette)).getpixel((0, 0)) == (255, 0, 0)
     assert decode(encoded(Image.new("1", (2, 2), 1))).getpixel((0, 0)) == (255, 255, 255)
-
-
-@pytest.mark.parametrize("kind", ["u2", "i4", "f4"])
-def test_grey_values_beyond_8_bits_are_refused(kind):
-    Image.fromarray(np.ones((1, 3), dtype=kind)).save(out := io.BytesIO(), "TIFF")
-    with pytest.raises(ValueError, match="more than 8 bits; save it with 8"):
-        decode(out.getvalue())
+    for kind in ("u2", "i4", "f4"):
+        Image.fromarray(np.ones((1, 3), dtype=kind)).save(out := io.BytesIO(), "TIFF")
+        with pytest.raises(ValueError, match="more than 8 bits; save it with 8"):
+            decode(out.getvalue())
 
 
 @pytest.mark.parametrize(("changes", "words"), [

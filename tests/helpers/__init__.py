@@ -3,7 +3,6 @@
     made_up        flags, tiny models, rollouts, data files and run folders
     runs           programs, started as a user would, or in a second as forks of a warm process; what they have written
     distributed    `on_ranks`, which starts a function of a test on several ranks, and what such works share
-    engines        what works share that have vLLM's engine
     fake_servers   generation servers without a model, and an engine and a sampler over them
     call           starts a function of a test in a process of its own
     grades         the grades of cases, by the workers of a grader

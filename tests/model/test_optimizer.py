@@ -30,14 +30,19 @@ def chunked(start: torch.Tensor, is_state_on_host: bool = False, **changes: floa
     return ChunkedAdamW([torch.nn.Parameter(start.clone())], **SETTINGS | changes, is_state_on_host=is_state_on_host)
 
 
-def test_bf16_parameter_and_remainder_make_the_fp32_number():
-    """The parameter is the nearest bf16 number."""
+def test_bf16_parameter_and_remainder_make_the_fp32_number_and_rounding_is_unbiased():
     bits = torch.randint(-(2**31), 2**31, (200_000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     values = torch.cat([bits.view(torch.float32), torch.tensor([0.0, -0.0, 1.0, -1e-40, 1.00390625])])
     values = values[values.isfinite() & values.bfloat16().isfinite()]
     parameter, remainder = split(values)
     assert join(parameter, remainder).view(torch.int32).equal(values.view(torch.int32))
     assert ((parameter.double() - values).abs() == (values.bfloat16().double() - values).abs()).all()
+    values = torch.full((100_000,), 1 + 1 / 512)  # a quarter of the way from 1 to the next bf16
+    rounded = round_stochastically(values, torch.Generator().manual_seed(0))
+    assert set(rounded.tolist()) == {1.0, 1 + 1 / 128}
+    assert rounded.double().mean() == pytest.approx(1 + 1 / 512, abs=5e-5)
+    exact = torch.randn(1000).bfloat16()
+    assert round_stochastically(exact.float(), torch.Generator()).equal(exact)
 
 
 def test_bf16_parameters_move_by_updates_of_a_millionth():
@@ -66,15 +71,6 @@ def test_the_second_moment_decays_as_in_fp32():
     # Rounded to nearest it stays 3.6 times as large.
     assert found.mean().item() == pytest.approx(wanted.mean().item(), rel=0.02)
     assert (found / wanted - 1).square().mean().sqrt() < 0.1  # the noise of each single one
-
-
-def test_stochastic_rounding_is_unbiased_and_keeps_bf16_numbers():
-    values = torch.full((100_000,), 1 + 1 / 512)  # a quarter of the way from 1 to the next bf16
-    rounded = round_stochastically(values, torch.Generator().manual_seed(0))
-    assert set(rounded.tolist()) == {1.0, 1 + 1 / 128}
-    assert rounded.double().mean() == pytest.approx(1 + 1 / 512, abs=5e-5)
-    exact = torch.randn(1000).bfloat16()
-    assert round_stochastically(exact.float(), torch.Generator()).equal(exact)
 
 
 @pytest.mark.parametrize("is_state_on_host", [False, True])

@@ -21,7 +21,6 @@ from policy import Policy, empty_policy, shard_and_fill
 
 @pytest.fixture(scope="module")
 def folders(policy, untied_policy, tmp_path_factory):
-    """The tiny policies in every form in which weights are stored."""
     root = tmp_path_factory.mktemp("forms")
     made = {name: root / name for name in ("several_files", "bfloat16", "bare_names", "experts")}
     model = AutoModelForCausalLM.from_pretrained(untied_policy, dtype=torch.float32)
@@ -116,7 +115,6 @@ def loading(world: World, large: str, *folders: str) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_shards_are_loaded_bit_for_bit_without_the_whole_model(folders, num_ranks, tmp_path):
-    """The bits are those of from_pretrained; a sync does not need the whole model, either."""
     heads = dict.fromkeys(["num_attention_heads", "num_key_value_heads"], 8)
     config = Qwen2Config(vocab_size=64, hidden_size=512, intermediate_size=2048, num_hidden_layers=10, **heads)
     model = Qwen2ForCausalLM(config)
@@ -159,7 +157,6 @@ def test_files_that_do_not_fit_the_model_are_refused_by_name(policy, untied_poli
 
 
 def test_weights_that_do_not_fit_end_a_run_with_a_sentence(policy, tmp_path):
-    """Said by the first rank, without a traceback."""
     path = with_weights(policy, tmp_path / "policy", without("model.norm.weight"))
     done = run_ranks(2, str(ROOT / "train_grpo.py"), training_flags(Path(path), tmp_path / "run"))
     assert done.returncode != 0

@@ -100,7 +100,6 @@ def late_start(first: str, second: str) -> None:
 
 
 def test_a_late_main_process_is_waited_for(tmp_path):
-    """Beyond the time-out; and a folder that a node lacks is named."""
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
     torchrun(2, CALL, name_of(late_start), tmp_path / "first", tmp_path / "second")

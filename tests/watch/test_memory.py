@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from bench_memory import POLICIES
 from flags import FLAGS
 from helpers.made_up import ALONE
-from helpers.runs import CALL, name_of, run_program, run_ranks, torchrun, training_flags
+from helpers.runs import CALL, NO_EVAL, name_of, run_program, run_ranks, torchrun, training_flags
 from runtime.ways_out import LARGER_SHARE, WAYS_OUT
 from watch import memory as watch
 from watch.memory import MemoryWatch
@@ -69,8 +69,6 @@ def test_a_node_sums_its_ranks_and_their_child_processes(monkeypatch):
     assert grown > 64 * MIB
 
 
-# Memory that runs out -------------------------------------------------------------------------------------------------
-
 RANK_3 = replace(ALONE, trainer_rank=3, num_trainers=4)
 CPU_TORCH = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"
 LOWER_BATCH = "lower --micro_batch_tokens, add --gradient_checkpointing, "
@@ -82,7 +80,7 @@ def ended_with(memory: MemoryWatch, phase: str, error: BaseException) -> str:
     return str(raised.value)
 
 
-def test_on_a_cpu_only_flags_with_an_effect_are_named():
+def test_on_a_cpu_only_flags_with_an_effect_are_named_and_other_errors_pass():
     """And a phase inside another one reports alone."""
     memory = MemoryWatch(RANK_3)
     ways = f"{LOWER_BATCH}or give --param_dtype bfloat16 ({CPU_TORCH})."
@@ -92,13 +90,10 @@ def test_on_a_cpu_only_flags_with_an_effect_are_named():
         np.zeros(2**50)
     assert "in phase reward; " in str(raised.value) and "8.00 PiB" in str(raised.value)
     assert str(raised.value).count("ran out") == 1
-
-
-@pytest.mark.parametrize("error", [RuntimeError("shapes"), OSError(28, "No space")])
-def test_other_errors_pass_as_they_are(error):
-    with pytest.raises(type(error)) as raised, MemoryWatch(RANK_3).phase("update"):
-        raise error
-    assert raised.value is error
+    for error in (RuntimeError("shapes"), OSError(28, "No space")):
+        with pytest.raises(type(error)) as raised, MemoryWatch(RANK_3).phase("update"):
+            raise error
+        assert raised.value is error
 
 
 def test_the_ways_out_are_flags_of_the_program():
@@ -127,7 +122,7 @@ def starved(where: str, rank: str, *flags: str) -> None:
 ])  # fmt: skip
 def test_a_rank_without_memory_ends_the_run_with_a_sentence(num_ranks, function, phase, way, policy, tmp_path):
     """The limit, of the last rank, is a real one: of the process's address space."""
-    flags = training_flags(policy, tmp_path / "run", eval_data=None, eval_every=None, eval_before_training=None)
+    flags = training_flags(policy, tmp_path / "run", **NO_EVAL)
     done = run_ranks(num_ranks, CALL, [name_of(starved), function, num_ranks - 1, *flags])
     assert done.returncode == 1, "nobody waits for the rank that is gone"
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: memory ran out")]
@@ -137,7 +132,6 @@ def test_a_rank_without_memory_ends_the_run_with_a_sentence(num_ranks, function,
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_update_takes_the_planned_memory_within_10_percent(num_ranks, tmp_path):
-    """Under every memory policy."""
     AutoConfig.for_model(
         "qwen2", vocab_size=1024, hidden_size=128, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, tie_word_embeddings=False,

@@ -38,7 +38,6 @@ def check(policy: Path, out_dir: Path, **changes: object) -> None:
     ({"prompts_per_step": 128, "prompts_per_update": 128}, ["64 usable rows", "--prompts_per_step 128"]),
     ({"eval_temperature": 0, "eval_samples": 4}, ["--eval_samples 4", "--eval_temperature 0", "--eval_samples 1"]),
     ({"image_column": "image"}, ["--image_column 'image'", "of the type 'qwen2'", "qwen2_5_vl"]),
-    ({"max_pixels": 4000}, ["--max_pixels 4000 has no effect here, only with --image_column"]),
     ({"stop_tokens": ""}, ["--stop_tokens '': no token of the tokenizer"]),
     ({"stop_tokens": "<|im_end|>"}, ["--stop_tokens '<|im_end|>'", "no token of the tokenizer", "special ones are"]),
     ({"reward": "absent.py:score"}, ["--reward", "FOLDER/absent.py", "does not exist"]),
@@ -95,14 +94,11 @@ def test_an_environment_on_the_terminal_fails_as_in_training(given, words, tmp_p
     assert ending.value.code.startswith("error: ") and words in ending.value.code, ending.value.code
 
 
-def test_without_docstrings_a_sentence_says_why_nothing_starts():
+def test_a_start_without_docstrings_or_of_a_damaged_replay_says_a_sentence(tmp_path):
     done = run_command([sys.executable, "-OO", "train_grpo.py", "--help"], dict(os.environ), timeout=GUARD_SECONDS)
     assert done.returncode == 1 and done.stderr == (
         "error: python -OO takes away the docstrings that transformers reads; leave -OO and PYTHONOPTIMIZE out.\n"
     )
-
-
-def test_a_replay_of_a_damaged_run_is_refused_in_a_sentence(tmp_path):
     (tmp_path / "config.json").write_text('{"seed": 1')
     given = f"train_grpo.py --model m --train_data d --total_steps 1 --out_dir {tmp_path}/o --replay {tmp_path}"
     done = run_command([sys.executable, *given.split()], timeout=GUARD_SECONDS)

@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import checkpoint
 from batch import pack
+from checkpoint import load_generation_config
 from engine.options import stop_ids
 from flags import Saving
 from helpers.made_up import ALONE, load_policy, make_rollout, unpacked_logprobs, write_lines
 from helpers.runs import largest_file
-from model.weights import load_config, load_generation_config, load_tokenizer
+from model.weights import load_config, load_tokenizer
 from runtime.files import DiskError, checkpoints
 from runtime.rank import RunError
 
@@ -63,7 +64,6 @@ def latest(out_dir, say=print):
 
 @pytest.mark.parametrize("name", ["policy", "qwen3_policy", "untied_qwen3_policy"])
 def test_the_exported_policy_is_the_trained_one(name, request, tokenizer, tmp_path):
-    """In the dtype of the engine."""
     model, optimizer = trained(request.getfixturevalue(name))
     writer(tmp_path, tokenizer).save(1, model, optimizer, {})
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "step_1")

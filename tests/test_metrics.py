@@ -66,7 +66,6 @@ def test_ungraded_completions_are_counted_and_parts_averaged():
 
 
 def test_updates_of_a_step_are_merged_by_what_a_number_means():
-    """Mean, maximum, minimum, last or sum."""
     names = ("policy/loss", "policy/ratio_max", "policy/ratio_min", "optim/lr", "optim/skipped_updates")
     values = (1.0, 2.0, 0.5, 0.1, 1.0), (3.0, 1.5, 0.7, 0.2, 1.0), (2.0, 2.0, 0.5, 0.2, 2.0)
     *updates, merged = (dict(zip(names, each, strict=True)) for each in values)
@@ -74,8 +73,6 @@ def test_updates_of_a_step_are_merged_by_what_a_number_means():
 
 
 def test_the_work_of_a_step_counts_prompts_and_discarded_samples():
-    """Prompts for the trainer, and what was thrown away for the sampler."""
-
     policy = SimpleNamespace(adapter=None, flops_per_token=100, parity_length=10.0)
     updates = [Update([pack(ROLLOUT, [0, 1])], 8), Update([pack(ROLLOUT, [2]), pack(ROLLOUT, [3])], 12)]
     sampled, costs = make_rollout([6, 2, 8, 4, 10], group_size=1), 32 + (81 + 25 + 121 + 49) / 10

@@ -77,7 +77,6 @@ COMPARED = "--compare RUN -- RUN"
     ("config.json", "{}", "--compare a b", "on both sides"),
 ])  # fmt: skip
 def test_what_is_no_run_is_told(file, content, arguments, said, tmp_path, monkeypatch, capsys):
-    """Or is damaged; in a sentence."""
     run = write_run(tmp_path / "run", {"seed": 1}, RECORDS)
     (run / file).write_text(content) if content else (run / file).unlink()
     if said == "is no run":

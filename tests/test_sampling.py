@@ -38,7 +38,6 @@ def groups(*verdicts: list[int], first_row: int = 0, rewards: list[list[float]] 
 
 
 def rows_of(rollout: Rollout) -> list[int]:
-    """The number of each group's row."""
     assert [x % 10 for x in rollout.completion_lengths_B] == [1, 2] * (len(rollout.rows) // 2)
     return (rollout.completion_lengths_B[::2] // 10).tolist()
 
@@ -196,9 +195,6 @@ def test_the_seed_of_a_round_has_the_step_and_its_number():
     assert sampler.engine.seeds == [(7, 3, 0, 0), (7, 3, 0, 1), (7, 4, 0, 0)]
 
 
-# Prompts that are solved ----------------------------------------------------------------------------------------------
-
-
 class EvenRows(StubGrader):
     """All completions of every row of an even number are correct, and the first of the two of the others."""
 
@@ -232,15 +228,11 @@ def test_solved_prompts_are_drawn_no_more(ahead, stops, dynamic_sampling):
     assert [sum(step.count(i) for step in used[4:]) for i in (1, 3, 5, 7, 9)] == pytest.approx([3.2] * 5, abs=0.81)
 
 
-def test_as_many_prompts_as_a_step_needs_are_never_dropped():
+def test_a_prompt_is_solved_at_the_share_of_the_flag_and_a_steps_prompts_are_never_dropped():
     args = flags(prompts_per_step=4, group_size=2, drop_solved=0.5)
     sampler = sampler_over(data_of(6), args, StubGrader(1))  # all completions are correct
     solved = [sampler.collect(step)[1]["sampling/prompts_solved"] for step in (1, 2, 3)]
     assert solved == [2, 2, 2] and len(sampler.draw(4, 0, 4)) == 4
-
-
-def test_a_prompt_is_solved_at_the_very_share_that_the_flag_names():
-    """Of two of the four prompts one completion of two is correct: that is enough for 0.5, and not for more."""
-    for bound, count in ((0.5, 4.0), (0.51, 2.0)):
+    for bound, count in ((0.5, 4.0), (0.51, 2.0)):  # of two of the four prompts one completion of two is correct
         args = flags(prompts_per_step=4, group_size=2, drop_solved=bound)
         assert sampler_over(data_of(9), args, EvenRows()).collect(1)[1]["sampling/prompts_solved"] == count

@@ -100,14 +100,11 @@ def test_what_would_end_amid_the_start_is_refused(name, said):
     assert str(error.value).startswith(f"--model m ({name}) {said}")
 
 
-def test_experts_are_compiled_in_bfloat16():
+def test_experts_are_compiled_in_bfloat16_and_needed_for_router_replay():
     for kind, dtype in (("qwen3", "float32"), ("qwen3_moe", "bfloat16")):
         check_compile("m", AutoConfig.for_model(kind), dtype)
     with pytest.raises(ValueError, match=r"--compile with --dtype float32: the experts of --model m \(qwen3_moe\) are"):
         check_compile("m", AutoConfig.for_model("qwen3_moe"), "float32")
-
-
-def test_router_replay_needs_experts():
     with pytest.raises(ValueError, match=r"--router_replay: --model m \(qwen3\) has no experts .*; leave it out\.$"):
         check_model("m", AutoConfig.for_model("qwen3"), (32, 32), 1, router_replay=True)
     check_model("m", AutoConfig.for_model("qwen3"), (32, 32), 1)

@@ -78,7 +78,6 @@ class FakeServer:
         self.port = self.runner.addresses[0][1]
 
     def kill(self) -> None:
-        """It is gone from one moment to the next, with its port."""
         asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result()
         self.pool.shutdown(wait=False)
 

@@ -189,7 +189,6 @@ def policy_of(args: argparse.Namespace, dtype: torch.dtype = torch.float32) -> P
 
 
 def build(args: argparse.Namespace, world: World) -> tuple[Policy, Policy | None, torch.optim.Optimizer]:
-    """What a run with these flags trains."""
     plan = make_plan(args, args.prompts_per_step)
     return build_policy(args.model, Memory.from_flags(args), Lora.from_flags(args), plan, world)
 
@@ -355,7 +354,6 @@ def write(folder: Path, content: str | bytes, name: str = "rows.jsonl") -> str:
 
 
 def write_lines(file: Path, rows: list[dict[str, object]]) -> str:
-    """A .jsonl file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(file)
@@ -372,7 +370,6 @@ def write_parquet(file: Path, rows: list[dict[str, object]], **features: object)
 
 
 def write_math12k(folder: Path) -> None:
-    """hiyouga/math12k."""
     for split, count in (("train", 3), ("test", 2)):
         rows = [{"problem": f"{split} {i}?", "answer": str(i)} for i in range(count)]
         write_parquet(folder / "data" / f"{split}-00000-of-00001.parquet", rows)

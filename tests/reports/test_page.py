@@ -36,9 +36,7 @@ def write(file: Path, *runs: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def big_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of runs of 500 steps beside it. a and b differ by their seed, c by a flag and its code. a has
-    10,000 completions of 50 steps.
-    """
+    """Of runs of 500 steps: a and b differ by their seed, c by a flag and its code; a has 10,000 completions."""
     root = tmp_path_factory.mktemp("runs")
     runs = [make_run(root / "a", 1), make_run(root / "b", 2), make_run(root / "c", 3, patch=HOSTILE, clip_high=0.28)]
     make_rollouts(runs[0], list(range(10, 501, 10)), prompts=25, tokens=300, vocabulary=make_vocabulary(151_000))
@@ -46,7 +44,6 @@ def big_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small_run(folder: Path, steps: list[int]) -> Path:
-    """With the completions of these steps."""
     run = make_run(folder, steps=5)
     make_rollouts(run, steps, prompts=2, tokens=30, vocabulary=make_vocabulary(400))
     return run
@@ -140,7 +137,6 @@ class Browser:
         self.wait(f"document.querySelector('[role=status]').textContent.includes({status!r})")
 
     def choose(self, label: str, text: str) -> None:
-        """Chooses an option that begins so."""
         select = Select(self.driver.find_element(By.XPATH, f"//label[span='{label}']/select"))
         select.select_by_visible_text(next(each.text for each in select.options if each.text.startswith(text)))
 

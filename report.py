@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from reports import reference
 from reports.compare import compare
+from reports.curves import plot
 from reports.page import write_page
 from runtime.history import History, read_config, read_metrics, read_run
 from runtime.start import print_any_text
-from watch import reference
-from watch.curves import plot
 
 
 def main() -> None:

@@ -9,8 +9,8 @@ import report
 from helpers.made_up import write_run
 from helpers.runs import ENVIRONMENT
 from helpers.runs import said as output_of
-from watch.curves import plot
-from watch.reference import load
+from reports.curves import plot
+from reports.reference import load
 
 RECORDS = [
     {"step": 0, "eval/heldout/avg@4": 0.3, "time/evaluate_s": 1.0, "time/step_s": 1.0},

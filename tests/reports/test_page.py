@@ -23,9 +23,9 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 from helpers.made_up import GROUP_SIZE, HOSTILE, SMILE, make_rollouts, make_run, make_vocabulary
 from helpers.runs import GUARD_SECONDS, said
 from reports.page import seed_groups, write_page
+from reports.reference import published_curves
 from reports.samples import pack_samples
 from runtime.history import History, read_config, read_metrics
-from watch.reference import published_curves
 
 
 def write(file: Path, *runs: Path) -> Path:

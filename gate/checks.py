@@ -255,14 +255,14 @@ def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> Non
             raise ValueError(
                 f"{flag.written(args)} has no effect here, only with {needed}: leave it out, or change the other."
             )
-    for firsts, seconds, reason in CONTRADICTIONS:
-        for pair in product(firsts.split(), seconds.split()):
+    for flags, opposites, reason in CONTRADICTIONS:
+        for pair in product(flags.split(), opposites.split()):
             if all(is_given(each, args) for each in pair):
                 both = " with ".join(FLAGS[each.partition("=")[0]].written(args) for each in pair)
                 raise ValueError(f"{both}: {reason}; leave one of them out.")
-    for written, partners, reason in NEEDS:
-        if is_given(written, args) and not any(is_given(each, args) for each in partners.split()):
-            raise ValueError(f"{written.replace('=', ' ')} needs {partners.replace(' ', ' or ')}: {reason}.")
+    for choice, partners, reason in NEEDS:
+        if is_given(choice, args) and not any(is_given(each, args) for each in partners.split()):
+            raise ValueError(f"{choice.replace('=', ' ')} needs {partners.replace(' ', ' or ')}: {reason}.")
 
 
 def is_given(written: str, args: argparse.Namespace) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from plan import memory as memory
-from plan import time as time
+from plan import memory, time
 from plan.memory import Parts, total
 from plan.setup import GIB, Setup
 from runtime.tables import counted, in_columns

@@ -20,20 +20,27 @@ def gigpo(g, *, advantage_ddof, advantage_eps, gamma=0.95, weight=1.0):
     # None: every episode of the step is one turn.
     states_B = g.states_B or [[b""]] * len(g.lengths_B)
     turns_T = torch.zeros_like(b_T) if g.turns_T is None else g.turns_T
-    last_B = torch.tensor([len(states) - 1 for states in states_B])
-    returns_BK = torch.zeros(len(last_B), int(last_B.max()) + 1).scatter(1, last_B[:, None], g.rewards_PG.view(-1, 1))
+    # The rewards of turns, which become returns; K: the most turns of an episode.
     if g.turn_rewards_PGK is not None:
         returns_BK = g.turn_rewards_PGK.nan_to_num().flatten(0, 1)
+    else:  # the last turn has it all
+        returns_BK = torch.zeros(len(states_B), max(map(len, states_B)))
+        for b, reward in enumerate(g.rewards_PG.flatten()):
+            returns_BK[b, len(states_B[b]) - 1] = reward
     for k in reversed(range(returns_BK.shape[1] - 1)):
         returns_BK[:, k] += gamma * returns_BK[:, k + 1]
+    group_size = g.rewards_PG.shape[1]
     places = defaultdict(list)  # prompt, state -> its episodes and turns
     for b, states in enumerate(states_B):
         for k, state in enumerate(states):
-            places[b // g.rewards_PG.shape[1], state].append((b, k))
+            places[b // group_size, state].append((b, k))
     step_BK = torch.zeros_like(returns_BK)
-    for chosen in map(torch.tensor, places.values()):
-        values = returns_BK[chosen[:, 0], chosen[:, 1]][None]
-        scale = values.std(correction=advantage_ddof) + advantage_eps if len(chosen) > 1 else torch.ones(())
-        step_BK[chosen[:, 0], chosen[:, 1]] = divided(centred(values), scale)[0]
+    for place in places.values():
+        episodes, turns = zip(*place, strict=True)
+        values = returns_BK[episodes, turns][None]
+        scale = torch.ones(())  # of a turn that is alone
+        if len(place) > 1:
+            scale = values.std(correction=advantage_ddof) + advantage_eps
+        step_BK[episodes, turns] = divided(centred(values), scale)[0]
     episode_PG = grpo(g, advantage_ddof=advantage_ddof, advantage_eps=advantage_eps)
     return episode_PG.flatten()[b_T] + weight * step_BK[b_T, turns_T]

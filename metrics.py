@@ -106,8 +106,8 @@ def loss_metrics(passes: list[dict[str, Tensor]]) -> Metrics:
     """
     kinds = list(set().union(*gather_from_ranks({tuple(each) for each in passes})))
     if len(kinds) > 1:
-        here, there = (", ".join(name[5:] for name in each if name[:5] == "loss/") or "none" for each in kinds[:2])
-        raise RunError(f"--policy_loss returned the metrics {here}, and elsewhere {there}; return all each time.")
+        missing = ", ".join(sorted(name.removeprefix("loss/") for name in set(kinds[0]) ^ set(kinds[1])))
+        raise RunError(f"--policy_loss returns the metrics {missing} only sometimes; return all each time.")
     values = torch.stack([torch.stack(list(each.values())) for each in passes])
     sums = sum_over_trainers(values.sum(dim=0)).tolist()
     maxima = max_over_trainers(values.amax(dim=0)).tolist()

@@ -97,11 +97,12 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
         num_ranks = launched_world_size()
     check_batches(args, num_ranks)
     check_turns(args)
-    flag = all_given(args)
+    flag = SimpleNamespace(**{name.removeprefix("--"): each.written(args) for name, each in FLAGS.items()})
     checks = check_loss, check_groups, check_reward, check_hints, check_servers, check_replay
     for check in (*checks, check_evaluation):
         check(args, flag)
-    check_tracker(args.track)
+    if args.track != "none" and importlib.util.find_spec(args.track) is None:
+        raise ValueError(f"--track {args.track}: its package is not installed; run `pip install {args.track}`.")
 
 
 # Contradictions, by topic: each check raises ValueError for the first. `flag.NAME`: as written.
@@ -235,13 +236,6 @@ def check_evaluation(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         )
 
 
-def check_tracker(track: str) -> None:
-    if track == "none":
-        return
-    if importlib.util.find_spec(track) is None:
-        raise ValueError(f"--track {track}: its package is not installed; run `pip install {track}`.")
-
-
 def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> None:
     """Raises ValueError for a value out of its range, a flag without effect, `CONTRADICTIONS`, `NEEDS`."""
     for flag in chain.from_iterable(groups.values()):
@@ -255,14 +249,14 @@ def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> Non
             raise ValueError(
                 f"{flag.written(args)} has no effect here, only with {needed}: leave it out, or change the other."
             )
-    for firsts, seconds, reason in CONTRADICTIONS:
-        for pair in product(firsts.split(), seconds.split()):
+    for flags, opposites, reason in CONTRADICTIONS:
+        for pair in product(flags.split(), opposites.split()):
             if all(is_given(each, args) for each in pair):
                 both = " with ".join(FLAGS[each.partition("=")[0]].written(args) for each in pair)
                 raise ValueError(f"{both}: {reason}; leave one of them out.")
-    for written, partners, reason in NEEDS:
-        if is_given(written, args) and not any(is_given(each, args) for each in partners.split()):
-            raise ValueError(f"{written.replace('=', ' ')} needs {partners.replace(' ', ' or ')}: {reason}.")
+    for choice, partners, reason in NEEDS:
+        if is_given(choice, args) and not any(is_given(each, args) for each in partners.split()):
+            raise ValueError(f"{choice.replace('=', ' ')} needs {partners.replace(' ', ' or ')}: {reason}.")
 
 
 def is_given(written: str, args: argparse.Namespace) -> bool:
@@ -287,12 +281,6 @@ def check_range(flag: Flag, number: float) -> None:
         bounds = "above 0" if low == TINY else f"at least {low:g}"
         bounds += " and finite" * (number == INF) if high == INF else f" and at most {high:.7g}"
         raise ValueError(f"{flag.name} {number:g}: must be {bounds}.")
-
-
-def all_given(args: argparse.Namespace) -> SimpleNamespace:
-    """All flags that there are, as they were written."""
-    names = [name.removeprefix("--") for name in FLAGS]
-    return SimpleNamespace(**{name: FLAGS[f"--{name}"].written(args) for name in names if hasattr(args, name)})
 
 
 def check_batches(args: argparse.Namespace, num_ranks: int) -> None:

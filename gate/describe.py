@@ -34,8 +34,9 @@ def describe_algorithm(args: Namespace) -> str:
     parts = []
     for name, function in functions_of(args).items():
         if name not in unused:
-            values = "".join(f" --{key} {value}" for key, value in function.keywords.items() if f"--{key}" in FLAGS)
-            parts.append(f"{FLAGS[name].written(args)}{values}: {first_sentence(function.func.__doc__)}")
+            words = [FLAGS[name].written(args)]
+            words += [f"--{key} {value}" for key, value in function.keywords.items() if f"--{key}" in FLAGS]
+            parts.append(f"{' '.join(words)}: {first_sentence(function.func.__doc__)}")
     parts.append(" ".join(FLAGS[name].written(args) for name in ALSO_DESCRIBED))
     return f"algorithm: {'; '.join(parts)}"
 

@@ -391,8 +391,3 @@ def checkpoint_bytes(setup: Setup) -> float:
     adapter = setup.gradient_bytes if setup.has_lora else 0  # once more, in peft's format
     reference = setup.reference_bytes if setup.plan.reference and setup.plan.reference.reference_every else 0
     return setup.weight_bytes + setup.gradient_bytes + setup.state_bytes + adapter + reference
-
-
-def disk_bytes(setup: Setup) -> float:
-    """On disk, for all checkpoints that are there at a time."""
-    return setup.run.num_checkpoints * checkpoint_bytes(setup)

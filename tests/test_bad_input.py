@@ -167,7 +167,7 @@ def test_an_empty_value_or_an_unexpanded_home_is_refused(given, capsys):
 @pytest.mark.parametrize(("given", "ours"), [
     ("--num_generations=8", "--group_size"), ("--num-generations", "--group_size"), ("--beta", "--kl_coef"),
     ("--lr", "--learning_rate"), ("actor_rollout_ref.actor.optim.lr=1e-6", "--learning_rate"),
-    ("--epsilon", "--clip_low"), ("--max_completion_length", "--max_completion_tokens"),
+    ("--epsilon", "--clip_low"), ("--top_p", "--eval_samples"), ("--max_completion_length", "--max_completion_tokens"),
     ("--goup-size", ""),  # of no library
 ])  # fmt: skip
 def test_a_name_of_another_library_or_a_mistyped_one_is_answered_with_ours(given, ours, capsys):

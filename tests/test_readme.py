@@ -16,6 +16,7 @@ from gate.checks import check_flags
 from grading import Case
 from grading.score import RewardWorker
 from helpers.runs import ROOT, run_script
+from other_libraries import PAGE, with_tables
 from plan.dry_run import dry_run
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
@@ -90,6 +91,14 @@ def is_made(metric: str) -> bool:
     texts = re.split(r"<\w+>", metric.removeprefix("eval/<set>/"))
     phase = metric.removeprefix("time/").removesuffix("_s")
     return bool(re.search(r"\{[^{}]*\}".join(map(re.escape, texts)), SOURCE)) or f'.phase("{phase}")' in SOURCE
+
+
+def test_the_tables_of_other_libraries_are_those_of_their_json():
+    """And the page has no other one of this form: `python scripts/other_libraries.py` writes them."""
+    tables, page = json.loads(PAGE.with_suffix(".json").read_text()), PAGE.read_text()
+    assert with_tables(page, tables) == page
+    head, *_ = next(iter(tables.values()))
+    assert page.count(f"| {' | '.join(head)} |") == len(tables)
 
 
 def test_every_flag_that_a_page_names_exists():

@@ -50,9 +50,6 @@ class Group:
     def is_finished(self) -> bool:
         return all(completion.finish_reason for completion in self.completions)
 
-    def is_waited_for(self, version: int) -> bool:  # it is as old as may be
-        return not self.is_finished and version - self.first_version >= MOST_LAG
-
 
 @dataclass
 class PartialSampler(Sampler):
@@ -134,9 +131,10 @@ class PartialSampler(Sampler):
         chosen = []
         before = [group for group in groups if group.is_finished]
         finished = itertools.chain(before, self.finished_groups(groups, version, lambda: len(chosen) == len(places)))
+        oldest = [group for group in groups if version - group.first_version >= MOST_LAG]  # which are waited for
         with progress("groups", total=len(places), shown_after=0.0) as bar:
             for group in finished:
-                num_kept_places = sum(other.is_waited_for(version) for other in groups)
+                num_kept_places = sum(not other.is_finished for other in oldest)
                 if len(chosen) < len(places) - num_kept_places:
                     self.report(group, places[len(chosen)])
                     chosen.append(group)

@@ -198,19 +198,21 @@ class Turns(Observer):
             episode.grade = reply.grade
             return EpisodeState.END
         left, ids, text = sampling.max_completion_tokens - len(episode.token_ids), [], ""
-        try:
-            if sum(len(message["content"]) for message in reply.messages) <= TOKEN_CHARACTERS * left:
-                last_id = episode.token_ids[-1] if episode.finish_reason == "stop" else None
+        num_characters = sum(len(message["content"]) for message in reply.messages)
+        if num_characters <= TOKEN_CHARACTERS * left:
+            last_id = episode.token_ids[-1] if episode.finish_reason == "stop" else None
+            try:
                 ids, text = self.template.suffix(reply.messages, last_id)
-        except UnusableRow as error:
-            episode.grade = Grade(0.0, f"error: {error}")
-            return EpisodeState.END
+            except UnusableRow as error:
+                episode.grade = Grade(0.0, f"error: {error}")
+                return EpisodeState.END
         if not 0 < len(ids) < left:
             episode.finish_reason = "length"  # there is no room for another turn
             self._ask(episode, is_last=True)
             return EpisodeState.REPLY
-        # The tokens get the version of the turn before.
-        episode.add(Completion(ids, [0.0] * len(ids), episode.versions[-1:] * len(ids)), text, is_sampled=False)
+        versions = episode.versions[-1:] * len(ids)  # that of the turn before
+        said = Completion(ids, logprobs=[0.0] * len(ids), versions=versions)
+        episode.add(said, text, is_sampled=False)
         return EpisodeState.TURN
 
     # In an engine of the ranks ----------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ import pytest
 from command_line import parse_flags
 from helpers.made_up import write_completions, write_lines, write_run
 from helpers.runs import ROOT
+from reports.reference import SAMPLING, belongs_to, judge, judgement, load, names, published_curves, report
 from runtime.history import History, read_run
 from test_setups import launched
-from watch.reference import SAMPLING, belongs_to, judge, judgement, load, names, published_curves, report
 
 GSM8K, DAPO = "qwen2.5_3b_gsm8k_lora_1gpu", "qwen3_4b_dapo_8gpu"
 ZOO, TULU = "qwen7b_simplerl_2x8xh100", "tulu8b_rlvr_7plus1"

@@ -1,63 +1,35 @@
 """The built-in verifiers: each says how good one completion is. A new one is a function and an entry in `BUILT_IN`.
 
-`exact` compares the final answer with the row's, `format` and `think_format` check the tags,
-`length` the length; `mathematics.py` and `ifeval.py` have the others. They raise ValueError, in a
-few words, for a row whose answer key cannot be used. `score.py` adds them up, in processes that can
-be killed: nothing here minds the time.
+`exact` compares the final answer with the row's; `form.py` has those of tags and length, `mathematics.py` and
+`ifeval.py` the others. They raise ValueError, in a few words, for a row whose answer key cannot be used. `score.py`
+adds them up, in processes that can be killed: nothing here minds the time.
 """
 
 from __future__ import annotations
 
-import re
+import unicodedata
 from collections.abc import Callable, Iterable
 from pkgutil import resolve_name
 
 from grading import Case, Verdict
-from grading.answer import opens_thought, plain, read_answer
+from grading.answer import plain, read_answer
+
+# Other minus signs, and the full-width forms of ASCII
+NARROW = str.maketrans("\u2212\u2010\u2011\u2012\u2013\ufe63", "------") | {c: c - 0xFEE0 for c in range(0xFF01, 0xFF5F)}
 
 
 def verify_exact(case: Case) -> Verdict:
     """1.0 if the final answer, or without a mark the whole visible text, is the row's, emphasized or not; else 0.0."""
-    if not case.answer.strip():
+    if not (key := uniform(case.answer)):
         raise ValueError("the answer is blank")
-    answer = read_answer(case.completion, case.prompt, unmarked="all")
-    return float(answer is not None and case.answer.strip() in (answer, plain(answer))), answer
+    answer = uniform(read_answer(case.completion, case.prompt, unmarked="all") or "")
+    return float(key in (answer, plain(answer))), answer or None
 
 
-def verify_format(case: Case) -> Verdict:
-    """1.0 if the completion is `<think>...</think><answer>...</answer>` and nothing else, each tag once; else 0.0.
-
-    Neither may be blank. A prompt that ends with `<think>` (as QwQ's chat template does) has opened the first tag: then
-    the completion must not open it again.
-    """
-    return float(_has_form(case, "<answer>(.*)</answer>", "think|answer")), None
-
-
-def verify_think_format(case: Case) -> Verdict:
-    """1.0 if the completion is `<think>...</think>` and then some text, each tag once; else 0.0. Else as `format`."""
-    return float(_has_form(case, "(.*)", "think")), None
-
-
-def _has_form(case: Case, ending: str, tags: str) -> bool:
-    """Whether the completion is a thought and this ending, neither blank and without any other of these tags."""
-    opened = "<think>" if opens_thought(case.prompt) else ""
-    thought, _, rest = (opened + case.completion.strip()).partition("</think>")
-    match = re.fullmatch(ending, rest.strip(), re.DOTALL)
-    if not match or not thought.startswith("<think>"):
-        return False
-    for part in (thought.removeprefix("<think>"), match[1]):
-        is_blank = not any(c.isprintable() and not c.isspace() for c in part)
-        if is_blank or re.search(rf"</?(?:{tags})>", part):
-            return False
-    return True
-
-
-def verify_length(case: Case) -> Verdict:
-    """DAPO's soft overlong punishment (eq. 13): 0 up to max - cache tokens, then linearly down to -1 at max."""
-    if case.num_tokens is None or case.max_tokens is None:
-        raise ValueError("the reward `length` needs num_tokens and max_tokens")
-    cache_tokens = case.overlong_cache_tokens or max(case.max_tokens // 5, 1)
-    return min(0.0, max(-1.0, (case.max_tokens - cache_tokens - case.num_tokens) / cache_tokens)), None
+def uniform(text: str) -> str:
+    """The text, in which what looks the same is the same: NFC, no format characters (Cf), one minus, narrow ASCII."""
+    shown = "".join(c for c in text if unicodedata.category(c) != "Cf")
+    return unicodedata.normalize("NFC", shown).translate(NARROW).strip()
 
 
 BUILT_IN = {  # name -> where its function is: a module is loaded only by a reward that names one of its verifiers
@@ -66,9 +38,9 @@ BUILT_IN = {  # name -> where its function is: a module is loaded only by a rewa
     "gsm8k_strict": "grading.mathematics:verify_gsm8k_strict",
     "ifeval": "grading.ifeval:verify_ifeval",
     "exact": "grading.verifiers:verify_exact",
-    "format": "grading.verifiers:verify_format",
-    "think_format": "grading.verifiers:verify_think_format",
-    "length": "grading.verifiers:verify_length",
+    "format": "grading.form:verify_format",
+    "think_format": "grading.form:verify_think_format",
+    "length": "grading.form:verify_length",
 }
 
 

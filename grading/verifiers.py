@@ -14,8 +14,8 @@ from pkgutil import resolve_name
 from grading import Case, Verdict
 from grading.answer import plain, read_answer
 
-# Other minus signs, and the full-width forms of ASCII
-NARROW = str.maketrans("\u2212\u2010\u2011\u2012\u2013\ufe63", "------") | {c: c - 0xFEE0 for c in range(0xFF01, 0xFF5F)}
+NARROW = {c: c - 0xFEE0 for c in range(0xFF01, 0xFF5F)}  # full-width ASCII, and other minus signs
+NARROW |= dict.fromkeys(map(ord, "\u2212\u2010\u2011\u2012\u2013\ufe63"), "-")
 
 
 def verify_exact(case: Case) -> Verdict:

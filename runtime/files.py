@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -147,10 +148,15 @@ def end_status(out_dir: Path, how: str, processes: Iterable[int] = ()) -> None:
 # Checkpoints ----------------------------------------------------------------------------------------------------------
 
 
+def numbered(folder: Path, end: str = "") -> dict[int, Path]:
+    """N -> step_N<end> in the folder, in order. What has another name, such as a copy's, is somebody else's."""
+    names = {path: re.fullmatch(rf"step_(0|[1-9][0-9]*){re.escape(end)}", path.name) for path in folder.glob("step_*")}
+    return dict(sorted((int(name[1]), path) for path, name in names.items() if name))
+
+
 def checkpoints(out_dir: Path) -> list[tuple[int, Path]]:
     """(step, folder) of the complete checkpoints, oldest first."""
-    numbered = [(path.name.removeprefix("step_"), path) for path in out_dir.glob("step_*")]
-    return sorted((int(number), path) for number, path in numbered if number.isdigit())
+    return [*numbered(out_dir).items()]
 
 
 def run_and_step(path: str) -> tuple[Path, int]:
@@ -167,7 +173,7 @@ def rollouts_file(out_dir: Path, step: int) -> Path:
 
 def steps_with_rollouts(out_dir: Path) -> list[int]:
     """The steps whose completions are there, in order."""
-    return sorted(int(file.stem.partition("_")[2]) for file in (out_dir / "rollouts").glob("step_*.parquet"))
+    return [*numbered(out_dir / "rollouts", ".parquet")]
 
 
 def write_sizes(folder: Path) -> None:

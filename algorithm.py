@@ -35,8 +35,6 @@ NAMES: dict[str, dict[str, str]] = {  # flag -> name -> module:function
     },
     "--policy_loss": {
         "clip": "grpo:clip",
-        "gspo": "grpo:gspo",
-        "cispo": "grpo:cispo",
         "reinforce": "grpo:reinforce",
     },
     "--loss_aggregation": {
@@ -49,7 +47,6 @@ NAMES: dict[str, dict[str, str]] = {  # flag -> name -> module:function
         "k1": "grpo:k1",
         "k2": "grpo:k2",
         "k3": "grpo:k3",
-        "k3+": "grpo:k3_plus",
         "none": "grpo:no_kl",
     },
     "--kl_direction": {},
@@ -58,22 +55,18 @@ NAMES: dict[str, dict[str, str]] = {  # flag -> name -> module:function
 EXTRAS = {  # flag -> the room with more `NAMES` of this form
     "--advantage": "extras.losses",
     "--policy_loss": "extras.losses",
+    "--kl_estimator": "extras.losses",
     "--kl_direction": "extras.teacher",
     "--rollout_correction": "extras.losses",
 }
 OWN = ("--advantage", "--policy_loss", "--kl_estimator")  # may also name a function of the user's, FILE.py:FUNCTION
-ALSO_DESCRIBED = (
-    "--old_logprobs", "--kl_coef", "--kl_in", "--entropy_coef", "--dynamic_sampling", "--truncated",
-    "--num_iterations", "--temperature",
-)  # fmt: skip
 
 
 def algorithm_of(args: argparse.Namespace) -> Algorithm:
     """Raises ValueError for a name that nobody knows, or a function that cannot be loaded."""
     from grpo import Algorithm
 
-    bound = {name: bind(name, args) for name in NAMES if name != "--kl_direction" or args.kl_over == "vocabulary"}
-    kl_clamp = 0.0
+    bound, kl_clamp = functions_of(args), 0.0
     if args.kl_over == "sampled":
         kl_clamp = bound["--kl_estimator"].keywords.get("kl_clamp", 0.0)
     return Algorithm(
@@ -90,8 +83,12 @@ def algorithm_of(args: argparse.Namespace) -> Algorithm:
         temperature=args.temperature,
         num_iterations=args.num_iterations,
         most_lag=most_lag(args),
-        description=describe(args, bound),
     )
+
+
+def functions_of(args: argparse.Namespace) -> dict[str, partial]:
+    """Flag -> the function that it names, with its parameters."""
+    return {name: bind(name, args) for name in NAMES if name != "--kl_direction" or args.kl_over == "vocabulary"}
 
 
 @cache
@@ -163,21 +160,3 @@ def split(written: str) -> tuple[str, dict[str, object]]:
         except (ValueError, SyntaxError):
             raise ValueError(f"{written}: {value!r} is no number; needed is NAME:PARAMETER=NUMBER,...") from None
     return name, given
-
-
-def first_sentence(docstring: str | None) -> str:
-    return " ".join((docstring or "your own").split("\n\n")[0].split()).partition(". ")[0].rstrip(".")
-
-
-def describe(args: argparse.Namespace, bound: dict[str, partial]) -> str:
-    """Says in one log line what the flags amount to: the functions in words, the rest as it was written."""
-    unused = {"--kl_estimator"} if not args.kl_coef or args.kl_over == "vocabulary" else set()
-    if args.rollout_correction == "none":
-        unused.add("--rollout_correction")
-    parts = []
-    for name, function in bound.items():
-        if name not in unused:
-            values = "".join(f" --{key} {value}" for key, value in function.keywords.items() if f"--{key}" in FLAGS)
-            parts.append(f"{FLAGS[name].written(args)}{values}: {first_sentence(function.func.__doc__)}")
-    parts.append(" ".join(FLAGS[name].written(args) for name in ALSO_DESCRIBED))
-    return f"algorithm: {'; '.join(parts)}"

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from grading import NOT_GRADED, Grade
+from grading import Grade
 from model.head import Distilled
 from model.packed import Packing, Segment
 from model.special_tokens import special_tokens
@@ -70,8 +70,8 @@ class Rollout:
     rollout_logprobs: list[np.ndarray]  # float32, one per completion token, by the engine at its temperature
     texts: list[str]  # the completions as text, without what begins, ends and parts messages
     is_truncated_B: np.ndarray  # bool: stopped by the length limit, not by the model
-    is_sampled: list[np.ndarray]  # bool, one per completion token: false: an environment said it
-    is_trained_B: np.ndarray  # bool: false: the sequence is left out of the loss
+    is_sampled: list[np.ndarray]  # bool, one per completion token; false where an environment said it
+    is_trained_B: np.ndarray  # bool; false where the sequence is left out of the loss
     # Empty until they are known:
     grades: list[Grade] = field(default_factory=list)
     loss_weights_B: np.ndarray = field(default_factory=lambda: np.zeros(0))  # float32: of each of its tokens
@@ -88,11 +88,6 @@ class Rollout:
     def rewards_B(self) -> np.ndarray:
         """float32."""
         return np.array([grade.reward for grade in self.grades], dtype=np.float32)
-
-    @property
-    def has_rewards(self) -> bool:
-        """False with --reward none."""
-        return any(grade.status != NOT_GRADED for grade in self.grades)
 
     @property
     def is_correct_B(self) -> np.ndarray:
@@ -113,10 +108,6 @@ class Rollout:
     def sequence_lengths_B(self) -> np.ndarray:
         """Trained positions per sequence: prompt + completion - 1, because the last token predicts nothing."""
         return np.array([self.first_position(b) + len(ids) for b, ids in enumerate(self.completions)])
-
-    def sampled_only(self, per_token: list[np.ndarray]) -> list[np.ndarray]:
-        """The values per completion token, without the tokens that an environment said."""
-        return [values[is_sampled] for values, is_sampled in zip(per_token, self.is_sampled, strict=True)]
 
     @property
     def has_replies(self) -> bool:
@@ -139,23 +130,6 @@ class Rollout:
     def first_position(self, b: int) -> int:
         """The position that predicts the first token of completion b: the prompt's last token."""
         return len(self.rows[b].ids) - 1
-
-    def describe(self, b: int) -> dict[str, object]:
-        """Completion b with its grade, for a line of JSON."""
-        row, grade = self.rows[b], self.grades[b]
-        return {
-            "row": row.where,
-            "prompt": row.text,
-            "answer": row.answer,
-            "completion": self.texts[b],
-            "reward": grade.reward,
-            "reward_parts": grade.parts,
-            "reward_status": grade.status,
-            "is_correct": grade.is_correct,
-            "read_as": grade.answer,
-            "num_tokens": int(self.is_sampled[b].sum()),
-            "is_truncated": bool(self.is_truncated_B[b]),
-        }
 
     def with_parts(self, **values: list | None) -> Rollout:
         """The rollout with these values of optional parts; None: without them."""
@@ -276,10 +250,6 @@ class Batch:
     def reference_batch(self) -> Batch:
         """The batch as the reference reads it: with hints, if there are any."""
         return self.hinted or replace(self, parts=tuple(part for part in self.parts if part.is_for_reference))
-
-    @property
-    def lengths_S(self) -> tuple[int, ...]:
-        return tuple(segment.length for segment in self.segments_S)
 
     def cost(self, parity_length: float) -> float:
         """The sum of the `training_costs` of its sequences; shared positions count once."""

@@ -191,7 +191,7 @@ def reason(error: BaseException) -> str:
 
 def gather_weights(policy: Policy, world: World) -> Weights:
     """The whole policy as the engine gets it, in host RAM of the main process; empty elsewhere. All ranks call it."""
-    weights, count = {}, len(policy.describe_weights()["names"])
+    weights, count = {}, len(policy.named_weights())
     for name, parameter in progress("gather the weights", items=policy.full_weights(), total=count):
         if world.is_main:
             weights[name] = parameter.to("cpu", copy=True)

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from algorithm import NAMES, OWN, ROOT, first_sentence, places_of
+from algorithm import NAMES, OWN, ROOT, places_of
 from flags import GROUPS, Flag, add_flags, with_defaults
 from runtime.start import leave_the_others, note_reason, print_any_text
 
@@ -99,6 +99,10 @@ def choices_in_words(flag: str) -> list[str]:
         (found,) = (node for node in tree.body if getattr(node, "name", "") == function)
         words.append(f"{name} = {first_sentence(ast.get_docstring(found))}")
     return words + ["or FILE.py:FUNCTION"] * (flag in OWN)
+
+
+def first_sentence(docstring: str | None) -> str:
+    return " ".join((docstring or "your own").split("\n\n")[0].split()).partition(". ")[0].rstrip(".")
 
 
 def exit_with_error(error: Exception) -> NoReturn:

@@ -52,6 +52,7 @@ from fsdp_utils import gather_from_ranks, init_world, is_main_process
 from grading import Grade
 from model.weights import load_config
 from reward import Grader
+from run import describe_completion
 from runtime.files import best_effort, must_write, write
 from runtime.history import read_config
 from runtime.rank import RunError, Stopped
@@ -125,7 +126,7 @@ def evaluate(
     if is_main_process():
         with best_effort(str(folder)):
             folder.mkdir(parents=True, exist_ok=True)
-            lines = [json.dumps(rollout.describe(b)) + "\n" for b in range(len(rollout.rows))]
+            lines = [json.dumps(describe_completion(rollout, b)) + "\n" for b in range(len(rollout.rows))]
             write(folder / f"{data.name}.jsonl", "".join(lines))
     return Result(data, sampling, figures_of(rollout, sampling.num_samples))
 

@@ -85,11 +85,6 @@ def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def is_engine_leader_process(tp_size: int) -> bool:
-    """True on the first rank of each engine, known before the process group exists."""
-    return int(os.environ.get("RANK", "0")) % tp_size == 0
-
-
 def init_world(tp_size: int, timeout_minutes: float, shard_ranks: int | None = None, has_engines: bool = True) -> World:
     """Joins the process group and returns this process's place: gloo on CPU, NCCL on CUDA."""
     if "RANK" not in os.environ:  # plain `python train_grpo.py`: a world of one

@@ -134,23 +134,6 @@ def clip(t: Tokens, *, clip_low: float, clip_high: float, dual_clip: float) -> L
     return clipped(token_ratio(t.logprobs, t.old_logprobs), t.advantages, clip_low, clip_high, dual_clip)
 
 
-def gspo(t: Tokens, *, clip_low: float, clip_high: float, dual_clip: float) -> Loss:
-    """`clip` with the ratio of the whole sequence. GSPO (arXiv 2507.18071), eq. 5 and 7."""
-    ratio = sequence_ratio(t.logprobs, t.old_logprobs, t.mask, t.sequence_ids)
-    return clipped(ratio, t.advantages, clip_low, clip_high, dual_clip)
-
-
-def cispo(t: Tokens, *, clip_low: float, clip_high: float) -> Loss:
-    """-A x logprob, weighted with the detached token ratio clipped to [1 - clip_low, 1 + clip_high].
-
-    CISPO, MiniMax-M1 (arXiv 2506.13585), eq. 4 and 5: no token loses its gradient. The paper has no lower bound
-    (clip_low 1) and tunes clip_high alone; TRL's `epsilon_high` is our 1 + clip_high.
-    """
-    ratio = token_ratio(t.logprobs, t.old_logprobs)
-    weight = ratio.detach().clamp(1.0 - clip_low, 1.0 + clip_high)
-    return Loss(-weight * t.advantages * t.logprobs, ratio, ratio < 1.0 - clip_low, ratio > 1.0 + clip_high)
-
-
 def reinforce(t: Tokens) -> Loss:
     """-A x logprob, without a ratio: later updates of a step are off-policy and not corrected. Williams (1992)."""
     return Loss(-t.advantages * t.logprobs)
@@ -173,26 +156,6 @@ def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float, dual_cli
 def token_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """pi / pi_old of each token, its log clamped to +-20. `old_logprobs` must not require grad."""
     return (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-
-
-def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    """(pi(y) / pi_old(y))^(1 / |y|) of each token's sequence, the geometric mean of its token ratios; 1 where masked.
-
-    GSPO, eq. 7, its log clamped to +-20 (verl: only above, at 10).
-    """
-    log_ratio = sequence_mean(logprobs - old_logprobs, mask, sequence_ids)
-    return torch.where(mask, log_ratio, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-
-
-def sequence_mean(values: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
-    """At each token, the mean of the values over the trained tokens of its sequence; 0 if there are none."""
-    lengths = sequence_sum(mask.to(values.dtype), sequence_ids).clamp(min=1.0)
-    return sequence_sum(torch.where(mask, values, 0.0), sequence_ids) / lengths
-
-
-def sequence_sum(values: Tensor, sequence_ids: Tensor) -> Tensor:
-    """At each token, the sum of the values over its whole sequence."""
-    return torch.zeros_like(values).index_add(0, sequence_ids, values)[sequence_ids]
 
 
 # KL, per token --------------------------------------------------------------------------------------------------------
@@ -222,12 +185,6 @@ def k3(x: Tensor, *, kl_clamp: float) -> Tensor:
     return value.clamp(-kl_clamp, kl_clamp) if kl_clamp else value
 
 
-def k3_plus(x: Tensor, *, kl_clamp: float) -> Tensor:
-    """The value of k3 with the gradient of k2, which is not clamped. verl has the same name for it."""
-    value = k2(x)
-    return value - value.detach() + k3(x, kl_clamp=kl_clamp).detach()
-
-
 def no_kl(x: Tensor) -> Tensor:
     """0: the reference is there for a policy loss that reads its log-probs."""
     return 0.0 * x
@@ -244,12 +201,13 @@ def no_correction(t: Tokens) -> tuple[Tensor, Tensor]:
     return mismatch(t), torch.zeros_like(t.mask)
 
 
-def mismatch(t: Tokens, is_sequence: bool = False) -> Tensor:
+def mismatch(t: Tokens) -> Tensor:
     """pi_old by the trainer / pi_old by the sampler, without gradient, its log clamped to +-20; 1 where masked."""
-    log_ratio = torch.where(t.mask, t.old_logprobs - t.rollout_logprobs, 0.0).detach()
-    if is_sequence:  # the product of the token ratios, in logs
-        log_ratio = sequence_sum(log_ratio, t.sequence_ids)
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return log_mismatch(t).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def log_mismatch(t: Tokens) -> Tensor:
+    return torch.where(t.mask, t.old_logprobs - t.rollout_logprobs, 0.0).detach()
 
 
 # Aggregation ----------------------------------------------------------------------------------------------------------
@@ -313,7 +271,6 @@ class Algorithm:
     temperature: float  # logits are divided by it, in the sampler and in the trainer
     num_iterations: int  # passes over a rollout
     most_lag: int  # steps that the weights that sample may be behind; 0: they are the trained ones
-    description: str  # what the flags amount to, in words: the log's first line
     kl_direction: Callable[[Tensor, Tensor], Tensor] | None = None  # with --kl_over vocabulary
 
     @property

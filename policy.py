@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
-import torch._dynamo
 import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,7 +23,7 @@ from transformers import PreTrainedModel
 
 from batch import Batch
 from flags import AdamW, Lora, Memory
-from fsdp_utils import World, full_tensors, local_shard, shard
+from fsdp_utils import World, full_tensors, shard
 from model.attention import make_packing
 from model.head import Distilled, HeadSettings, TokenScores, chunked_logprobs
 from model.optimizer import make_optimizer
@@ -131,17 +130,6 @@ class Policy(nn.Module):
         """Has a policy with dropout drop inputs in the block, drawn from the seed and the rank."""
         return self.adapter.dropout_on(seed, world) if self.adapter else nullcontext()
 
-    @torch.no_grad()
-    def move_references(self, mixup: float) -> None:
-        """reference += mixup x (policy - reference), on the shards of this rank: nothing is communicated.
-
-        With 1 it is the policy, to the bit.
-        """
-        for reference in self.moving_references:
-            for target, parameter in zip(reference.parameters(), self.parameters(), strict=True):
-                own = local_shard(target)
-                own.lerp_(local_shard(parameter).to(own), mixup)
-
     def named_weights(self) -> list[tuple[str, nn.Parameter, nn.Module | None]]:
         """(Hugging Face name, parameter, layer whose adapter is merged into it) of all but adapters."""
         layers = self.adapter.layers if self.adapter else {}
@@ -162,25 +150,6 @@ class Policy(nn.Module):
         wanted = ((parameter, self.dtype if layer is None else parameter.dtype) for _, parameter, layer in named)
         for (name, _, layer), full in zip(named, full_tensors(wanted), strict=True):
             yield name, full if layer is None else self.adapter.merged(layer, full, self.dtype)
-
-    def describe_weights(self) -> dict[str, list]:
-        """Names, dtypes and shapes of the tensors of `full_weights`, in the form of vLLM's weight transfer."""
-        named = self.named_weights()
-        return {
-            "names": [name for name, _, _ in named],
-            "dtype_names": [str(self.dtype).removeprefix("torch.")] * len(named),
-            "shapes": [list(parameter.shape) for _, parameter, _ in named],
-        }
-
-    def update_flops(self, batches: list[Batch]) -> float:
-        """FLOPs of a forward and a backward pass over these batches.
-
-        3 x (2 x numbers in the matrices x tokens + 2 x layers x width of the queries x sum of length^2): the forward
-        pass, and twice that for the backward pass, of which half makes the weights' gradients and falls away with LoRA.
-        The head counts at every token. Recomputation, biases, norms, embedding and vision tower do not count.
-        """
-        cost = sum(batch.cost(self.parity_length) for batch in batches)
-        return (2 if self.adapter else 3) * self.flops_per_token * cost
 
 
 def build_policy(
@@ -209,23 +178,10 @@ def build_policy(
         policy.moving_references = [reference] if memory.reference_every else []
     if memory.compile:
         for model in {policy, reference} - {None}:  # with LoRA they may be one
-            compile_layers(model)
+            part("extras.models.compiled", "--compile").compile_layers(model.layers)
     trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
     # Last: the weights are loaded before its state takes memory.
     return policy, reference, make_optimizer(trained, adamw, memory)
-
-
-def compile_layers(policy: Policy) -> None:
-    """Puts the decoder layers under torch.compile, in place. One compilation serves all of them and all lengths.
-
-    Only their `forward`: FSDP's hooks and recomputation stay around it; no parameter is renamed.
-    """
-    for layer in policy.layers:
-        # A graph for each state: gradients, adapter on or off, kind of layer, range of lengths.
-        compiled = torch.compile(layer.forward, dynamic=True, recompile_limit=64)
-        # On CPUs `Engine` disables compilation in the whole process, for vLLM, and attention cuts a layer. Nested: into
-        # one graph before it and one after it; without, the layer's part and its attention's module have two each.
-        layer.forward = torch._dynamo.config.patch(disable=False, nested_graph_breaks=True)(compiled)
 
 
 def place(batch: Batch, device: torch.device) -> Batch:

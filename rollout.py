@@ -116,7 +116,7 @@ class Engine:
         # Whole groups: completions of a prompt share its keys and values in one engine's cache.
         indices_PG = np.arange(len(rows_B)).reshape(-1, sampling.num_samples)
         own = np.array_split(indices_PG, self.world.num_engines)[self.world.engine_index].flatten().tolist()
-        # All ranks of an engine have the same completions: one tells the grader and other engines.
+        # All ranks of an engine have the same completions, so its leader alone grades and sends them.
         is_leader = self.world.is_engine_leader
         finished: dict[int, Completion] = {}
         start = time.perf_counter()
@@ -196,22 +196,6 @@ class Engine:
                 completion.routes = self.routes_of(output)
             finished.append((number, completion))
         return finished
-
-    def abort_unfinished(self) -> list[tuple[int, list[int], list[float]]]:
-        """Aborts each unfinished request. Returns (number, token ids, log-probs) of what it has sampled so far.
-
-        They are read out of vLLM, which returns a request at its end, or all of it at each token.
-        """
-        engine = self.llm.llm_engine
-        states = dict(engine.output_processor.request_states)
-        unfinished = []
-        for state in states.values():
-            logprobs = list(state.logprobs_processor.logprobs.logprobs)
-            unfinished.append((int(state.external_req_id), list(state.detokenizer.output_token_ids), logprobs))
-        engine.abort_request(list(states), internal=True)
-        self.requests.clear()
-        self.empty_queue()
-        return unfinished
 
     def empty_queue(self) -> None:
         """Waits for the steps that GPUs compute ahead of the outputs; they are thrown away.

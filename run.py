@@ -128,10 +128,29 @@ class StepRecord:
     logprobs: dict[int, np.ndarray] = field(default_factory=dict)  # index in `used_B` -> the trainer's old ones
 
 
+def describe_completion(rollout: Rollout, b: int) -> dict[str, object]:
+    """Completion b with its grade, for a line of JSON."""
+    row, grade = rollout.rows[b], rollout.grades[b]
+    return {
+        "row": row.where,
+        "prompt": row.text,
+        "answer": row.answer,
+        "completion": rollout.texts[b],
+        "reward": grade.reward,
+        "reward_parts": grade.parts,
+        "reward_status": grade.status,
+        "is_correct": grade.is_correct,
+        "read_as": grade.answer,
+        "num_tokens": int(rollout.is_sampled[b].sum()),
+        "is_truncated": bool(rollout.is_truncated_B[b]),
+    }
+
+
 def from_positions(rollout: Rollout, batch: Batch, values_N: Tensor) -> dict[int, np.ndarray]:
     """The reverse: index of each sequence of the batch -> its values per completion token."""
     per_token = {}
-    for segment, values in zip(batch.segments_S, values_N.cpu().split(batch.lengths_S), strict=True):
+    per_segment = values_N.cpu().split([segment.length for segment in batch.segments_S])
+    for segment, values in zip(batch.segments_S, per_segment, strict=True):
         if segment.index is not None:
             first = rollout.first_position(segment.index) - segment.start
             per_token[segment.index] = values[first:].numpy()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +15,8 @@ import torch
 
 from batch import Batch, Metrics, Rollout, Update
 from fsdp_utils import World, sum_over_trainers
+from grading import NOT_GRADED
+from policy import Policy
 from runtime.cards import GPUS
 
 VARIANTS = ("PCIe", "NVL", "4090 D", "Ti", "Laptop")  # GPUs that are slower or faster than their namesakes
@@ -46,7 +47,7 @@ def rollout_metrics(rollout: Rollout, group_size: int) -> Metrics:
     }
     if rollout.has_replies:
         metrics["completion/turns_mean"] = np.mean([turns.max() + 1 for turns in rollout.turns])
-    if rollout.has_rewards:
+    if any(grade.status != NOT_GRADED for grade in rollout.grades):  # not with --reward none
         metrics |= reward_metrics(rollout, group_size) | part_metrics(rollout)
     return floats(metrics)
 
@@ -112,7 +113,8 @@ def lag_metrics(trained: Rollout) -> Metrics:
     """Steps by which the weights that sampled are behind; {} where they cannot be."""
     if "lags" not in trained.parts:
         return {}
-    lags_B = trained.sampled_only(trained.parts["lags"])
+    # Without the tokens that an environment said.
+    lags_B = [lags[chosen] for lags, chosen in zip(trained.parts["lags"], trained.is_sampled, strict=True)]
     lags = [lags for lags, length in zip(lags_B, trained.trained_lengths_B, strict=True) if length]
     together = np.concatenate([*lags, np.zeros(0 if lags else 1)])
     is_mixed = [len(set(lags.tolist())) > 1 for lags in lags_B]
@@ -129,19 +131,27 @@ def work_of_step(
     trained: Rollout,
     updates: list[Update],
     num_iterations: int,
-    flops_of: Callable[[list[Batch]], float],
+    policy: Policy,
 ) -> Work:
-    """The work of a step, the same on every rank; all ranks call it. `updates`: of one pass over `trained`.
-
-    `flops_of`: `Policy.update_flops`.
-    """
-    flops = torch.tensor(sum(flops_of(update.batches) for update in updates), dtype=torch.float64)
+    """The work of a step, the same on every rank; all ranks call it. `updates`: of one pass over `trained`."""
+    flops = torch.tensor(sum(update_flops(policy, update.batches) for update in updates), dtype=torch.float64)
     return Work(
         sampled_tokens=int(sampled.completion_lengths_B.sum()),
         completion_tokens=int(trained.completion_lengths_B.sum()),
         update_tokens=int(trained.sequence_lengths_B.sum()) * num_iterations,
         update_flops=sum_over_trainers(flops).item() * num_iterations,
     )
+
+
+def update_flops(policy: Policy, batches: list[Batch]) -> float:
+    """FLOPs of a forward and a backward pass over these batches.
+
+    3 x (2 x numbers in the matrices x tokens + 2 x layers x width of the queries x sum of length^2): the forward
+    pass, and twice that for the backward pass, of which half makes the weights' gradients and falls away with LoRA.
+    The head counts at every token. Recomputation, biases, norms, embedding and vision tower do not count.
+    """
+    cost = sum(batch.cost(policy.parity_length) for batch in batches)
+    return (2 if policy.adapter else 3) * policy.flops_per_token * cost
 
 
 def throughput(work: Work, seconds_RE: list[np.ndarray], metrics: Metrics, world: World) -> Metrics:

@@ -38,12 +38,11 @@ from flags import (
     Saving,
     Servers,
     TurnLimits,
-    free_on_resume,
-    ranks_per_engine,
 )  # fmt: skip
 from fsdp_utils import World, close_world, init_world, is_main_process, set_allocator
 from gate.agreement import check_same_step, check_world
-from gate.describe import describe_plan, describe_policy, describe_world
+from gate.checks import free_on_resume, ranks_per_engine
+from gate.describe import describe_algorithm, describe_plan, describe_policy, describe_world
 from gate.digests import digest, digest_of_config, digest_of_data, digest_of_weights, digests_of_files
 from gate.inputs import (
     Inputs,
@@ -101,14 +100,14 @@ def load_models(
             # First, so that a wrong key or model of a server ends the run before weights are loaded.
             servers = None
             if args.engine == "server" and not args.replay:
-                from extras.servers.engine import build_servers
+                from extras.servers.engine import build_servers, describe_weights
 
                 given = engine_settings(args), Servers.from_flags(args)
                 servers = build_servers(args.model, *given, inputs.tokenizer, inputs.turns, run, run.step)
             policy, reference, optimizer = build_policy(args.model, memory, lora, adamw, teacher, args.seed, run.world)
             engine = servers or build_engine(args, inputs, run)
             if servers:
-                servers.weights = policy.describe_weights()
+                servers.weights = describe_weights(policy)
     except ValueError as error:  # weights that do not fit config.json
         exit_with_error(error)
     run.say(describe_policy(policy))
@@ -263,7 +262,7 @@ def open_run(args: Namespace, algorithm: Algorithm) -> tuple[Inputs, PromptData,
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
     run = Run(out_dir, lock, world, plan.total_steps, observers_of(args, inputs, world, plan.total_steps))
-    run.say(f"{describe_world(world)}; {describe_plan(plan)}\n{algorithm.description}")
+    run.say(f"{describe_world(world)}; {describe_plan(plan)}\n{describe_algorithm(args)}")
     if world.is_main:
         run.say("\n".join(describe_data([train_data, *eval_sets], inputs.tokenizer, out_dir / "excluded_rows.jsonl")))
     return inputs, train_data, eval_sets, plan, run
@@ -362,7 +361,7 @@ def main(args: Namespace) -> None:
                     metrics |= evaluator.run(engine, step)
 
             # 7. Log, before the checkpoint: a kill in between repeats a step and loses no line.
-            work = work_of_step(sampler.rollout, rollout, updates, plan.num_iterations, policy.update_flops)
+            work = work_of_step(sampler.rollout, rollout, updates, plan.num_iterations, policy)
             metrics |= merge_updates(trained) | throughput(work, sampler.seconds_RE, run.times(), world)
             run.log(step, metrics)
 

@@ -21,7 +21,7 @@ from flags import Memory
 from fsdp_utils import World, begin_micro_batch, clip_grad_norm, release_gathered
 from grpo import Algorithm, Groups, tokens_of
 from metrics import idle_share, loss_metrics, pass_metrics
-from model.optimizer import forget, set_rate
+from model.optimizer import set_rate
 from policy import Policy, place
 from runtime.parts import part
 from runtime.rank import RunError, beat
@@ -232,9 +232,7 @@ def update_policy(
         optimizer.step()
     optimizer.zero_grad()  # also of an update that was left out
     if step.reference_mixup:
-        policy.move_references(step.reference_mixup)
-    if step.resets_optimizer:
-        forget(optimizer)
+        part("extras.teacher.moving", "--reference_every").move_references(policy, optimizer, step)
     return metrics | {"perf/update_idle_frac": idle_share(update.batches, policy.parity_length, guard.world)}
 
 

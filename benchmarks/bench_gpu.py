@@ -38,15 +38,17 @@ from torch.autograd import DeviceType
 import policy as policy_module
 from batch import Update
 from bench_common import GIB, Trainer, apart, flags_of, make_rollout, parser_of, print_table, seconds_of, synchronize
+from extras.models.adamw import join
 from fsdp_utils import World, close_world, init_world, local_shard, set_allocator
 from gate.machine import check_device
 from model import head, sizes
-from model.optimizer import join, parameters_of
+from model.optimizer import parameters_of
 from plan.dry_run import config_of, setup_of
 from plan.memory import ENGINE, gpu_phases, without
 from plan.setup import Setup
 from plan.time import phase_seconds
 from runtime.cards import GPUS
+from step_metrics import update_flops
 
 RATE = 1e-3  # of `offload`
 LADDER = {  # rung -> flags
@@ -135,7 +137,7 @@ def rung(size: Size, name: str, flags: str) -> Row:
             gc.collect()
             torch.cuda.reset_peak_memory_stats()
         seconds = seconds_of(lambda: trainer.train(update), rounds=2, warm_up=0)
-        useful = trainer.policy.update_flops(update.batches) / setup.hardware.flops  # seconds at the card's peak
+        useful = update_flops(trainer.policy, update.batches) / setup.hardware.flops  # seconds at the card's peak
     planned, phases = phase_seconds(setup), gpu_phases(setup)
     parts = [without(phases[phase], *ENGINE) for phase in ("logprobs", "update", "optimizer") if phase in phases]
     return {

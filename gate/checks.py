@@ -10,7 +10,7 @@ from itertools import chain, cycle, product
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
-from flags import FLAGS, GROUPS, INF, TINY, Flag, ks_of_pass, ranks_per_engine
+from flags import DRY_RUN, FLAGS, GROUPS, INF, TINY, Flag, ks_of_pass
 from gate.models import check_path
 from runtime.cards import gpu_figures
 from runtime.files import run_and_step
@@ -326,3 +326,19 @@ def check_batches(args: argparse.Namespace, num_ranks: int) -> None:
     completions = prompts * args.group_size
     if args.total_episodes is not None and args.total_episodes < completions:
         raise ValueError(f"--total_episodes {args.total_episodes} is less than one step; use at least {completions}.")
+
+
+def ranks_per_engine(args: argparse.Namespace, num_ranks: int | None = None) -> int:
+    """Ranks that see the same completions and grade them once: servers are to all ranks as one engine."""
+    return args.tensor_parallel_size if args.engine == "colocated" else num_ranks or launched_world_size()
+
+
+def free_on_resume(args: argparse.Namespace) -> set[str]:
+    """Names of the flags that may differ when a run continues: also its length, unless something may depend on it.
+
+    That is the learning rate, or a function of the user's that knows the length.
+    """
+    free = {each.name.removeprefix("--") for each in FLAGS.values() if each.free_on_resume or each in GROUPS[DRY_RUN]}
+    is_constant = args.lr_schedule == "constant" and not args.warmup_ratio
+    is_constant &= ".py:" not in args.policy_loss + args.advantage + args.kl_estimator
+    return free | {"total_steps", "epochs", "total_episodes"} if is_constant else free

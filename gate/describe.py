@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
+from algorithm import functions_of
+from command_line import first_sentence
+from flags import FLAGS
 from fsdp_utils import World
 from policy import Policy
 from runtime.tables import counted
 from schedule import Plan
+
+ALSO_DESCRIBED = (
+    "--old_logprobs", "--kl_coef", "--kl_in", "--entropy_coef", "--dynamic_sampling", "--truncated",
+    "--num_iterations", "--temperature",
+)  # fmt: skip
+
+
+def describe_algorithm(args: Namespace) -> str:
+    """Says in one log line what the flags amount to: the functions in words, the rest as it was written."""
+    unused = {"--kl_estimator"} if not args.kl_coef or args.kl_over == "vocabulary" else set()
+    if args.rollout_correction == "none":
+        unused.add("--rollout_correction")
+    parts = []
+    for name, function in functions_of(args).items():
+        if name not in unused:
+            values = "".join(f" --{key} {value}" for key, value in function.keywords.items() if f"--{key}" in FLAGS)
+            parts.append(f"{FLAGS[name].written(args)}{values}: {first_sentence(function.func.__doc__)}")
+    parts.append(" ".join(FLAGS[name].written(args) for name in ALSO_DESCRIBED))
+    return f"algorithm: {'; '.join(parts)}"
 
 
 def describe_world(world: World) -> str:

@@ -19,9 +19,8 @@ import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from data import ImageReader, PromptData, Tokenizer, UnusableRow, render, template_variables
-from flags import FLAGS, Grading, PromptFormat, Sampling, TurnLimits, ranks_per_engine
-from fsdp_utils import is_engine_leader_process
-from gate.checks import LOOPBACK
+from flags import FLAGS, Grading, PromptFormat, Sampling, TurnLimits
+from gate.checks import LOOPBACK, ranks_per_engine
 from gate.keys import check_groups
 from gate.machine import check_launch
 from gate.models import check_model, check_path, check_trained, length_limits
@@ -63,7 +62,8 @@ def start_grader(
 
     Raises ValueError if --reward and --environment both reward, or, where that is needed, neither does.
     """
-    num_workers = workers_per_engine(num_ranks) if is_engine_leader_process(num_ranks) else 0
+    is_engine_leader = int(os.environ.get("RANK", "0")) % num_ranks == 0
+    num_workers = workers_per_engine(num_ranks) if is_engine_leader else 0
     if not (limits.environment or limits.tools):
         return Grader(grading, num_workers), None
     turns = part("extras.turns.turns", "--environment or --tools").Turns(

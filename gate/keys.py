@@ -28,7 +28,9 @@ def check_keys(grader: Grader, data: PromptData, world: World) -> PromptData:
     for any_problem in filter(None, gather_from_ranks(problem)):
         raise ValueError(f"--reward {grader.grading.reward}: {any_problem}.")
     parts = gather_from_ranks({share[i]: reason for i, reason in bad.items()})
-    return data.exclude({i: reason for part in parts for i, reason in part.items()})
+    reasons = {i: reason for part in parts for i, reason in part.items()}
+    excluded = data.excluded + [(data.rows[i].where, reason) for i, reason in sorted(reasons.items())]
+    return replace(data, rows=[row for i, row in enumerate(data.rows) if i not in reasons], excluded=excluded)
 
 
 def bad_keys(grader: Grader, cases: list[Case]) -> dict[int, str]:

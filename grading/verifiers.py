@@ -1,8 +1,8 @@
 """The built-in verifiers: each says how good one completion is. A new one is a function and an entry in `BUILT_IN`.
 
-`exact` compares the final answer with the row's; `form.py` has those of tags and length, `mathematics.py` and
-`ifeval.py` the others. They raise ValueError, in a few words, for a row whose answer key cannot be used. `score.py`
-adds them up, in processes that can be killed: nothing here minds the time.
+`exact` compares the final answer with the row's; `forms.py`, `mathematics.py` and `ifeval.py` have the others. They
+raise ValueError, in a few words, for a row whose answer key cannot be used. `score.py` adds them up, in processes that
+can be killed: nothing here minds the time.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ BUILT_IN = {  # name -> where its function is: a module is loaded only by a rewa
     "gsm8k_strict": "grading.mathematics:verify_gsm8k_strict",
     "ifeval": "grading.ifeval:verify_ifeval",
     "exact": "grading.verifiers:verify_exact",
-    "format": "grading.form:verify_format",
-    "think_format": "grading.form:verify_think_format",
-    "length": "grading.form:verify_length",
+    "format": "grading.forms:verify_format",
+    "think_format": "grading.forms:verify_think_format",
+    "length": "grading.forms:verify_length",
 }
 
 

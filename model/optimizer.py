@@ -7,7 +7,6 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from flags import AdamW, Memory
-from fsdp_utils import local_shard
 from runtime.parts import part
 
 
@@ -58,11 +57,3 @@ def set_rate(optimizer: Optimizer, rate: float) -> None:
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def forget(optimizer: Optimizer) -> None:
-    """Sets moments and counts to 0, as at the start. The remainders stay: they are a part of the parameters."""
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if name != "remainder":
-                local_shard(value).zero_()

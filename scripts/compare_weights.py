@@ -45,8 +45,7 @@ class Comparison:
     def __init__(self, policy: Policy, world: World, apply_model: Callable) -> None:
         """`apply_model`: the method of vLLM's LLM."""
         self.policy, self.world, self.apply_model = policy, world, apply_model
-        described = policy.describe_weights()
-        self.shapes = dict(zip(map(common_name, described["names"]), described["shapes"], strict=True))
+        self.shapes = {common_name(name): list(parameter.shape) for name, parameter, _ in policy.named_weights()}
         self.shapes.pop(None, None)
         trained = set(self.shapes)
         self.shapes.setdefault(HEAD, self.shapes.get(EMBEDDING))  # without a head of its own it is the embedding

@@ -1,24 +1,30 @@
 """The choices of the algorithm: names, flags without effect, and functions of the user's own."""
 
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
-from algorithm import NAMES, algorithm_of, choose, first_sentence
-from command_line import choices_in_words, parse_flags
+from algorithm import NAMES, algorithm_of, choose
+from command_line import choices_in_words, first_sentence, parse_flags
 from gate.checks import check_flags
 from gate.choices import check_choices
+from gate.describe import describe_algorithm
 from grpo import Algorithm, Groups, Tokens, as_loss
 from helpers.made_up import flags
 
 
-def algorithm_with(given: str) -> Algorithm:
+def checked(given: str) -> Namespace:
     args = parse_flags(f"--model m --train_data d --out_dir o --total_steps 10 {given}".split())
     check_flags(args, num_ranks=1)
     check_choices(args)
-    return algorithm_of(args)
+    return args
+
+
+def algorithm_with(given: str) -> Algorithm:
+    return algorithm_of(checked(given))
 
 
 OWN = '''"""Losses of one's own."""
@@ -89,10 +95,12 @@ def test_what_goes_together_is_accepted(own):
 
 def test_the_log_states_every_choice_in_words():
     """And nothing that has no effect."""
-    said = algorithm_with(
-        "--advantage reinforce++ --policy_loss cispo --clip_low 1 --clip_high 4 --kl_coef 0.01 --kl_in reward "
-        "--loss_aggregation seq_mean_token_sum_norm --max_completion_tokens 77 --rollout_correction token_mask"
-    ).description
+    said = describe_algorithm(
+        checked(
+            "--advantage reinforce++ --policy_loss cispo --clip_low 1 --clip_high 4 --kl_coef 0.01 --kl_in reward "
+            "--loss_aggregation seq_mean_token_sum_norm --max_completion_tokens 77 --rollout_correction token_mask"
+        )
+    )
     for chosen in (
         "--advantage reinforce++ --advantage_ddof 1 --advantage_eps 1e-06", "--kl_estimator k3 --kl_clamp 10.0",
         "--policy_loss cispo --clip_low 1.0 --clip_high 4.0",
@@ -102,7 +110,7 @@ def test_the_log_states_every_choice_in_words():
         name, choice = chosen.split()[:2]
         assert f" {chosen}: {first_sentence(choose(name, choice).__doc__)}; " in said
     assert "--kl_coef 0.01 --kl_in reward" in said
-    by_default = algorithm_with("").description
+    by_default = describe_algorithm(checked(""))
     assert "--kl_estimator" not in by_default and "--rollout_correction" not in by_default
 
 
@@ -113,9 +121,10 @@ def test_each_choice_has_a_whole_first_sentence():
 
 def test_the_name_of_a_function_sets_what_is_no_flag(own):
     """For a sweep; the log says so."""
-    algorithm = algorithm_with("--policy_loss kl_cov:share=0.5,penalty=2 --advantage pass_at_k:k=4")
+    given = "--policy_loss kl_cov:share=0.5,penalty=2 --advantage pass_at_k:k=4"
+    algorithm = algorithm_with(given)
     assert algorithm.policy_loss.keywords == {"share": 0.5, "penalty": 2} and algorithm.advantage.keywords == {"k": 4}
-    assert "--policy_loss kl_cov:share=0.5,penalty=2: " in algorithm.description
+    assert "--policy_loss kl_cov:share=0.5,penalty=2: " in describe_algorithm(checked(given))
     assert algorithm_with(f"--policy_loss {own}:good:power=3").policy_loss.keywords["power"] == 3
 
 
@@ -125,8 +134,9 @@ def test_a_users_loss_takes_flags_and_may_return_values_alone(own):
         logprobs=logprobs.requires_grad_(), old_logprobs=old, rollout_logprobs=rollout, mask=torch.ones(3).bool(),
         sequence_ids=torch.zeros(3).long(), advantages=torch.tensor([1.0, -1.0, 0.5]),
     )  # fmt: skip
-    algorithm = algorithm_with(f"--policy_loss {own}:good --clip_low 0.25")
-    assert f"--policy_loss {own}:good --clip_low 0.25: -A x logprob^power;" in algorithm.description
+    given = f"--policy_loss {own}:good --clip_low 0.25"
+    algorithm = algorithm_with(given)
+    assert f"{given}: -A x logprob^power;" in describe_algorithm(checked(given))
     expected = [-2 * a * x**2 - 0.25 for a, x in zip([1, -1, 0.5], [-1, -2, -3], strict=True)]
     for chosen, values in ((algorithm, expected), (algorithm_with(f"--policy_loss {own}:tensor"), [1, -2, 1.5])):
         loss = as_loss(chosen.policy_loss(t), t)

@@ -16,6 +16,7 @@ from torch._inductor.utils import run_and_get_code
 
 import model.head
 from batch import pack
+from extras.models.compiled import compile_layers
 from extras.models.experts import add_routes
 from helpers.distributed import COMPILED, TRACED, on_ranks
 from helpers.made_up import load_policy, make_model_of_family, make_rollout, make_vision_model
@@ -23,7 +24,6 @@ from helpers.runs import ROOT, lines, metrics_of, run_script, without_times
 from helpers.varlen import pack_as_on_cuda
 from model import sizes
 from model.head import chunked_logprobs
-from policy import compile_layers
 from test_main_job import POLICY, run_job
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
@@ -65,7 +65,7 @@ def test_experts_compile_in_bfloat16_without_a_break(replays, tmp_path, monkeypa
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     make_model_of_family(tmp_path, "qwen3_moe", num_hidden_layers=1, **EXPERTS)
     policies = [load_policy(tmp_path, torch.bfloat16) for _ in range(2)]
-    compile_layers(policies[1])
+    compile_layers(policies[1].layers)
     torch._dynamo.reset()
     counters.clear()
     for length in range(3, 19, 2):

@@ -18,7 +18,7 @@ from torch import Tensor
 import grpo
 from algorithm import NAMES, algorithm_of, choose, parameters_of
 from batch import pack
-from extras.losses.gspo_token import gspo_token_ratio
+from extras.losses.gspo import gspo_token_ratio, sequence_ratio
 from extras.losses.reinforce_pp import whitened
 from grpo import Groups, Loss, Tokens, masked_sum
 from helpers.made_up import flags, make_rollout
@@ -382,18 +382,18 @@ def test_the_log_of_a_ratio_is_clamped_at_20():
     packing = torch.tensor([True, True]), torch.tensor([0, 1])
     log_ratio, zeros = torch.tensor([30.0, -30.0], dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
     for ratio in (
-        grpo.token_ratio(log_ratio, zeros), grpo.sequence_ratio(log_ratio, zeros, *packing),
+        grpo.token_ratio(log_ratio, zeros), sequence_ratio(log_ratio, zeros, *packing),
         gspo_token_ratio(log_ratio, zeros, *packing), correction(log_ratio, zeros, packing, "none", 0.5, 5.0)[0],
     ):  # fmt: skip
         expected = [485165195.409790, 2.061153622438558e-09]  # exp(20), exp(-20)
         assert ratio.tolist() == pytest.approx(expected, rel=1e-12)
-    whole = grpo.sequence_ratio(torch.tensor([30.0, -6.0]), torch.zeros(2), packing[0], torch.tensor([0, 0]))
+    whole = sequence_ratio(torch.tensor([30.0, -6.0]), torch.zeros(2), packing[0], torch.tensor([0, 0]))
     assert_near(whole, [162754.79, 162754.79], tolerance=1e-5)  # exp(12)
 
 
 @pytest.mark.parametrize("poison", [0.0, math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("is_old", [False, True])
-@pytest.mark.parametrize("function", [grpo.sequence_ratio, gspo_token_ratio])
+@pytest.mark.parametrize("function", [sequence_ratio, gspo_token_ratio])
 def test_a_sequence_ratio_has_no_gradient_at_masked_positions(function, is_old, poison):
     """There it is 1; elsewhere the geometric mean over the trained tokens of the sequence."""
     logprobs, old_logprobs = torch.tensor([2.0, 7.0, 8.0, 5.0]).log(), torch.zeros(4)

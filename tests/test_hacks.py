@@ -87,25 +87,26 @@ import torch, grpo
 from algorithm import algorithm_of
 from command_line import parse_flags
 from gate.choices import check_choices
+from gate.describe import describe_algorithm
 
 def algorithm(*changes):
     args = parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", *changes])
     check_choices(args)
-    return algorithm_of(args)
+    return algorithm_of(args), describe_algorithm(args)
 
 graded = grpo.Groups(
     rewards_PG=torch.tensor([[1.0, 0.0]]), returns_T=torch.ones(2), lengths_B=torch.tensor([1, 1]),
     mask_T=torch.ones(2).bool(),
 )
-scaled = algorithm("--advantage", "rloo", "--rloo_scale", "3")
+scaled, said = algorithm("--advantage", "rloo", "--rloo_scale", "3")
 assert scaled.advantage(graded).tolist() == [[3.0, -3.0]]
-assert "--advantage rloo --rloo_scale 3.0: r - mean" in scaled.description
+assert "--advantage rloo --rloo_scale 3.0: r - mean" in said
 try:
     algorithm("--rloo_scale", "3")
     raise AssertionError
 except ValueError as error:
     assert "--rloo_scale 3.0 has no effect with --advantage grpo, only with --advantage rloo" in str(error)
-assert "--policy_loss quarter: A quarter for every token" in algorithm("--policy_loss", "quarter").description
+assert "--policy_loss quarter: A quarter for every token" in algorithm("--policy_loss", "quarter")[1]
 parse_flags(["--help"])  # which ends the program
 """
 

@@ -135,7 +135,7 @@ def test_the_launcher_says_in_the_runs_status_why_it_failed(writes, then, now, t
 def test_only_a_later_signal_is_a_second_one(monkeypatch):
     """A terminal and a launcher may both send the same one, and Slurm sends two."""
     times, signals = iter([100.0, 100.4, 104.9, 100.6, 105.1]), SignalRecord()
-    monkeypatch.setattr("runtime.signals.time", SimpleNamespace(monotonic=lambda: next(times)))  # not all threads' clock
+    monkeypatch.setattr("runtime.signals.time", SimpleNamespace(monotonic=lambda: next(times)))  # not all clocks
     found = [signals.classify(number) for number in (SIGTERM, SIGTERM, SIGUSR1, SIGTERM, SIGUSR1)]
     assert found == ["first", "again", "again", "second", "second"]
 

@@ -2,19 +2,20 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import metrics
-from batch import Batch, Update, pack
+from batch import Update, pack
 from grading import Grade
 from helpers.made_up import ALONE, flags, load_policy, make_grade, make_rollout, policy_of
 from metrics import merge_updates
 from plan.setup import shape_of
 from plan.time import forward_flops
-from step_metrics import Work, peak_flops, rollout_metrics, stderr_of_mean, throughput, work_of_step
+from step_metrics import Work, peak_flops, rollout_metrics, stderr_of_mean, throughput, update_flops, work_of_step
 
 ROLLOUT = make_rollout([6, 2, 8, 4], group_size=2)  # prompts of 4 tokens: 9 + 5 + 11 + 7 positions
 
@@ -75,17 +76,15 @@ def test_updates_of_a_step_are_merged_by_what_a_number_means():
 def test_the_work_of_a_step_counts_prompts_and_discarded_samples():
     """Prompts for the trainer, and what was thrown away for the sampler."""
 
-    def flops_of(batches: list[Batch]) -> float:
-        return 300 * sum(batch.cost(parity_length=10.0) for batch in batches)
-
+    policy = SimpleNamespace(adapter=None, flops_per_token=100, parity_length=10.0)
     updates = [Update([pack(ROLLOUT, [0, 1])], 8), Update([pack(ROLLOUT, [2]), pack(ROLLOUT, [3])], 12)]
     sampled, costs = make_rollout([6, 2, 8, 4, 10], group_size=1), 32 + (81 + 25 + 121 + 49) / 10
-    work = work_of_step(sampled, ROLLOUT, updates, 2, flops_of)
+    work = work_of_step(sampled, ROLLOUT, updates, 2, policy)
     assert (work.sampled_tokens, work.completion_tokens, work.update_tokens) == (30, 20, 32 * 2)
     assert work.update_flops == pytest.approx(3 * 100 * costs * 2)
     # Positions that are shared count as tokens and not as FLOPs: 2 x 3 of the prompts' 4 tokens.
     together = [Update([pack(ROLLOUT, [0, 1, 2, 3], group_size=2)], num_tokens=20)]
-    work = work_of_step(ROLLOUT, ROLLOUT, together, 1, flops_of)
+    work = work_of_step(ROLLOUT, ROLLOUT, together, 1, policy)
     assert work.update_tokens == 32
     assert work.update_flops == pytest.approx(3 * 100 * (26 + (81 + 25 + 121 + 49 - 2 * 3**2) / 10))
 
@@ -106,8 +105,8 @@ def test_the_flops_of_an_update_are_those_of_the_planner(untied_policy):
     shape = shape_of(policy.model.config, "test")
     batches = [pack(make_rollout([9, 37, 97]), [0, 1, 2])]  # of 12, 40 and 100 positions
     forward = sum(forward_flops(shape, length, length) for length in (12, 40, 100))
-    assert policy.update_flops(batches) == pytest.approx(3 * forward)
-    assert policy_of(flags(model=untied_policy, lora_rank=4)).update_flops(batches) == pytest.approx(2 * forward)
+    assert update_flops(policy, batches) == pytest.approx(3 * forward)
+    assert update_flops(policy_of(flags(model=untied_policy, lora_rank=4)), batches) == pytest.approx(2 * forward)
 
 
 def test_the_peak_is_that_of_the_gpu_or_unknown():

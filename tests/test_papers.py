@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from algorithm import algorithm_of
 from batch import Rollout, Row
 from command_line import parse_flags
 from extras import losses
 from gate.checks import check_flags
+from gate.describe import describe_algorithm
 from helpers.made_up import RAGGED, load_policy, make_grade, make_model_of_family, make_rollout, unpacked_logprobs
 from helpers.runs import GUARD_SECONDS, ROOT
 from test_update import train_step
@@ -84,7 +84,7 @@ def test_the_flags_of_a_method_go_together_and_train(name, policy, qwen3_policy,
     given = f"{required} {PAPERS[name]['flags']} {PAPERS[name].get('batch', '')}"
     args = parse_flags(given.split())
     check_flags(args, num_ranks=1)
-    assert "algorithm: --advantage" in algorithm_of(args).description
+    assert "algorithm: --advantage" in describe_algorithm(args)
     tiny, model = parse_flags(f"{given} {TINY}".split()), load_policy(policy)
     reference = load_policy(qwen3_policy) if tiny.reference else None
     for row in sampled.rows:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batch import Rollout
-from run import Observer, StepRecord
+from run import Observer, StepRecord, describe_completion
 from runtime.files import append, best_effort
 
 
@@ -24,7 +24,7 @@ class Samples(Observer):
             if i < len(record.used_B):
                 advantage = round(float(record.advantages[i].mean()), 4) if record.advantages else None
                 line = {"step": record.step, "advantage": advantage}
-                self._append("samples.jsonl", line | record.rollout.describe(record.used_B[i]))
+                self._append("samples.jsonl", line | describe_completion(record.rollout, record.used_B[i]))
 
     def report_failures(self, step: int, rollout: Rollout) -> None:
         """Keeps what could not be graded, and names the first three on the console."""

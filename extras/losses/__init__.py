@@ -18,7 +18,9 @@ NAMES: dict[str, dict[str, str]] = {  # flag -> name -> module:function
         "a_star_po": "extras.losses.a_star_po:optimal_advantage",
     },
     "--policy_loss": {
-        "gspo_token": "extras.losses.gspo_token:gspo_token",
+        "gspo": "extras.losses.gspo:gspo",
+        "gspo_token": "extras.losses.gspo:gspo_token",
+        "cispo": "extras.losses.cispo:cispo",
         "sapo": "extras.losses.sapo:sapo",
         "dppo": "extras.losses.dppo:dppo",
         "dppo_kl": "extras.losses.dppo:dppo_kl",
@@ -32,6 +34,7 @@ NAMES: dict[str, dict[str, str]] = {  # flag -> name -> module:function
         "rlsd": "extras.losses.rlsd:rlsd",
         "a_star_po": "extras.losses.a_star_po:a_star_po",
     },
+    "--kl_estimator": {"k3+": "extras.losses.k3_plus:k3_plus"},
     "--rollout_correction": {
         "token_truncate": "extras.losses.corrections:token_truncate",
         "sequence_truncate": "extras.losses.corrections:sequence_truncate",

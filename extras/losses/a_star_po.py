@@ -9,7 +9,7 @@ sequence stands at each of its tokens.
 
 import torch
 
-from grpo import sequence_sum
+from extras.losses.sequences import sequence_sum
 
 
 def optimal_advantage(g, *, beta_1=0.5):

@@ -5,20 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from extras.losses.sequences import sequence_mismatch
 from grpo import Tokens, mismatch
 
 
 def token_truncate(t: Tokens, *, largest: float = 2.0) -> tuple[Tensor, Tensor]:
-    """min(ratio of the token, largest): truncated importance sampling.
-
-    Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
+    """min(ratio of the token, largest). Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training" (2025).
     """
     return truncated(mismatch(t), largest)
 
 
 def sequence_truncate(t: Tokens, *, largest: float = 2.0) -> tuple[Tensor, Tensor]:
     """min(product of the sequence's ratios, largest). Liu et al., "When Speed Kills Stability" (2025)."""
-    return truncated(mismatch(t, is_sequence=True), largest)
+    return truncated(sequence_mismatch(t), largest)
 
 
 def token_mask(t: Tokens, *, smallest: float = 0.5, largest: float = 2.0) -> tuple[Tensor, Tensor]:
@@ -28,7 +28,7 @@ def token_mask(t: Tokens, *, smallest: float = 0.5, largest: float = 2.0) -> tup
 
 def sequence_mask(t: Tokens, *, smallest: float = 0.5, largest: float = 2.0) -> tuple[Tensor, Tensor]:
     """The product of the sequence's ratios within smallest and largest, 0 outside."""
-    return masked(mismatch(t, is_sequence=True), smallest, largest)
+    return masked(sequence_mismatch(t), smallest, largest)
 
 
 def truncated(ratio: Tensor, high: float) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,8 @@ a fork). There a sequence with two tokens beyond the dual clip also leaves the d
 
 import torch
 
-from grpo import clipped, sequence_sum, token_ratio
+from extras.losses.sequences import sequence_sum
+from grpo import clipped, token_ratio
 
 
 def fipo(t, *, clip_low, clip_high, dual_clip, half_life=32.0, most=1.2, safety=10.0):

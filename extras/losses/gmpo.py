@@ -9,7 +9,8 @@ sequence stands at each of its tokens.
 
 import torch
 
-from grpo import Loss, sequence_mean
+from extras.losses.sequences import sequence_mean
+from grpo import Loss
 
 
 def gmpo(t, *, clip_low, clip_high):

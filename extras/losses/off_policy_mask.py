@@ -6,7 +6,8 @@ TRL's documentation starts with. The old log-probs of the mask are the sampler's
 
 import torch
 
-from grpo import clip, sequence_mean
+from extras.losses.sequences import sequence_mean
+from grpo import clip
 
 
 def off_policy_mask(t, *, clip_low, clip_high, dual_clip, delta=0.5):

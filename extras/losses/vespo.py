@@ -7,7 +7,8 @@ sampler's: --old_logprobs rollout. Token mean, as there.
 
 import torch
 
-from grpo import LOG_RATIO_LIMIT, sequence_sum
+from extras.losses.sequences import sequence_sum
+from grpo import LOG_RATIO_LIMIT
 
 
 def vespo(t, *, k_pos=2.0, lambda_pos=3.0, k_neg=3.0, lambda_neg=2.0):

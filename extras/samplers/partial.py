@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,6 +25,9 @@ from flags import MORE_UNFINISHED, MOST_LAG
 from fsdp_utils import end_if_requested, gather_from_ranks
 from runtime.progress import progress
 from sampling import Sampler
+
+if TYPE_CHECKING:
+    from rollout import Engine
 
 
 def num_unfinished_prompts(prompts: int, num_engines: int) -> int:
@@ -164,7 +168,7 @@ class PartialSampler(Sampler):
                 completion.extend(part.token_ids, part.logprobs, version, part.finish_reason)
                 if group.is_finished:
                     yield group
-        for number, token_ids, logprobs in self.engine.abort_unfinished():
+        for number, token_ids, logprobs in abort_unfinished(self.engine):
             _, completion = unfinished[number - first]
             completion.extend(token_ids, logprobs, version)
 
@@ -183,6 +187,23 @@ class PartialSampler(Sampler):
         self.groups = [group for group in self.groups if group.number not in numbers]
         rows_B = [rows[number] for number in numbers for _ in range(self.sampling.num_samples)]
         return replace(Rollout.concatenate(list(rollouts)), rows=rows_B)
+
+
+def abort_unfinished(engine: Engine) -> list[tuple[int, list[int], list[float]]]:
+    """Aborts each unfinished request. Returns (number, token ids, log-probs) of what it has sampled so far.
+
+    They are read out of vLLM, which returns a request at its end, or all of it at each token.
+    """
+    core = engine.llm.llm_engine
+    states = dict(core.output_processor.request_states)
+    unfinished = []
+    for state in states.values():
+        logprobs = list(state.logprobs_processor.logprobs.logprobs)
+        unfinished.append((int(state.external_req_id), list(state.detokenizer.output_token_ids), logprobs))
+    core.abort_request(list(states), internal=True)
+    engine.requests.clear()
+    engine.empty_queue()
+    return unfinished
 
 
 def shares_of(count: int, num_unfinished_E: list[int]) -> list[int]:

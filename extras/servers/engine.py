@@ -3,7 +3,7 @@
 --engine server asks for it; `train_grpo.load_models` takes it in place of `rollout.Engine`.
 
     engine = build_servers(model, settings, servers, tokenizer, turns, run, version)
-    engine.weights = policy.describe_weights()
+    engine.weights = describe_weights(policy)
     engine.sync(policy.full_weights())              # all servers get the weights, one tensor at a time
     engine.begin(rows, sampling, seed)              # --steps_ahead: the servers sample while the ranks train
     rollout = engine.sample(rows, sampling, seed)   # the same on every rank
@@ -35,10 +35,21 @@ from extras.turns.turns import Turns
 from flags import EngineSettings, Sampling, Servers
 from fsdp_utils import broadcast_from_main, end_if_requested, gather_from_ranks, set_allocator
 from model.weights import load_config
+from policy import Policy
 from run import Run
 from runtime.rank import RunError, beat, requested
 
 LOOK_SECONDS = 0.1  # between two looks of ranks that wait for servers
+
+
+def describe_weights(policy: Policy) -> dict[str, list]:
+    """Names, dtypes and shapes of the tensors of `Policy.full_weights`, in the form of vLLM's weight transfer."""
+    named = policy.named_weights()
+    return {
+        "names": [name for name, _, _ in named],
+        "dtype_names": [str(policy.dtype).removeprefix("torch.")] * len(named),
+        "shapes": [list(parameter.shape) for _, parameter, _ in named],
+    }
 
 
 @dataclass(kw_only=True)

@@ -9,6 +9,7 @@ import pytest
 
 from batch import Completion
 from data import PromptData
+from extras.samplers import partial
 from extras.samplers.partial import PartialSampler, num_unfinished_prompts, shares_of
 from flags import MOST_LAG, Sampling
 from helpers.distributed import on_ranks
@@ -66,6 +67,11 @@ class CountingEngine:
 
     def is_busy(self) -> bool:
         return bool(self.running)
+
+
+@pytest.fixture(autouse=True)
+def engines_abort(monkeypatch):
+    monkeypatch.setattr(partial, "abort_unfinished", CountingEngine.abort_unfinished)
 
 
 def long_tailed(count: int, seed: int = 0) -> list[list[int]]:

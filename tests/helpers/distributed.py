@@ -36,16 +36,18 @@ import fsdp_utils
 from algorithm import algorithm_of
 from batch import NO_IDS, Batch, Rollout, Row, Update
 from command_line import parse_flags
+from extras.models.adamw import ChunkedAdamW, join
+from extras.teacher.moving import move_references
 from flags import Saving
 from fsdp_utils import World, full_tensors, gather_from_ranks, local_shard, shard
 from gate.checks import check_flags
 from helpers import made_up
 from helpers.made_up import RAGGED, build, flags, load_policy, make_rollout, policy_of, train_once, whole_update
 from helpers.runs import largest_file, torchrun
-from model.optimizer import ChunkedAdamW, join, parameters_of
+from model.optimizer import parameters_of
 from policy import Policy, empty_policy, shard_and_fill
 from runtime.files import DiskError
-from schedule import make_plan
+from schedule import UpdateStep, make_plan
 from update import add_logprobs, add_reference, logprobs_under, with_advantages
 
 Metrics = dict[str, float]
@@ -550,7 +552,7 @@ def reshard(whole: World, path: str, folder: str, step: str, words: str) -> None
         assert isinstance(policy, FSDPModule) is not is_plain
         if number == 1:
             train((policy, None, optimizer), args, world, 2)
-            policy.move_references(0.5)
+            move_references(policy, optimizer, UpdateStep(0, 0.0, True, 1.0, 0, reference_mixup=0.5))
         else:
             assert checkpoint.latest(runs, world, print) == (number - 1, runs / f"step_{number - 1}")
             assert checkpoint.load(runs / f"step_{number - 1}", policy, optimizer) == STATE

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from aiohttp import web
 
-from extras.servers.engine import ServerEngine
+from extras.servers.engine import ServerEngine, describe_weights
 from extras.servers.fleet import Fleet, Server
 from extras.servers.start import ServerProcess
 from extras.servers.weights import Gloo
@@ -156,7 +156,7 @@ def engine_of(
         fleet.call(fleet.begin())
     engine = ServerEngine(
         fleet=fleet, tokenizer=TOKENIZER, device=torch.device("cpu"), version=version, in_flight=in_flight,
-        weights=DESCRIPTION if policy is None else policy.describe_weights(),
+        weights=DESCRIPTION if policy is None else describe_weights(policy),
     )  # fmt: skip
     engine.said, engine.policy = said, policy
     try:

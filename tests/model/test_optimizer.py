@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from extras.models.adamw import ChunkedAdamW, join, round_stochastically, split
 from flags import AdamW, Memory
 from helpers.made_up import flags
 from model import sizes
-from model.optimizer import ChunkedAdamW, join, make_optimizer, round_stochastically, split
+from model.optimizer import make_optimizer
 
 SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.01}
 

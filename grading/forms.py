@@ -1,4 +1,4 @@
-"""The verifiers `format`, `think_format` and `length`: they look at the form of a completion, not at its answer."""
+"""Verifiers of the form of a completion, whatever its answer: tags and length."""
 
 from __future__ import annotations
 

@@ -282,31 +282,11 @@ def render(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenizer
     return messages[0]["content"]
 
 
-WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false", "none": "null"}  # YAML's and Python's -> JSON's
 DATE = datetime(2026, 1, 1)  # for a template that writes it: with the clock's a run would have new prompts each day
-SET_HERE = ("messages", "tools", "add_generation_prompt", "tokenize", "strftime_now")
-
-
-def template_value(text: str) -> object:
-    """The boolean, null or number that the text spells in Python, JSON or YAML; else the text."""
-    with suppress(ValueError):
-        value = json.loads(WORDS.get(text.lower(), text.lower()))
-        if isinstance(value, int | float | None):
-            return value
-    return text
 
 
 def template_variables(prompt_format: PromptFormat, tokenizer: Tokenizer) -> dict[str, object]:
     """The values of --template_args. Raises ValueError for what the template ignores."""
-    template, variables = str(tokenizer.chat_template), {}
-    for given in prompt_format.template_args:
-        name, equals, text = given.partition("=")
-        if not equals or name in SET_HERE or not re.search(rf"\b{re.escape(name)}\b", template):
-            raise ValueError(
-                f"--template_args {given}: give NAME=VALUE, "
-                "with a variable that the chat template of --model has and that is not set here."
-            )
-        variables[name] = template_value(text)
-        if text in ("0", "1") and re.search(rf"\b{name} is (not )?(false|true)", template):
-            raise ValueError(f"--template_args {given}: the template asks for true or false, which no number is.")
-    return variables
+    if not prompt_format.template_args:
+        return {}
+    return part("extras.sources.variables", "--template_args").read(prompt_format.template_args, tokenizer)

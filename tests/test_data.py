@@ -12,8 +12,9 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from data import PromptData, order_of_epoch, render, template_value
+from data import PromptData, order_of_epoch, render
 from extras.models.vision import Vision
+from extras.sources.variables import template_value
 from flags import PromptFormat
 from gate.inputs import describe_set, describe_template
 from helpers.made_up import (

@@ -227,11 +227,10 @@ def load_inputs(args: Namespace) -> Inputs:
     samplings = samplings_of(args.eval_data, "eval_", eval_flags)
     grading, limits, size = Grading.from_flags(args), TurnLimits.from_flags(args), ranks_per_engine(args)
     grader, turns = start_grader(grading, limits, prompt_format, tokenizer, size, args.advantage != "zero")
-    sources = zip([*args.train_data, *args.eval_data], [*train_data, *eval_sets], strict=True)
-    digests = {source: digest_of_data(data) for source, data in sources}
+    # Flags that may change when a run continues, --eval_data and --after_step, have no digest.
+    digests = {source: digest_of_data(data) for source, data in zip(args.train_data, train_data, strict=True)}
     named = [args.environment, args.tools, args.advantage, args.policy_loss, args.kl_estimator, args.optimizer]
-    named = ",".join(filter(None, [*named, args.after_step])).split(",")
-    digests |= digests_of_files([*grader.weights, *named])
+    digests |= digests_of_files([*grader.weights, *",".join(filter(None, named)).split(",")])
     if prompt_format.system_prompt != args.system_prompt:  # the content of a file
         digests["--system_prompt"] = digest([prompt_format.system_prompt.encode()])
     if is_main_process():  # downloads weights that are not on the disk, while nobody waits in a collective
@@ -271,10 +270,10 @@ def open_run(args: Namespace, algorithm: Algorithm) -> tuple[Inputs, PromptData,
 def observers_of(args: Namespace, inputs: Inputs, world: World, total_steps: int) -> list[Observer]:
     """The observers of this rank's run: those that add to a step's line before those that show it."""
     out_dir, observers = Path(args.out_dir), [MemoryWatch(world)]
-    if args.after_step:
-        observers.append(AfterStep(own_function("--after_step", args.after_step)))
     if args.tools:
         observers.append(inputs.turns)
+    if args.after_step:  # behind all that add to the line
+        observers.append(AfterStep(own_function("--after_step", args.after_step)))
     if args.keep_rollouts:
         tokens = bytes_of_tokens(inputs.tokenizer) if world.is_main else None
         observers.append(Keeper(out_dir, args.keep_rollouts, tokens))
@@ -311,7 +310,7 @@ def main(args: Namespace) -> None:
             sampler.restore(state)
             guard.restore(state)
             run.say(f"continues from {saved}")
-        run.describe_start(saved_step, inputs.digests)
+        run.describe_start(saved_step, [*inputs.digests, *digests_of_files([args.after_step or ""])])
         engine.sync(policy.full_weights())  # also a resumed run samples from the policy that it trains
     if must_evaluate:  # before training, or where a kill came between a step and its evaluation
         with run.phase("evaluate"):

@@ -12,8 +12,7 @@ from transformers import AutoTokenizer
 
 import show_data
 from command_line import parse_flags
-from flags import free_on_resume
-from gate.checks import check_flags
+from gate.checks import check_flags, free_on_resume
 from gate.choices import check_choices
 from gate.inputs import Inputs
 from helpers.made_up import write_lines
@@ -224,6 +223,30 @@ def test_a_run_continues_under_other_paths_but_no_other_config(policy, tmp_path,
             start(Path("copy"), run, reward="exact,there/my_reward.py:score")
         Path(file).write_text(before)
     start(Path("copy"), run, reward="exact,there/my_reward.py:score")
+
+
+def test_flags_that_may_change_on_a_resume_may_name_changed_files(policy, tmp_path):
+    """A hook and held-out problems are mended, replaced or left out, with what the hook imports."""
+    hook, other, helper = (tmp_path / f"{name}.py" for name in ("hook", "other", "helping"))
+    helper.write_text("VALUE = 1\n")
+    hook.write_text("import helping\ndef f(step, metrics):\n    return None\n")
+    held_out = Path(shutil.copy(policy / "heldout.jsonl", tmp_path))
+    run, given = tmp_path / "run", {"after_step": f"{hook}:f", "eval_data": held_out}
+    start(policy, run, **given)
+    for file, text in ((hook, hook.read_text() + "# mended\n"), (helper, "VALUE = 2\n"), (other, hook.read_text())):
+        file.write_text(text)
+        start(policy, run, **given)
+    held_out.write_text("\n".join(held_out.read_text().splitlines()[2:]) + "\n")
+    start(policy, run, **given | {"after_step": f"{other}:f"})
+    hook.unlink()
+    start(policy, run, eval_data=policy / "heldout.jsonl")
+    start(policy, run, eval_data=None, eval_every=None, eval_before_training=None)
+    other.write_text("def f(step, metrics):\n    return None\n\ndef score(completion):\n    return 1.0\n")
+    both = {"after_step": f"{other}:f", "reward": f"{other}:score"}
+    start(policy, tmp_path / "both", **both)
+    other.write_text(other.read_text().replace("1.0", "2.0"))
+    with pytest.raises(ValueError, match="other.py: not the same as when this run began"):  # it rewards, too
+        start(policy, tmp_path / "both", **both)
 
 
 def test_a_mistake_is_told_once_and_last_without_a_traceback(policy, tmp_path):

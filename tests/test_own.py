@@ -11,6 +11,7 @@ import torch
 
 from algorithm import algorithm_of
 from flags import AdamW, Memory
+from fsdp_utils import World
 from gate.checks import check_flags
 from gate.choices import check_choices
 from grading.user_code import load_reference
@@ -19,6 +20,7 @@ from helpers.distributed import on_ranks
 from helpers.made_up import flags
 from helpers.runs import ROOT, copy_at, metrics_of, run_ranks, torchrun, training_flags, without_times
 from model.optimizer import make_optimizer, set_rate
+from run import Run
 from runtime.rank import RunError
 from watch.after_step import AfterStep
 
@@ -142,6 +144,23 @@ def test_a_hook_gets_a_copy_and_gives_metrics_to_the_line():
     metrics = {"reward/mean": 1.0}
     assert AfterStep(hook).step(3, metrics) == {"mine/x": 3.0, "3": 3.0} and metrics == {"reward/mean": 1.0}
     assert AfterStep(hook).step(0, metrics) is None, "an evaluation before training"
+
+
+@pytest.mark.parametrize("name", ["reward/mean", "time/step_s", "eval/x/avg@1", "eval/other"])
+def test_a_hook_may_not_overwrite_a_metric(name, tmp_path):
+    """Nor give one of evaluation, by which --keep_best chooses. Its own are there when a line comes again."""
+    metrics, hook = {"reward/mean": 1.0}, AfterStep(lambda *_: {"mine/x": 2.0, name: 9.0})
+    world = World(trainer_rank=0, num_trainers=1, tp_size=1, device=torch.device("cpu"))
+    run = Run(tmp_path, None, world, 3, [hook])
+    for step in run.steps(1, 1):
+        with pytest.raises(RunError, match=f"--after_step returned {name}, a metric of the run's own; give it another"):
+            run.log(step, metrics)
+    again = Run(tmp_path, None, world, 3, [AfterStep(lambda *_: {"mine/x": 3.0})])
+    again.log(1, metrics | {"mine/x": 2.0})
+    again.recall(1)
+    for step in again.steps(2, 2):
+        again.log(step, metrics)
+    assert [line["mine/x"] for line in metrics_of(tmp_path).values()] == [3.0, 3.0]
 
 
 def test_a_file_that_two_flags_name_is_one_module(stopped):

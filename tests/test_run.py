@@ -18,8 +18,8 @@ import torch
 
 import run as run_module
 import runtime.files
-from flags import free_on_resume
 from fsdp_utils import World
+from gate.checks import free_on_resume
 from gate.digests import digest, samples_of
 from gate.inputs import check_replayed
 from helpers.made_up import flags

@@ -19,9 +19,11 @@ from itertools import count
 from pathlib import Path
 from typing import TextIO
 
+from runtime.history import parse
 from runtime.rank import RunError
 
 LOCK_SECONDS = 60.0  # that a start waits for the end of another run
+STATE = "trainer/progress.json"  # in a checkpoint: the state of the loop
 SIZES = "sizes.json"  # in a checkpoint: path of each other file -> its bytes
 WARNED: set[str] = set()  # what `best_effort` has warned of
 
@@ -183,13 +185,15 @@ def write_sizes(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> str:
-    """The first file that is missing or cut off, and how; "" if there is none."""
+    """The first file that is missing, cut off or, if the loop needs it, no JSON, and how; "" if there is none."""
     name = SIZES
     try:
         for name, size in json.loads((folder / SIZES).read_text("utf-8")).items():
             found = (folder / name).stat().st_size
             if found != size:
                 return f"{name} has {found:,} instead of {size:,} bytes"
+        if (state := folder / (name := STATE)).exists():
+            parse(state.read_text("utf-8"), "it")
     except (OSError, ValueError) as error:
         return f"{name} cannot be read: {cause(error)}"
     return ""

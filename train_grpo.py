@@ -65,6 +65,7 @@ from model.weights import load_config
 from policy import Policy, build_policy
 from run import Observer, Run, open_run_folder
 from runtime.files import run_and_step
+from runtime.history import read_metrics
 from runtime.parts import part
 from runtime.rank import OwnCodeError, RunError, Stopped
 from runtime.signals import arm
@@ -253,6 +254,7 @@ def open_run(args: Namespace, algorithm: Algorithm) -> tuple[Inputs, PromptData,
         inputs, out_dir = load_inputs(args), Path(args.out_dir)
         described = vars(args), free_on_resume(args), inputs.digests
         lock = open_run_folder(out_dir, *described) if is_main_process() else None
+        read_metrics(out_dir)  # raises for a log that is damaged
         world = init_world(ranks_per_engine(args), args.timeout_minutes, args.shard_ranks, args.engine == "colocated")
         check_world(args, world)
         train_data = PromptData.mix([check_keys(inputs.grader, data, world) for data in inputs.train_data])

@@ -18,7 +18,7 @@ from gate.inputs import Inputs
 from helpers.made_up import write_lines
 from helpers.runs import GUARD_SECONDS, ROOT, run_command, run_ranks, training_flags
 from run import open_run_folder
-from train_grpo import load_inputs
+from train_grpo import load_inputs, open_run
 
 IMAGE_ROW = b'{"problem": "<image>1+1", "answer": "2"}\n'
 
@@ -247,6 +247,23 @@ def test_flags_that_may_change_on_a_resume_may_name_changed_files(policy, tmp_pa
     other.write_text(other.read_text().replace("1.0", "2.0"))
     with pytest.raises(ValueError, match="other.py: not the same as when this run began"):  # it rewards, too
         start(policy, tmp_path / "both", **both)
+
+
+@pytest.mark.parametrize(("line", "said"), [
+    ('{"reward/mean": 1.0}', "is damaged: a line of it has no step: {'reward/mean': 1.0}; mend it, or take it out"),
+    ('{"step": "2"}', "is damaged: a line of it has no step: {'step': '2'}; mend it, or take it out"),
+    ('{"step": 2, "reward/mean: 1.0}', ", line 2, is damaged: Unterminated string"),
+])  # fmt: skip
+def test_a_log_that_is_damaged_ends_a_resume_in_a_sentence(line, said, policy, tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    inputs = start(policy, run)
+    with (run / "metrics.jsonl").open("a") as log:
+        log.write(f"{line}\n")
+    monkeypatch.setattr("train_grpo.load_inputs", lambda _: inputs)
+    with pytest.raises(SystemExit):
+        open_run(parse_flags(training_flags(policy, run, max_prompt_tokens=16)), None)
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ") and f"{run}/metrics.jsonl{' ' * (said[0] == 'i')}{said}" in shown
 
 
 def test_a_mistake_is_told_once_and_last_without_a_traceback(policy, tmp_path):

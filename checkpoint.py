@@ -34,7 +34,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from flags import Saving
 from fsdp_utils import World, broadcast_from_main, gather_from_ranks
 from policy import Policy
-from runtime.files import DiskError, best_effort, cause, checkpoints, find_damage, free_space, write_sizes
+from runtime.files import STATE, DiskError, best_effort, cause, checkpoints, find_damage, free_space, write_sizes
 from runtime.history import read_metrics
 from runtime.progress import progress
 from runtime.rank import RunError
@@ -44,6 +44,7 @@ Companions = list[PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig]
 Weights = dict[str, Tensor]  # by name, in the engine's dtype
 State = dict[str, object]  # of the loop, by name: progress.json
 
+MOST_REFUSED = 3  # checkpoints in a row that the disk may refuse: what is trained without one is lost
 REFUSED = (OSError, SafetensorError, CheckpointException)  # what a full disk ends in; the last is of `dcp`
 
 
@@ -97,6 +98,7 @@ class Writer:
         self, out_dir: Path, companions: Companions, saving: Saving, world: World, say: Callable[[str], None]
     ) -> None:
         self.out_dir, self.saving, self.world, self.say = out_dir, saving, world, say
+        self.num_refused = 0  # checkpoints in a row
         self.companions = files_of(companions) if world.is_main else {}
 
     def is_due(self, step: int, is_last: bool) -> bool:
@@ -107,8 +109,8 @@ class Writer:
         """Writes OUT_DIR/step_<step>, if it is not there, then removes the oldest ones. All ranks call it.
 
         `state` comes back from `load`. Step 0 is --model, and is not written. If the disk of any rank refuses
-        something, nothing is left of this checkpoint, and a warning says so. If it is required, DiskError is raised
-        instead, on all ranks.
+        something, nothing is left of this checkpoint, and a warning says so. If it is required, or the last of
+        `MOST_REFUSED` in a row, DiskError is raised instead, on all ranks.
         """
         if gather_from_ranks(step == 0 or (self.out_dir / f"step_{step}").exists())[0]:
             return
@@ -121,9 +123,11 @@ class Writer:
             return
         try:
             self._save(step, policy, optimizer, state)
+            self.num_refused = 0
         except DiskError as error:
             refused = f"the checkpoint of step {step} could not be written: {error}"
-            if is_required:
+            self.num_refused += 1
+            if is_required or self.num_refused >= MOST_REFUSED:
                 way_on = f"make room, and start the same command again, which continues from {last}"
                 raise DiskError(f"{refused}; {way_on}.") from error
             self.say(f"warning: {refused}; the run continues, and {last} is its last checkpoint.")
@@ -164,7 +168,7 @@ class Writer:
         export(policy, weights, self.companions, unfinished)
         for file in unfinished.rglob("*.safetensors"):  # which its library lets the owner alone read
             file.chmod((unfinished / "config.json").stat().st_mode)
-        (unfinished / "trainer" / "progress.json").write_text(json.dumps(state) + "\n", "utf-8")
+        (unfinished / STATE).write_text(json.dumps(state) + "\n", "utf-8")
         write_sizes(unfinished)
         unfinished.rename(self.out_dir / unfinished.name.removeprefix("unfinished_"))
         with best_effort(str(self.out_dir / "best"), ValueError):  # the checkpoint is whole, whatever happens now
@@ -258,7 +262,7 @@ def load(folder: Path, policy: Policy, optimizer: Optimizer) -> State:
         raise DiskError(f"{folder} cannot be loaded: {reason(error)}") from error
     parts = {"model_state_dict": shards["model"], "optim_state_dict": shards["optimizer"]}
     set_state_dict(policy, optimizer, **parts, options=StateDictOptions(strict=False))  # frozen ones stay
-    return json.loads((folder / "trainer" / "progress.json").read_text("utf-8"))
+    return json.loads((folder / STATE).read_text("utf-8"))
 
 
 def shards_of(policy: Policy, optimizer: Optimizer) -> dict[str, dict[str, object]]:

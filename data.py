@@ -166,8 +166,9 @@ def encode(text: str, prompt_format: PromptFormat, tokenizer: Tokenizer) -> np.n
     A chat template writes its own special tokens; a bare prompt gets the tokenizer's, unless it begins with the BOS.
     """
     has_special_tokens = prompt_format.prompt_format == "chat" or text.startswith(tokenizer.bos_token or "\0")
-    ids = tokenizer(text, add_special_tokens=not has_special_tokens)["input_ids"]
-    if ids[-1:] == [tokenizer.eos_token_id] and not text.endswith(tokenizer.eos_token):
+    encoded = tokenizer(text, add_special_tokens=not has_special_tokens, return_special_tokens_mask=True)
+    ids, is_added = encoded["input_ids"], encoded["special_tokens_mask"]  # 0 for those that the text itself holds
+    while is_added and is_added.pop():
         ids.pop()  # some tokenizers end a text: nothing would come after it
     return np.array(ids, dtype=np.int32)
 
@@ -195,7 +196,7 @@ def as_text(value: object, name: str) -> str:
         raise UnusableRow(f"{name} is null")
     if not isinstance(value, str):
         raise UnusableRow(f"{name} is {value!r:.60}, no text")
-    if not value.strip():
+    if not any(c.isprintable() and c != " " for c in value):  # invisible characters are no text
         raise UnusableRow(f"{name} is blank")
     if re.search("[\ud800-\udfff]", value):  # half a surrogate pair, which JSON can escape
         raise UnusableRow(f"{name} has invalid characters")
@@ -204,17 +205,19 @@ def as_text(value: object, name: str) -> str:
 
 def _messages(value: object, name: str, prompt_format: PromptFormat) -> Messages:
     """The conversation with its suffix. A system prompt takes the place of the data's own."""
-    value = _spelled_messages(value, name)
+    value = without_nulls(_spelled_messages(value, name))
     messages = value if isinstance(value, list) else [{"role": "user", "content": as_text(value, name)}]
     if not messages or not all(isinstance(message, dict) for message in messages):
         raise UnusableRow(f"{name} is no list of messages")
-    # Without the nulls that parquet files add. New dictionaries: the row's columns stay as read.
-    messages = [{key: part for key, part in message.items() if part is not None} for message in messages]
     for message in messages:
+        calls_tools = message.get("role") == "assistant" and message.get("tool_calls")
+        if calls_tools:
+            message.setdefault("content", None)  # templates ask whether it is none
         if not {"role", "content"} <= message.keys():
             raise UnusableRow(f"{name}: a message has {', '.join(message) or 'nothing'}; needed are role and content")
         as_text(message["role"], f"{name}: a role")
-        as_text(message["content"], f"{name}: the content of a message")
+        if message["content"] or not calls_tools:
+            as_text(message["content"], f"{name}: the content of a message")
     if messages[-1]["role"] != "user":
         raise UnusableRow(f"{name}: the last message is not the user's, but of {messages[-1]['role']!r}")
     messages[-1]["content"] += prompt_format.prompt_suffix
@@ -222,6 +225,13 @@ def _messages(value: object, name: str, prompt_format: PromptFormat) -> Messages
         return messages
     system = {"role": "system", "content": prompt_format.system_prompt}
     return [system, *(message for message in messages if message["role"] != "system")]
+
+
+def without_nulls(value: object) -> object:
+    """A copy without the keys that are null, at any depth: a parquet file gives each object the keys of all others."""
+    if isinstance(value, dict):
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    return [*map(without_nulls, value)] if isinstance(value, list) else value
 
 
 def _spelled_messages(value: object, name: str) -> object:
@@ -238,7 +248,7 @@ def _spelled_messages(value: object, name: str) -> object:
 def check_special_tokens(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenizer) -> None:
     """Raises for a text that holds what only the chat template may write: it would begin a turn, or end one."""
     for token in template_tokens(tokenizer) if prompt_format.prompt_format == "chat" else ():
-        if not any(token in message["content"] for message in messages):
+        if not any(token in (message["content"] or "") for message in messages):
             continue
         held = f"holds {token!r}, which the chat template writes itself"
         if token in (prompt_format.system_prompt or ""):
@@ -277,31 +287,11 @@ def render(messages: Messages, prompt_format: PromptFormat, tokenizer: Tokenizer
     return messages[0]["content"]
 
 
-WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false", "none": "null"}  # YAML's and Python's -> JSON's
 DATE = datetime(2026, 1, 1)  # for a template that writes it: with the clock's a run would have new prompts each day
-SET_HERE = ("messages", "tools", "add_generation_prompt", "tokenize", "strftime_now")
-
-
-def template_value(text: str) -> object:
-    """The boolean, null or number that the text spells in Python, JSON or YAML; else the text."""
-    with suppress(ValueError):
-        value = json.loads(WORDS.get(text.lower(), text.lower()))
-        if isinstance(value, int | float | None):
-            return value
-    return text
 
 
 def template_variables(prompt_format: PromptFormat, tokenizer: Tokenizer) -> dict[str, object]:
     """The values of --template_args. Raises ValueError for what the template ignores."""
-    template, variables = str(tokenizer.chat_template), {}
-    for given in prompt_format.template_args:
-        name, equals, text = given.partition("=")
-        if not equals or name in SET_HERE or not re.search(rf"\b{re.escape(name)}\b", template):
-            raise ValueError(
-                f"--template_args {given}: give NAME=VALUE, "
-                "with a variable that the chat template of --model has and that is not set here."
-            )
-        variables[name] = template_value(text)
-        if text in ("0", "1") and re.search(rf"\b{name} is (not )?(false|true)", template):
-            raise ValueError(f"--template_args {given}: the template asks for true or false, which no number is.")
-    return variables
+    if not prompt_format.template_args:
+        return {}
+    return part("extras.sources.variables", "--template_args").read(prompt_format.template_args, tokenizer)

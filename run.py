@@ -193,6 +193,10 @@ class Observer:
     def step(self, step: int, metrics: Metrics) -> Metrics | Literal["stop"] | None:
         """The metrics that it adds to the line of a step, or "stop" if the step was the last."""
 
+    def repeat(self, step: int, metrics: Metrics) -> Metrics | Literal["stop"] | None:
+        """As `step`, for the line of the last step before this start, which comes again with its evaluation."""
+        return self.step(step, metrics)
+
     def recall(self, step: int, metrics: Metrics) -> Metrics | Literal["stop"] | None:
         """As `step`, for the line of a step before this start; what it would add is there."""
 
@@ -285,7 +289,7 @@ class Run:
         metrics = self.times() | metrics
         self.start, self.seconds = time.perf_counter(), {}
         for observer in self.observers:
-            answer = observer.step(step, metrics)
+            answer = (observer.step if self.last_step else observer.repeat)(step, metrics)
             if answer == "stop":
                 self.is_stopped = True
             elif answer:

@@ -194,10 +194,10 @@ def open_run(args: Namespace) -> tuple[Inputs, PromptData, Plan, Run]:
 def observers_of(args: Namespace, inputs: Inputs, world: World, total_steps: int) -> list[Observer]:
     """The observers of this rank's run: those that add to a step's line before those that show it."""
     out_dir, observers = Path(args.out_dir), [MemoryWatch(world)]
-    if args.after_step:
-        observers.append(AfterStep(own_function("--after_step", args.after_step)))
     if args.tools:
         observers.append(inputs.turns)
+    if args.after_step:  # behind all that add to the line
+        observers.append(AfterStep(own_function("--after_step", args.after_step)))
     if args.keep_rollouts:
         tokens = bytes_of_tokens(inputs.tokenizer) if world.is_main else None
         observers.append(Keeper(out_dir, args.keep_rollouts, tokens))

@@ -68,6 +68,7 @@ NEEDS = (
 # Flag -> the part that it asks for, whose folder may have been deleted.
 PARTS = {
     "--lora_rank": "extras.models.lora",
+    "--template_args": "extras.sources.variables",
     "--image_column": "extras.models.vision",
     "--router_replay": "extras.models.routes",
     "--kl_over": "extras.teacher.vocabulary",

@@ -94,11 +94,10 @@ def digests_of_inputs(args: Namespace, inputs: Inputs) -> dict[str, str]:
 
     Weights that are not on the disk are downloaded here, while nobody waits in a collective.
     """
-    sources = zip([*args.train_data, *args.eval_data], [*inputs.train_data, *inputs.eval_sets], strict=True)
-    digests = {source: digest_of_data(data) for source, data in sources}
+    # Flags that may change when a run continues, --eval_data and --after_step, have no digest.
+    digests = {x: digest_of_data(data) for x, data in zip(args.train_data, inputs.train_data, strict=True)}
     named = [args.environment, args.tools, args.advantage, args.policy_loss, args.kl_estimator, args.optimizer]
-    named = ",".join(filter(None, [*named, args.after_step])).split(",")
-    digests |= digests_of_files([*inputs.grader.weights, *named])
+    digests |= digests_of_files([*inputs.grader.weights, *",".join(filter(None, named)).split(",")])
     system_prompt = read_system_prompt(args.system_prompt)
     if system_prompt != args.system_prompt:  # the content of a file
         digests["--system_prompt"] = digest([system_prompt.encode()])

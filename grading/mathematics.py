@@ -10,6 +10,7 @@ from grading.answer import read_answer, visible_text
 from grading.equality import canonical, check_key, equal, key_content
 from grading.spelling import MAX_FORMULA, clean
 from grading.values import SCALES, parse_value
+from grading.verifiers import uniform
 
 
 def verify_math(case: Case) -> Verdict:
@@ -51,6 +52,7 @@ def verify_gsm8k(case: Case) -> Verdict:
 
 
 def _gsm8k_key(answer: str) -> Fraction:
+    answer = uniform(answer)
     _check_is_answer(answer)
     if re.fullmatch(r"(?:(?:#### *)?-?\d[\d.,]*(?:, |$)){2,}", answer):
         raise ValueError(f"several numbers in the answer {answer[:80]!r}, but one is read; write them as a list")
@@ -61,6 +63,7 @@ def _gsm8k_key(answer: str) -> Fraction:
 
 
 def _numbers(text: str) -> list[Fraction]:
+    text = uniform(re.sub(r"，(?!\d{3}(?!\d))", " ", text))  # a full-width comma parts clauses, or thousands
     text = re.sub(r"\\!|\{(,)\}", r"\1", text)
     numbers = re.findall(r"(?<![\d)}])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", text)
     return [Fraction(number.replace(",", "")) for number in numbers]

@@ -7,19 +7,29 @@ can be killed: nothing here minds the time.
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Iterable
 from pkgutil import resolve_name
 
 from grading import Case, Verdict
 from grading.answer import plain, read_answer
 
+NARROW = {c: c - 0xFEE0 for c in range(0xFF01, 0xFF5F)}  # full-width ASCII, and other minus signs
+NARROW |= dict.fromkeys(map(ord, "\u2212\u2010\u2011\u2012\u2013\ufe63"), "-")
+
 
 def verify_exact(case: Case) -> Verdict:
     """1.0 if the final answer, or without a mark the whole visible text, is the row's, emphasized or not; else 0.0."""
-    if not case.answer.strip():
+    if not (key := uniform(case.answer)):
         raise ValueError("the answer is blank")
-    answer = read_answer(case.completion, case.prompt, unmarked="all")
-    return float(answer is not None and case.answer.strip() in (answer, plain(answer))), answer
+    answer = uniform(read_answer(case.completion, case.prompt, unmarked="all") or "")
+    return float(key in (answer, plain(answer))), answer or None
+
+
+def uniform(text: str) -> str:
+    """The text, in which what looks the same is the same: NFC, no format characters (Cf), one minus, narrow ASCII."""
+    shown = "".join(c for c in text if unicodedata.category(c) != "Cf")
+    return unicodedata.normalize("NFC", shown).translate(NARROW).strip()
 
 
 BUILT_IN = {  # name -> where its function is: a module is loaded only by a reward that names one of its verifiers

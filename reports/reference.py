@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from runtime.files import numbered
 from runtime.history import History, read_config, read_run
 from runtime.sources import name_of_source
 from runtime.tables import in_columns
@@ -133,7 +134,7 @@ def evaluated(figure: dict, run: History) -> tuple[float | None, str]:
     """As `logged`, from evaluate.py's results.json: of `best`, if there is one, else of the last step with results."""
     _, set_name, metric = figure["metric"].split("/")
     evaluations = run.folder / "eval"
-    last_first = sorted(evaluations.glob("step_*"), key=lambda folder: -int(folder.name.removeprefix("step_")))
+    last_first = reversed(numbered(evaluations).values())
     for folder in [evaluations / (run.folder / "best").resolve().name, *last_first]:
         for file in sorted(folder.glob("*/results.json"), reverse=True):  # the latest first
             result = json.loads(file.read_text("utf-8"))["sets"].get(set_name, {})

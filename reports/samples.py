@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import re
 import zlib
 from pathlib import Path
 
@@ -17,6 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+
+from runtime.files import numbered
 
 COMPLETION_COLUMNS = (
     "group", "row", "prompt", "answer", "reward", "reward_parts", "reward_status", "read_as", "is_correct",
@@ -48,14 +49,14 @@ def embed(header: dict, **arrays: np.ndarray) -> str:
 
 def pack_samples(folder: Path, num_bytes: int) -> tuple[dict, dict[int, str]]:
     """(counts of all and of what is shown, step -> chunk). Damaged files are named on the console and left out."""
-    files = sorted((folder / "rollouts").glob("step_[0-9]*.parquet"), key=number_of, reverse=True)
+    files = [*reversed(numbered(folder / "rollouts", ".parquet").items())]
     tokens = read(folder / "rollouts" / "tokens.parquet", {"bytes"}) if files else None
     # The last one first, then others between those before: what fits is spread over the run.
     order = []
     for power in range(len(files).bit_length(), -1, -1):
         order += files[:: 2**power]
     chunks, num_groups, kept = {}, 0, 0
-    for file in dict.fromkeys(order):
+    for step, file in dict.fromkeys(order):
         table = read(file, COLUMNS)
         if not table:
             continue
@@ -68,17 +69,12 @@ def pack_samples(folder: Path, num_bytes: int) -> tuple[dict, dict[int, str]]:
         chunk = pack_step(table.filter(pc.is_in(table["group"], spaced)), tokens)
         if chunks and sum(map(len, chunks.values())) + len(chunk) > num_bytes:
             break
-        chunks[number_of(file)] = chunk
+        chunks[step] = chunk
     summary = {
         "steps": sorted(chunks), "num_steps": len(files), "groups": kept, "num_groups": num_groups,
         "has_tokens": tokens is not None,
     }  # fmt: skip
     return summary, chunks
-
-
-def number_of(path: Path) -> int:
-    """The N of step_N."""
-    return int(re.search(r"step_(\d+)", path.name)[1])
 
 
 def read(file: Path, columns: set[str]) -> pa.Table | None:

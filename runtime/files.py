@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -18,9 +19,11 @@ from itertools import count
 from pathlib import Path
 from typing import TextIO
 
+from runtime.history import parse
 from runtime.rank import RunError
 
 LOCK_SECONDS = 60.0  # that a start waits for the end of another run
+STATE = "trainer/progress.json"  # in a checkpoint: the state of the loop
 SIZES = "sizes.json"  # in a checkpoint: path of each other file -> its bytes
 WARNED: set[str] = set()  # what `best_effort` has warned of
 
@@ -147,10 +150,15 @@ def end_status(out_dir: Path, how: str, processes: Iterable[int] = ()) -> None:
 # Checkpoints ----------------------------------------------------------------------------------------------------------
 
 
+def numbered(folder: Path, end: str = "") -> dict[int, Path]:
+    """N -> step_N<end> in the folder, in order. What has another name, such as a copy's, is somebody else's."""
+    names = {path: re.fullmatch(rf"step_(0|[1-9][0-9]*){re.escape(end)}", path.name) for path in folder.glob("step_*")}
+    return dict(sorted((int(name[1]), path) for path, name in names.items() if name))
+
+
 def checkpoints(out_dir: Path) -> list[tuple[int, Path]]:
     """(step, folder) of the complete checkpoints, oldest first."""
-    numbered = [(path.name.removeprefix("step_"), path) for path in out_dir.glob("step_*")]
-    return sorted((int(number), path) for number, path in numbered if number.isdigit())
+    return [*numbered(out_dir).items()]
 
 
 def run_and_step(path: str) -> tuple[Path, int]:
@@ -167,7 +175,7 @@ def rollouts_file(out_dir: Path, step: int) -> Path:
 
 def steps_with_rollouts(out_dir: Path) -> list[int]:
     """The steps whose completions are there, in order."""
-    return sorted(int(file.stem.partition("_")[2]) for file in (out_dir / "rollouts").glob("step_*.parquet"))
+    return [*numbered(out_dir / "rollouts", ".parquet")]
 
 
 def write_sizes(folder: Path) -> None:
@@ -177,13 +185,15 @@ def write_sizes(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> str:
-    """The first file that is missing or cut off, and how; "" if there is none."""
+    """The first file that is missing, cut off or, if the loop needs it, no JSON, and how; "" if there is none."""
     name = SIZES
     try:
         for name, size in json.loads((folder / SIZES).read_text("utf-8")).items():
             found = (folder / name).stat().st_size
             if found != size:
                 return f"{name} has {found:,} instead of {size:,} bytes"
+        if (state := folder / (name := STATE)).exists():
+            parse(state.read_text("utf-8"), "it")
     except (OSError, ValueError) as error:
         return f"{name} cannot be read: {cause(error)}"
     return ""

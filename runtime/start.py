@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import io
 import json
 import os
 import re
@@ -43,6 +44,7 @@ def join_launcher() -> None:
     sys.warnoptions.append("ignore:resource_tracker")  # it puts away the semaphores of a rank that leaves at once
     if not shutil.which("nvidia-smi"):  # vLLM's remarks on memory binding; torch reads it when it is imported
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    print_any_text()
     faulthandler.enable()
     sys.excepthook = _note_exception
 
@@ -55,10 +57,30 @@ def die_with_parent(parent: int = 0) -> None:
         os._exit(1)  # it has died before the call
 
 
+class Outlet(io.FileIO):
+    """Where text leaves this process; it drops what nobody can read any more, as after `| head`."""
+
+    def write(self, data: bytes) -> int:
+        try:
+            return super().write(data)
+        except OSError:  # also of a disk that is full, or a terminal that is gone
+            return len(data)
+
+
 def print_any_text() -> None:
-    """From now on this process, and those that it starts, print what the locale's encoding lacks as escapes."""
+    """From now on no print fails: what the locale's encoding lacks is an escape, what nobody reads is dropped.
+
+    The first goes for processes that this one starts, too.
+    """
     os.environ.setdefault("PYTHONIOENCODING", ":backslashreplace")
-    sys.__stdout__.reconfigure(errors="backslashreplace")
+    for name in ("stdout", "stderr"):
+        if (stream := getattr(sys, name)) is getattr(sys, f"__{name}__"):  # else somebody has it, such as pytest
+            number = stream.fileno() if stream else os.open(os.devnull, os.O_WRONLY)  # None: it was closed, as by >&-
+            outlet = io.BufferedWriter(Outlet(number, "w", closefd=False))
+            encoding = stream.encoding if stream else None
+            stream = io.TextIOWrapper(outlet, encoding, "backslashreplace", line_buffering=True)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
 
 
 def reason_file(folder: Path, rank: int) -> Path:

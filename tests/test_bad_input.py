@@ -18,6 +18,7 @@ from gate.inputs import Inputs
 from helpers.made_up import write_lines
 from helpers.runs import GUARD_SECONDS, ROOT, run_command, run_ranks, training_flags
 from run import open_run_folder
+from train_grpo import open_run
 
 IMAGE_ROW = b'{"problem": "<image>1+1", "answer": "2"}\n'
 
@@ -218,6 +219,47 @@ def test_a_run_continues_under_other_paths_but_no_other_config(policy, tmp_path,
             start(Path("copy"), run, reward="exact,there/my_reward.py:score")
         Path(file).write_text(before)
     start(Path("copy"), run, reward="exact,there/my_reward.py:score")
+
+
+def test_flags_that_may_change_on_a_resume_may_name_changed_files(policy, tmp_path):
+    """A hook and held-out problems are mended, replaced or left out, with what the hook imports."""
+    hook, other, helper = (tmp_path / f"{name}.py" for name in ("hook", "other", "helping"))
+    helper.write_text("VALUE = 1\n")
+    hook.write_text("import helping\ndef f(step, metrics):\n    return None\n")
+    held_out = Path(shutil.copy(policy / "heldout.jsonl", tmp_path))
+    run, given = tmp_path / "run", {"after_step": f"{hook}:f", "eval_data": held_out}
+    start(policy, run, **given)
+    for file, text in ((hook, hook.read_text() + "# mended\n"), (helper, "VALUE = 2\n"), (other, hook.read_text())):
+        file.write_text(text)
+        start(policy, run, **given)
+    held_out.write_text("\n".join(held_out.read_text().splitlines()[2:]) + "\n")
+    start(policy, run, **given | {"after_step": f"{other}:f"})
+    hook.unlink()
+    start(policy, run, eval_data=policy / "heldout.jsonl")
+    start(policy, run, eval_data=None, eval_every=None, eval_before_training=None)
+    other.write_text("def f(step, metrics):\n    return None\n\ndef score(completion):\n    return 1.0\n")
+    both = {"after_step": f"{other}:f", "reward": f"{other}:score"}
+    start(policy, tmp_path / "both", **both)
+    other.write_text(other.read_text().replace("1.0", "2.0"))
+    with pytest.raises(ValueError, match="other.py: not the same as when this run began"):  # it rewards, too
+        start(policy, tmp_path / "both", **both)
+
+
+@pytest.mark.parametrize(("line", "said"), [
+    ('{"reward/mean": 1.0}', "is damaged: a line of it has no step: {'reward/mean': 1.0}; mend it, or take it out"),
+    ('{"step": "2"}', "is damaged: a line of it has no step: {'step': '2'}; mend it, or take it out"),
+    ('{"step": 2, "reward/mean: 1.0}', ", line 2, is damaged: Unterminated string"),
+])  # fmt: skip
+def test_a_log_that_is_damaged_ends_a_resume_in_a_sentence(line, said, policy, tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    inputs = start(policy, run)
+    with (run / "metrics.jsonl").open("a") as log:
+        log.write(f"{line}\n")
+    monkeypatch.setattr("train_grpo.load_inputs", lambda _: inputs)
+    with pytest.raises(SystemExit):
+        open_run(parse_flags(training_flags(policy, run, max_prompt_tokens=16)))
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ") and f"{run}/metrics.jsonl{' ' * (said[0] == 'i')}{said}" in shown
 
 
 def test_a_mistake_is_told_once_and_last_without_a_traceback(policy, tmp_path):

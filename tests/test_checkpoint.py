@@ -14,13 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import checkpoint
 from batch import pack
-from checkpoint import load_generation_config
 from engine.options import stop_ids
 from flags import Saving
 from helpers.made_up import ALONE, load_policy, make_rollout, unpacked_logprobs, write_lines
 from helpers.runs import largest_file
 from model.weights import load_config, load_tokenizer
-from runtime.files import DiskError, checkpoints
+from runtime.files import DiskError, checkpoints, write_sizes
 from runtime.rank import RunError
 
 METRIC = "eval/set/avg@4"
@@ -89,7 +88,7 @@ def test_the_exported_policy_ends_where_it_was_sampled_to_end(pair, tokenizer, t
         ("base", [], [3, 5]), ("base", [5, stop], [3, 5, stop]), ("absent", [stop], [config.eos_token_id, stop]),
         ("invalid", [5, stop], [2, 5, stop]),
     ), start=1):  # fmt: skip
-        generation = load_generation_config(str(tmp_path / name), config, ids)
+        generation = checkpoint.load_generation_config(str(tmp_path / name), config, ids)
         writer(tmp_path, tokenizer, generation).save(step, *pair, {})
         found = json.loads((tmp_path / f"step_{step}" / "generation_config.json").read_text())
         assert found["eos_token_id"] == expected and ("temperature" in found) == (name == "base")
@@ -158,6 +157,17 @@ def test_damage_is_named_and_the_checkpoint_before_is_used(damage, run_folder, t
         assert {path.name for path in folder.glob("*step*")} == {"damaged_step_2", "step_1"}
 
 
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe", b"", b"[" * 100_000])
+def test_a_state_that_is_no_state_is_damage(content, run_folder, tmp_path):
+    """Of whatever size: the checkpoint before is used."""
+    folder, said = shutil.copytree(run_folder, tmp_path / "run", symlinks=True), []
+    (folder / "step_2" / "trainer" / "progress.json").write_bytes(content)
+    (folder / "step_2" / "sizes.json").unlink()
+    write_sizes(folder / "step_2")
+    assert latest(folder, said.append) == (1, folder / "step_1")
+    assert "step_2 is damaged: trainer/progress.json cannot be read: " in said[0]
+
+
 def test_with_damaged_checkpoints_alone_nothing_starts_again(run_folder, tmp_path):
     folder = shutil.copytree(run_folder, tmp_path / "run", symlinks=True)
     for step in (1, 2):
@@ -208,6 +218,20 @@ def test_a_full_disk_costs_a_checkpoint_that_may_be_missed(fails_in, limit, pair
     for step in (30, 30, 0):  # a signal came right after it, or before the first step
         saving.save(step, *pair, {}, is_required=True)
     assert [path.name for path in folder.iterdir()] == ["step_30"] and len(said) == 1
+
+
+def test_three_checkpoints_in_a_row_that_the_disk_refuses_end_the_run(pair, tokenizer, tmp_path):
+    """One that is written between them begins the count anew."""
+    saving = writer(tmp_path / "run", tokenizer, say=(said := []).append)
+    for step in (1, 2, 3, 4, 5, 6):
+        with largest_file(10**9 if step == 3 else 1_000_000):
+            if step == 6:
+                with pytest.raises(DiskError, match=r"step 6 could not be .*make room, and .* from .*/run/step_3\."):
+                    saving.save(step, *pair, {})
+            else:
+                saving.save(step, *pair, {})
+    assert [re.search(r"of step (\d)", text)[1] for text in said] == ["1", "2", "4", "5"]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step_3"]
 
 
 def test_the_best_checkpoint_is_kept_and_linked_across_a_resume(pair, tokenizer, tmp_path):

@@ -71,7 +71,7 @@ def test_train_grpo_trains_without_extras_plan_and_reports(whole, tree, tmp_path
     ("--router_replay", "extras/models"), ("--policy_loss gspo_token", "extras/losses"),
     ("--kl_over vocabulary --kl_coef 1", "extras/teacher"), ("--hint_column @group --kl_coef 1", "extras/teacher"),
     ("--partial_rollouts --rollout_correction none", "extras/samplers"), ("--drop_solved 0.9", "extras/samplers"),
-    ("--tools docs/environments/calculator.py:calculator", "extras/turns"),
+    ("--tools docs/environments/calculator.py:calculator", "extras/turns"), ("--template_args a=b", "extras/sources"),
     ("--engine server --generation_gpus 0", "extras/servers"), ("--dry_run", "plan"),
 ])  # fmt: skip
 def test_a_flag_that_needs_a_part_says_which_folder_is_missing(flags, folder, tree, tmp_path):

@@ -12,8 +12,9 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from data import PromptData, order_of_epoch, render, template_value
+from data import PromptData, order_of_epoch, render
 from extras.models.vision import Vision
+from extras.sources.variables import template_value
 from flags import PromptFormat
 from gate.describe import describe_set, describe_template
 from gate.keys import without_markers
@@ -33,6 +34,7 @@ from helpers.made_up import (
     write_parquet,
 )
 from helpers.runs import said
+from runtime.sources import read_records
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -66,7 +68,7 @@ def prompts(loaded: PromptData) -> list[str]:
 def test_answers_become_text_or_are_excluded_and_listed(tmp_path):
     good = ["x", 3, 2.5, -0.0, 10**400, ["a", 1], {"f": "é"}, " y "]
     answers = ["x", "3", "2.5", "0", "1" + "0" * 400, '["a", "1"]', '{"f": "é"}', " y "]
-    bad = {"null": None, "True": True, "blank": " \n", "inf": float("inf"), "nan": float("nan")}
+    bad = {"null": None, "True": True, "blank": " \n\u200b", "inf": float("inf"), "nan": float("nan")}
     bad |= {"invalid characters": "a\ud83d"}
     loaded = load_values(tmp_path, "answer", [*good, *bad.values()])
     assert [row.answer for row in loaded.rows] == answers
@@ -78,14 +80,40 @@ def test_answers_become_text_or_are_excluded_and_listed(tmp_path):
 def test_prompts_that_cannot_be_used_are_excluded_and_listed(tmp_path):
     assistant = {"role": "assistant", "content": "b"}
     bad = [None, "", 5, {}, [], ["a"], [assistant], [*user("a"), assistant]]
-    bad += [user(""), [{"role": "user"}], [{"content": "a"}], user("\udc00")]
+    bad += [user(""), [{"role": "user"}], [{"content": "a"}], user("\udc00"), "\u200b \ufeff", user("\u00ad\u3000")]
     loaded = problems(tmp_path, "good", *bad)
-    assert prompts(loaded) == ["good"] and len(loaded.excluded) == len(bad) == 12
+    assert prompts(loaded) == ["good"] and len(loaded.excluded) == len(bad) == 14
     assert all("column 'problem'" in reason for _, reason in loaded.excluded)
     assert_refused(r"no row can be used\. .*line 1: column 'problem' is null\. .*line 2: .*blank", tmp_path, *bad)
 
 
 ASKED = [{"role": "system", "content": "Say 'é'.\n\t{1} {2}"}, *user('What is "\\nu"?')]
+CALL = {"id": "1", "function": {"name": "f", "arguments": {"city": "Rome"}}}
+OTHER = {"function": {"name": "g", "arguments": {"a": [{"b": 1}, {"c": {"d": "x"}}]}}, "kind": "k"}
+CALLS = [*user("a"), {"role": "assistant", "tool_calls": [CALL, OTHER]}, {"role": "tool", "content": "b"}, *user("c")]
+WITH_CALLS = byte_tokenizer(
+    "{% for m in messages %}[{{ m.role }}]{% if m.content is none %}calls {{ m.tool_calls | tojson }}{% else %}"
+    "{{ m.content }}{% endif %}{% endfor %}[assistant]"
+)
+
+
+def test_nulls_that_a_parquet_file_adds_reach_no_prompt(tmp_path):
+    """Parquet gives each object the keys of all others, at every depth. A message that calls tools needs no text."""
+    with_null = [CALLS[0], CALLS[1] | {"content": None}, *CALLS[2:]]
+    talks = [CALLS, [CALLS[0] | {"name": "n"}], with_null, [CALLS[0], CALLS[1] | {"content": ""}, *CALLS[2:]]]
+    parquet = write_parquet(tmp_path / "rows.parquet", [{"problem": talk, "answer": "1"} for talk in talks])
+    (record, *_) = read_records(parquet, seed=0)
+    added = record.columns["problem"][1]["tool_calls"][0]["function"]["arguments"]
+    assert added == {"city": "Rome", "a": None}, "it does add them"
+    read = [load(parquet, tokenizer=WITH_CALLS), problems(tmp_path, *talks, tokenizer=WITH_CALLS)]
+    read.append(problems(tmp_path, *map(json.dumps, talks), tokenizer=WITH_CALLS))
+    for loaded in read:
+        assert [row.messages for row in loaded.rows] == [with_null, talks[1], with_null, talks[3]]
+        assert not any("null" in text for text in texts(loaded)) and "[assistant]calls [{" in texts(loaded)[0]
+    bad = [[{"role": "user", "tool_calls": [CALL]}], [{"role": "assistant", "tool_calls": []}, *user("a")]]
+    assert len(problems(tmp_path, "good", *bad, tokenizer=WITH_CALLS).excluded) == 2
+
+
 PLAIN = ["[1, 2, 3] is a list. Its sum?", '[{"role": "user", "content": "hi"}] holds how many messages?', "{x: x > 0}",
          "['a', 'b']", '[{"name": "Ann", "age": 3}]', "[", "{}", r"\{a\} has a role: which?"]  # fmt: skip
 BROKEN = [
@@ -237,11 +265,19 @@ def test_raw_prompts_are_the_text_with_special_tokens_but_no_end(tmp_path):
     assert loaded.excluded == [(f"{tmp_path}/rows.jsonl, line 3", "3 messages need --prompt_format chat")]
     mixed = problems(tmp_path, "q", "<bos>q", prompt_format="raw")
     assert [TOKENIZER.decode(row.ids.tolist()) for row in mixed.rows] == ["<bos>q", "<bos>q"], "one BOS each"
-    tokenizer = byte_tokenizer()  # as some do, it puts its end token behind each text
-    special = [("<bos>", 0), ("<eos>", 1)]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A <eos>", special_tokens=special)
-    (row,) = problems(tmp_path, "q", tokenizer=tokenizer, prompt_format="raw").rows
-    assert tokenizer.decode(row.ids.tolist()) == "<bos>q"
+
+
+@pytest.mark.parametrize(("template", "before"), [
+    ("<bos> $A <eos>", "<bos>"), ("$A <pic>", ""), ("<bos> $A <eos> <eos>", "<bos>"), ("$A <pic> <eos>", ""),
+    ("<pic> <bos> $A <eos> <pic>", "<pic><bos>"),
+])  # fmt: skip
+def test_nothing_that_a_tokenizer_puts_behind_a_raw_prompt_stays(template, before, tmp_path):
+    """Whichever tokens it puts there. The text's own stay, and those in front."""
+    tokenizer, special = byte_tokenizer(), [("<bos>", 0), ("<eos>", 1), ("<pic>", 2)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
+    given = ["q", "q<eos>", "q<pic><eos>", "<eos>"]
+    loaded = problems(tmp_path, *given, tokenizer=tokenizer, prompt_format="raw")
+    assert [tokenizer.decode(row.ids.tolist()) for row in loaded.rows] == [before + text for text in given]
 
 
 def test_a_missing_chat_template_is_refused_and_a_row_that_one_refuses_is_excluded(tmp_path):

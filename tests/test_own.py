@@ -20,6 +20,7 @@ from helpers.distributed import Metrics, Tensors, on_ranks, parsed, train, weigh
 from helpers.made_up import build, flags
 from helpers.runs import NO_EVAL, ROOT, copy_at, metrics_of, run_ranks, torchrun, training_flags, without_times
 from model.optimizer import make_optimizer, set_rate
+from run import Run
 from runtime.rank import RunError
 from watch.after_step import AfterStep
 
@@ -147,6 +148,29 @@ def with_optimizer(world: World, path: str, optimizer: str) -> tuple[list[Metric
     args = parsed(f"--model {path} --group_size 2 --optimizer {optimizer}", world.num_trainers)
     trained = build(args, world)
     return train(trained, args, world, 3), weights_of(trained[0])
+
+
+@pytest.mark.parametrize("name", ["reward/mean", "time/step_s", "eval/x/avg@1", "eval/other"])
+def test_a_hook_may_not_overwrite_a_metric(name, tmp_path):
+    """Nor give one of evaluation, by which --keep_best chooses. Its own are there when a line comes again."""
+    metrics, hook = {"reward/mean": 1.0}, AfterStep(lambda *_: {"mine/x": 2.0, name: 9.0})
+    world = World(trainer_rank=0, num_trainers=1, tp_size=1, device=torch.device("cpu"))
+    run = Run(tmp_path, None, world, 3, {}, [hook])
+    for step in run.steps(1, 1):
+        with pytest.raises(RunError, match=f"--after_step returned {name}, a metric of the run's own; give it another"):
+            run.log(step, metrics)
+    again = Run(tmp_path, None, world, 3, {}, [AfterStep(lambda *_: {"mine/x": 3.0})])
+    again.log(1, metrics | {"mine/x": 2.0})
+    again.recall(1)
+    for step in again.steps(2, 2):
+        again.log(step, metrics)
+    assert [line["mine/x"] for line in metrics_of(tmp_path).values()] == [3.0, 3.0]
+
+
+def test_a_file_that_two_flags_name_is_one_module(stopped):
+    """The advantage and the hook share a list."""
+    assert stopped[0].count("1, -1, 2, -2, 3, -3]") == 2, "each rank"
+    assert stopped[2].count("-1, -2, 3, -3]") == 2, "after a kill the hook gets steps 1 and 2 from the log"
 
 
 def test_an_own_optimizer_trains_on_two_ranks_as_on_one(policy):

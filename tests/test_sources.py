@@ -161,8 +161,9 @@ def test_a_hub_that_cannot_be_reached_is_told_within_seconds(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "get_session", Unreachable)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(time, "sleep", (slept := []).append)
-    advice = "hf download --repo-type dataset hiyouga/absent"
-    refused("hiyouga/absent@test#5", f"'hiyouga/absent@test#5' cannot be loaded: .*reach.*{advice}")
+    for rest, folder in {"@test#5": "that folder", "/main@test": "FOLDER/main, or where its files are"}.items():
+        advice = f"hf download --repo-type dataset hiyouga/absent --local-dir FOLDER, and name {folder}"
+        refused(f"hiyouga/absent{rest}", f"'hiyouga/absent{rest}' cannot be loaded: .*reach.*{advice}")
     assert sum(slept) < 10
 
 
@@ -289,6 +290,23 @@ def test_a_folder_of_which_only_a_part_would_be_read_is_refused(tmp_path):
         with pytest.raises(ValueError, match=rf"of its files would be read .*others not \({left_out}"):
             load(tmp_path)
         (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize("end", [".csv", ".tsv"])
+def test_a_folder_of_tables_without_types_is_refused(end, tmp_path, monkeypatch):
+    """As such a file alone is, and a data set of the hub: 007 would be 7, NA null. What was saved has its types."""
+    sign = "\t" if end == ".tsv" else ","
+    write(tmp_path, sign.join(["problem", "answer"]) + "\n" + sign.join(["q", "007"]) + "\n", f"rows{end}")
+    refused(tmp_path / f"rows{end}", "a file of this kind is not read; convert")
+    refused(tmp_path, rf"cannot be loaded: rows{end}: in \.csv and \.tsv files numbers would be guessed .* to \.jsonl")
+    write_lines(tmp_path / "rows.jsonl", [ROW] * 3)
+    refused(tmp_path, rf"rows{end}")
+    guessed = datasets.load_dataset("csv", data_files=str(tmp_path / f"rows{end}"), delimiter=sign)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, split: guessed[split] if split else guessed)
+    for source in ("owner/name", "owner/name@train"):
+        refused(source, r"cannot be loaded: in \.csv and \.tsv files numbers would be guessed")
+    guessed.save_to_disk(tmp_path / "saved")
+    assert load(tmp_path / "saved").rows[0].answer == "7"
 
 
 def test_a_system_prompt_is_a_text_or_a_file(tmp_path):

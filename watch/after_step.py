@@ -19,6 +19,14 @@ class AfterStep(Observer):
     function: Callable[[int, Metrics], object]
 
     def step(self, step: int, metrics: Metrics) -> Metrics | Literal["stop"] | None:
+        """As `repeat`. Raises RunError for a metric that the line has, or that evaluation may give it."""
+        answer = self.repeat(step, metrics)
+        given = answer if isinstance(answer, dict) else ()
+        if taken := [name for name in given if name in metrics or name.startswith("eval/")]:
+            raise RunError(f"--after_step returned {taken[0]}, a metric of the run's own; give it another name.")
+        return answer
+
+    def repeat(self, step: int, metrics: Metrics) -> Metrics | Literal["stop"] | None:
         """The function's result; None for an evaluation before training. Raises RunError if it fails."""
         if step == 0:
             return None
@@ -36,4 +44,4 @@ class AfterStep(Observer):
             ) from error
         return broadcast_from_main(answer)
 
-    recall = step
+    recall = repeat

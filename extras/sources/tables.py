@@ -29,6 +29,9 @@ MISTAKES = (
     YAMLError,  # a README with broken settings
     errors.HTTPError, IndexError,  # the last for a saved split without rows
 )  # fmt: skip
+UNTYPED = (
+    "in .csv and .tsv files numbers would be guessed (007 is read as 7); convert them to .jsonl, as they are written"
+)
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ def _load_splits(source: str, what: str, split: str | None) -> dict[str, dataset
         return {"train": [what]}
     if os.environ.get(OFF) or not sys.stderr.isatty():
         datasets.disable_progress_bars()
+    name, configuration = match.groups() if (match := HUB_ID.fullmatch(what)) else (what, None)
     full = str(path.resolve())  # because names such as json and parquet are readers of `datasets`
     try:
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():  # written by save_to_disk
@@ -105,18 +109,23 @@ def _load_splits(source: str, what: str, split: str | None) -> dict[str, dataset
                 return {str(key): names for key, names in data_files.items()}
             for file in files:  # such as `train.jsonl.gz`: `datasets` would unpack it, and guess its types
                 check_content(file)
+                if file.suffix.lower() in (".csv", ".tsv"):
+                    raise ValueError(f"{file.name}: {UNTYPED}")
             loaded = datasets.load_dataset(full, split=split)
         elif path.is_file():
             loaded = datasets.load_dataset("parquet", data_files=glob.escape(full), split=split)
         else:
             datasets.config.HF_HUB_OFFLINE = not has_hub()
-            loaded = datasets.load_dataset(*HUB_ID.fullmatch(what).groups(), split=split)
+            loaded = datasets.load_dataset(name, configuration, split=split)
+            if next(iter(loaded.values() if isinstance(loaded, dict) else [loaded])).builder_name == "csv":
+                raise ValueError(UNTYPED)
     except MISTAKES as error:
         reason = " ".join(str(error.__cause__ or error).split())[:500]
         if re.match("BatchSize|Instruction .* no data", reason):  # what `datasets` says of it
             reason = "a parquet file in it has no data; leave that out"
         if not path.exists():
-            reason += f" (or: hf download --repo-type dataset {what} --local-dir FOLDER, and name that folder)"
+            where = f"FOLDER/{configuration}, or where its files are" if configuration else "that folder"
+            reason += f" (or: hf download --repo-type dataset {name} --local-dir FOLDER, and name {where})"
         raise ValueError(f"data {source!r} cannot be loaded: {reason}") from None
     return loaded if isinstance(loaded, dict) else {split: loaded}
 

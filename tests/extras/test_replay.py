@@ -84,6 +84,7 @@ def test_the_oldest_kept_steps_make_room_and_the_last_one_stays(tmp_path, monkey
     file_bytes = rollouts_file(tmp_path, 1).stat().st_size
     kept(tmp_path, *map(sampled, range(2, 7)), max_gib=2.5 * file_bytes / 2**30)
     assert steps_with_rollouts(tmp_path) == [5, 6]
+    (tmp_path / "rollouts" / "step_5_copy.parquet").write_bytes(b"somebody's")
     kept(tmp_path, sampled(7), max_gib=0.1 * file_bytes / 2**30)
     assert steps_with_rollouts(tmp_path) == [7]
     free = SimpleNamespace(free=9 * file_bytes)  # and what the rollouts take: a quarter is for them

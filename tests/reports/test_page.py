@@ -90,6 +90,7 @@ def test_files_that_cannot_be_read_are_left_out_and_named(tmp_path, capsys):
     files[3].write_bytes(files[3].read_bytes()[:5000])
     pq.write_table(pq.read_table(files[4]).drop_columns("is_sampled"), files[4])  # a file of another program
     (run / "rollouts" / "tokens.parquet").write_bytes(b"no table")
+    shutil.copy(files[1], run / "rollouts" / "step_1_copy.parquet")
     found = headers(write(tmp_path / "page.html", run))["runs"]["runs"][0]["samples"]
     assert found["steps"] == [1] and not found["has_tokens"]
     names = re.findall(r"warning: .*/(\S+)\.parquet cannot be read and is left out: \S", capsys.readouterr().out)

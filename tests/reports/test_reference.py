@@ -144,6 +144,7 @@ def test_figures_of_evaluations_come_from_the_best_checkpoint(tmp_path):
     run, what = write_run(tmp_path, config_of(ZOO), [{"step": 100, "reward/mean": 0.5}]), "MATH500, after training"
     advice = f"no results; make them: MODEL={run}/best bash scripts/eval_qwen7b_simplerl.sh"
     assert judged(run, ZOO)[what] == (UNKNOWN, advice)
+    results(run / "eval" / "step_100_old" / "2026-01-02", "math500", 0.78)  # somebody's copy
     results(run / "eval" / "step_100" / "2026-01-02", "math500", 0.70)
     assert judged(run, ZOO)[what][0] == "not reached"
     results(run / "eval" / "step_90" / "2026-01-01", "math500", 0.78)

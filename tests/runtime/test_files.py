@@ -6,7 +6,16 @@ import json
 import pytest
 
 from helpers.runs import largest_file
-from runtime.files import DiskError, append, best_effort, cause, must_write, write
+from runtime.files import (
+    DiskError,
+    append,
+    best_effort,
+    cause,
+    checkpoints,
+    must_write,
+    steps_with_rollouts,
+    write,
+)  # fmt: skip
 
 LINE = json.dumps({"text": "x" * 30_000}) + "\n"
 
@@ -35,6 +44,19 @@ def test_a_refused_whole_file_leaves_the_old_one_alone(tmp_path):
         write(tmp_path / "b.jsonl", "small \udc80")  # what fits is written, also half of a character
     found = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert found == {"a.jsonl": "old", "b.jsonl": "small \\udc80"}
+
+
+STRAY = ("step_5_copy", "step_5 (1)", "step_x", "step_", "step_05", "step_-1", "step_²", "step_5.bak", "my_step_9")
+
+
+def test_copies_and_other_files_of_somebody_are_no_steps(tmp_path):
+    (tmp_path / "rollouts").mkdir()
+    for name in (*STRAY, "step_10", "step_9", "step_0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / "rollouts" / f"{name}.parquet").write_bytes(b"")
+    (tmp_path / "rollouts" / "step_3.parquet.tmp").write_bytes(b"")
+    assert checkpoints(tmp_path) == [(step, tmp_path / f"step_{step}") for step in (0, 9, 10)]
+    assert steps_with_rollouts(tmp_path) == [0, 9, 10]
 
 
 def test_what_a_run_can_miss_is_reported_once(tmp_path, capsys):

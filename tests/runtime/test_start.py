@@ -132,3 +132,38 @@ def test_a_signal_ends_a_rank_whose_output_nobody_reads_any_more(is_armed, statu
     process.stderr.close()
     process.terminate()
     assert status_of(process, within=20) == status
+
+
+PRINTS = f"""{BEGINS}
+import os
+from pathlib import Path
+from grading import Case
+from grading.pool import Pool
+from runtime.start import print_any_text
+print_any_text()
+folder = Path(sys.argv[1])
+(folder / "my_reward.py").write_text('''
+def score(completion):
+    print(completion * 9999, flush=True)
+    return 1.0
+''')
+pool = Pool("grading.score:RewardWorker", (str(folder / "my_reward.py:score"), None), 1, 60.0)
+for i in range(2):
+    print("é" * 99999, flush=True)
+    print("e" * 99999, file=sys.stderr)
+    pool.submit(i, ("grade", Case("text", "")))
+    time.sleep(0.1)
+outcomes = pool.collect()
+(folder / "done").write_text(" ".join(outcomes[i].status for i in range(2)))
+pool.close()
+"""
+
+
+@pytest.mark.parametrize("console", ["| head -1", "> /dev/full 2>&1", ">&- 2>&-", "2>&1 >&- | head -1"])
+def test_a_console_that_is_closed_ends_no_run_and_fails_no_reward(console, tmp_path):
+    """Nor one on a disk that is full. What a user's code prints in a worker is dropped, too."""
+    (program := tmp_path / "program.py").write_text(PRINTS)
+    command = f"{sys.executable} {program} {tmp_path} {console}; exit ${{PIPESTATUS[0]}}"
+    done = run_command(["bash", "-c", command], environment())
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "done").read_text() == "ok ok"

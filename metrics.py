@@ -22,14 +22,14 @@ MAXIMA = ("policy/ratio_max", "policy/ratio_min", "policy/rollout_gap_max")  # o
 
 
 @torch.no_grad()
-def pass_metrics(batch: Batch, t: Tokens, loss: Loss, num_tokens: int, algorithm: Algorithm) -> dict[str, Tensor]:
+def pass_metrics(batch: Batch, t: Tokens, loss: Loss, algorithm: Algorithm) -> dict[str, Tensor]:
     """The metrics of a micro-batch, on the device: its part of each mean over the update's tokens, and its `MAXIMA`."""
     metrics, mask_N = {}, batch.loss_mask_N
     for name, values_N in token_metrics(batch, t, loss, algorithm).items():
         if name in MAXIMA:
             metrics[name] = torch.where(mask_N, values_N, -torch.inf).max()
         else:
-            metrics[name] = masked_sum(values_N, mask_N) / num_tokens
+            metrics[name] = masked_sum(values_N, mask_N) / batch.update_tokens
     return metrics
 
 

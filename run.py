@@ -19,6 +19,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Literal, TextIO
 
@@ -161,10 +162,9 @@ def own_values(
 ) -> dict[int, np.ndarray]:
     """Index of each sequence that this rank trains -> the values of its batch, where it has them, per token."""
     own = {}
-    for update in updates:
-        for batch in update.batches:
-            if (values_N := values_of(batch)) is not None:
-                own |= from_positions(rollout, batch, values_N)
+    for batch in chain.from_iterable(updates):
+        if (values_N := values_of(batch)) is not None:
+            own |= from_positions(rollout, batch, values_N)
     return own
 
 

@@ -8,6 +8,7 @@ from batch import IMAGE
 from data import PromptData
 from fsdp_utils import World, gather_from_ranks
 from grading import Case
+from grading.pool import Failure
 from reward import Grader
 
 # Texts for a trial of one's own functions: all marks of an answer, the answer alone, nothing
@@ -52,8 +53,10 @@ def bad_keys(grader: Grader, cases: list[Case]) -> dict[int, str]:
         for number, share in enumerate(shares):
             grader.pool.submit(number, ("check", [cases[i] for i in share]))
         for number, outcome in grader.outcomes("check keys").items():
-            if outcome.status == "ok" or size == 1:
-                reasons |= zip(shares[number], outcome.value or [outcome.status], strict=True)
+            if not isinstance(outcome, Failure):
+                reasons |= zip(shares[number], outcome, strict=True)
+            elif size == 1:
+                reasons[shares[number][0]] = outcome
     return {i: reason for i, reason in sorted(reasons.items()) if reason is not None}
 
 
@@ -66,14 +69,15 @@ def trial(grader: Grader, case: Case) -> str:
             ids = tuple(range(size))
             trial = replace(case, completion=text, token_ids=ids, num_tokens=size, max_tokens=size + 1)
             grader.pool.submit(b, (kind, trial if kind == "grade" else [trial, trial]))
-        statuses = [outcome.status for _, outcome in sorted(grader.pool.collect().items())]
-        for status in statuses:
-            _, is_wrong_return, reason = status.partition("WrongReturn: ")
+        outcomes = [outcome for _, outcome in sorted(grader.pool.collect().items())]
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+        for failure in failures:
+            _, is_wrong_return, reason = failure.partition("WrongReturn: ")
             if is_wrong_return:
                 return f"{reason}. What it may return: docs/rewards.md"
-        if "ok" not in statuses:
+        if len(failures) == len(outcomes):
             return (
-                f"it fails for each text of a trial with {case.where}: {statuses[0]}. Completions and prompts are "
+                f"it fails for each text of a trial with {case.where}: {failures[0]}. Completions and prompts are "
                 "texts, not messages; a text that it cannot read should get 0.0: docs/rewards.md"
             )
     return ""

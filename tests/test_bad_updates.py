@@ -12,7 +12,7 @@ import torch
 from torch import nan
 
 from algorithm import algorithm_of
-from batch import Update, pack
+from batch import pack
 from flags import Memory
 from helpers.made_up import ALONE, flags, load_policy, make_rollout
 from helpers.runs import CALL, name_of, run_program, run_ranks, training_flags
@@ -65,7 +65,8 @@ def test_a_bad_update_changes_no_bit_and_the_next_one_is_made(policy):
         with torch.no_grad():
             batches = [replace(batch, old_logprobs_N=model(batch, 1.0)[0].clone()) for batch in batches]
         batches[2].old_logprobs_N[batches[2].trained_K[1]] -= change
-        update = Update(batches, sum(rollout.completion_lengths_B))
+        tokens = sum(rollout.completion_lengths_B)
+        update = [replace(batch, update_tokens=tokens) for batch in batches]
         metrics = update_policy(model, optimizer, update, algorithm, at(step, 2), memory, guard)
         return metrics["optim/skipped_updates"]
 

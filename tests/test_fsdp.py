@@ -84,7 +84,7 @@ def gradients(world: World, path: str) -> dict[str, dict[str, Result]]:
             args = args_of(algorithm, f"--micro_batch_tokens {cap}")
             update = whole_update(rollout, args, policy, world)
             update = logprobs_under(policy, "old_logprobs_N", update, algorithm_of(args))
-            update = replace(update, batches=[off_policy(batch) for batch in update.batches])
+            update = [off_policy(batch) for batch in update]
             if args.kl_coef:
                 update = add_reference(update, reference, algorithm_of(args))
             results[algorithm][name] = recorded(policy, update, args, world, is_first=False)

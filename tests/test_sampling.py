@@ -152,8 +152,8 @@ def test_only_truncated_completions_are_masked_from_the_loss(truncated, left_out
     plan, algorithm = make_plan(args, 3), algorithm_of(args)
     (update,) = pack_updates(rollout, plan, algorithm, Memory.from_flags(args), policy, ALONE)
     rollout, (update,) = add_advantages(rollout, [update], algorithm)
-    assert update.num_tokens == sum(lengths)
-    (batch,) = update.batches
+    (batch,) = update
+    assert batch.update_tokens == sum(lengths)
     pieces = [values_N.split(batch.lengths_S) for values_N in (batch.loss_mask_N, batch.loss_weights_N)]
     for x, mask, weights in zip(batch.segments_S, *pieces, strict=True):
         assert int(mask.sum()) == lengths[x.index]

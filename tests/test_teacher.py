@@ -135,9 +135,9 @@ def test_log_probs_and_kl_are_those_of_full_logits(kind, form, direction, policy
     args = flags(group_size=2, temperature=0.8, kl_coef=1, **changes)
     model, reference, algorithm = load_policy(policy), load_policy(teacher), algorithm_of(args)
     update, found = whole_update(rollout, args, model, ALONE), []
-    longest = max(len(each.labels_N) for batch in update.batches for each in (batch, batch.hinted))
-    assert longest <= args.micro_batch_tokens and len(update.batches) > (form == "small")
-    for batch in update.batches:
+    longest = max(len(each.labels_N) for batch in update for each in (batch, batch.hinted))
+    assert longest <= args.micro_batch_tokens and len(update) > (form == "small")
+    for batch in update:
         scores = model(batch, 0.8, False, run(reference, algorithm.kl_direction, 0.8, batch))
         found.append((batch, [scores.logprobs_N, scores.entropies_N, *scores.distilled]))
     log_p, log_q = plain_logits(policy, rollout, 0.8), plain_logits(teacher, rollout.hinted(), 0.8)
@@ -150,7 +150,7 @@ def test_log_probs_and_kl_are_those_of_full_logits(kind, form, direction, policy
         ours = in_order([(batch, values[i].detach()) for batch, values in found], len(RAGGED))
         torch.testing.assert_close(ours.double(), expected, atol=1e-4, rtol=1e-5)
     sampled = add_reference(update, reference, algorithm_of(flags(temperature=0.8, kl_coef=1)))  # these tokens alone
-    ours = in_order([(batch, batch.ref_logprobs_N) for batch in sampled.batches], len(RAGGED))
+    ours = in_order([(batch, batch.ref_logprobs_N) for batch in sampled], len(RAGGED))
     torch.testing.assert_close(ours.double(), label_logprobs[1], atol=1e-4, rtol=1e-5)
 
 

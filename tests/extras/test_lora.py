@@ -78,7 +78,7 @@ def lora(world: World, path: str) -> dict[str, object]:
     def logprobs(model: Policy, args: Namespace) -> list[Tensor]:
         update = whole_update(make_rollout(), args, model, world)
         update = logprobs_under(model, "old_logprobs_N", update, algorithm_of(args))
-        return [batch.old_logprobs_N for batch in update.batches]
+        return [batch.old_logprobs_N for batch in update]
 
     found: dict[str, object] = {"gradients": [], "bf16": [], "reference": [], "with dropout": {}}
     cases = (16, {}), (40, {}), (16, {"communicate_once": True}), (40, {"share_prompts": True})

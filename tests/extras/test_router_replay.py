@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from algorithm import algorithm_of
-from batch import Batch, Completion, Rollout, Update, pack
+from batch import Batch, Completion, Rollout, pack
 from engine.options import EngineDemand
 from extras.models.experts import add_routes
 from extras.turns.turns import Episode
@@ -89,7 +89,7 @@ def test_the_old_policy_replays_and_the_reference_routes_by_itself(folder):
     sampled = make_rollout([9, 14, 3, 12, 7, 1, 20, 5], prompt_length=6)
     free, wrong = (batches_of(each)[:1] for each in (sampled, changed(with_own_routes(policy, sampled))))
     for field in ("ref_logprobs_N", "old_logprobs_N"):
-        both = [logprobs_under(policy, field, Update(each, 1), algorithm).batches[0] for each in (free, wrong)]
+        both = [logprobs_under(policy, field, each, algorithm)[0] for each in (free, wrong)]
         assert torch.equal(*(getattr(batch, field) for batch in both)) == (field == "ref_logprobs_N")
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMi
 
 import checkpoint
 from algorithm import algorithm_of
-from batch import Rollout, Row, Update, shared_positions
+from batch import Rollout, Row, shared_positions
 from data import PromptData
 from engine.options import EngineDemand
 from extras.models.vision import decode
@@ -51,8 +51,9 @@ WITH_IMAGES, WITHOUT = [[0], [2, 4]], [[1], [3]]  # micro-batches of two ranks: 
 def vision_gradient(policy: Policy, args: Namespace, world: World, micros: list[list[int]]) -> Result:
     """Of an update on these micro-batches, after a pass of the reference."""
     rollout = made_up.vision_rollout(made_up.vision_data(args))
-    batches = [with_advantages(rollout, made_up.pack_with_images(rollout, x)) for x in micros]
-    (update,) = add_logprobs([Update(batches, 29)], policy, policy, algorithm_of(args))
+    batches = [replace(made_up.pack_with_images(rollout, x), update_tokens=29) for x in micros]
+    update = [with_advantages(rollout, batch) for batch in batches]
+    (update,) = add_logprobs([update], policy, policy, algorithm_of(args))
     return recorded(policy, update, args, world)
 
 

@@ -280,7 +280,7 @@ def whole_update(rollout: Rollout, args: argparse.Namespace, policy: Policy, wor
     """The whole rollout as one update, with the advantages that it comes with."""
     plan = replace(make_plan(args, args.prompts_per_step), completions_per_step=len(rollout.rows))
     (update,) = pack_updates(rollout, plan, algorithm_of(args), Memory.from_flags(args), policy, world)
-    return replace(update, batches=[with_advantages(rollout, batch) for batch in update.batches])
+    return [with_advantages(rollout, batch) for batch in update]
 
 
 def train_once(

@@ -1,4 +1,16 @@
-"""The records that travel through a step, and the packing of ragged sequences into micro-batches.
+"""The records that travel through a step, and the dimension key.
+
+A completion passes eleven records, in this order:
+
+    Row          its problem and prompt                           here; `data.py` reads them
+    Completion   while it grows                                   here; `rollout.py`
+    Case, Grade  what a verifier gets, and what it gives          grading/; `reward.py`
+    Rollout      all B of a step                                  here; `sampling.py` or `minimal.py`
+    Segment      its place in a micro-batch                       model/layout.py; `packing.py`
+    Batch        its micro-batch; an `Update` is a list of them   here; `packing.py`
+    TokenScores  its log-probs under the policy                   model/head.py; `policy.py`
+    Groups       beside the others of its prompt: advantages      grpo.py; `update.py`
+    Tokens, Loss what the loss reads, and what it gives           grpo.py; `update.py`
 
 One dimension key, used for every array and tensor of the project:
 
@@ -7,17 +19,11 @@ One dimension key, used for every array and tensor of the project:
     B  sequences of a step, B = P * G        K  trained tokens of a micro-batch
     V  vocabulary, D  hidden size
 
-A suffix names the dimensions: `rewards_B`, `logprobs_N`. Completion b answers prompt b // G. A step
-samples one `Rollout`; `plan_micro_batches` decides which rank trains which sequences together;
-`pack` makes the `Batch`.
-
-With --share_prompts, completions of a prompt that are packed together share its positions: the
-first is packed whole, the others from the prompt's last token on: it predicts a token of each.
+A suffix names the dimensions: `rewards_B`, `logprobs_N`. Completion b answers prompt b // G.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -30,7 +36,7 @@ from transformers import PreTrainedTokenizerBase
 
 from grading import Grade
 from model.head import Distilled
-from model.packed import Packing, Segment
+from model.layout import Layout, Segment
 from model.special_tokens import special_tokens
 
 IMAGE = "<image>"  # in a prompt: the place of an image
@@ -43,7 +49,11 @@ NO_IDS = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One problem with its prompt."""
+    """One problem with its prompt.
+
+    >>> Row([{"role": "user", "content": "1+2"}], "3", {}, "sums.jsonl, line 1", ids=np.array([10, 11])).reference_ids
+    array([10, 11])
+    """
 
     messages: Messages  # with system prompt and suffix; content: a text, or a list of image and text parts
     answer: str
@@ -63,7 +73,14 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """B completions of one step, the same on every rank. Fields are lists or arrays of length B."""
+    """B completions of one step, the same on every rank. Fields are lists or arrays of length B.
+
+    >>> rollout = rollout_of([Completion([12], [-0.5], [0]), Completion([21, 22], [-0.1, -0.7], [0, 0], "length")])
+    >>> rollout.completion_lengths_B, rollout.is_truncated_B
+    (array([1, 2]), array([False,  True]))
+    >>> rollout.select([1, 1]).completions
+    [array([21, 22], dtype=int32), array([21, 22], dtype=int32)]
+    """
 
     rows: list[Row]  # the problem that each completion answers: one object shared by the G completions of a prompt
     completions: list[np.ndarray]  # int32 token ids as sampled, the end-of-sequence token included where there is one
@@ -161,7 +178,13 @@ class Rollout:
 
 @dataclass
 class Completion:
-    """A completion while it grows. With servers and partial rollouts other weights may have made each of its tokens."""
+    """A completion while it grows. With servers and partial rollouts other weights may have made each of its tokens.
+
+    >>> completion = Completion([21], [-0.1], [3])
+    >>> completion.extend([22], [-0.7], version=4, reason="stop")
+    >>> completion.token_ids, completion.versions
+    ([21, 22], [3, 4])
+    """
 
     token_ids: list[int] = field(default_factory=list)  # the lists have a value per token
     logprobs: list[float] = field(default_factory=list)  # under the weights that made the token
@@ -226,7 +249,13 @@ class Part(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One packed micro-batch: S sequences laid end to end in N positions. Position n predicts `labels_N[n]`."""
+    """One packed micro-batch: S sequences laid end to end in N positions. Position n predicts `labels_N[n]`.
+
+    Of the sequences [10, 11, 12] and [20, 21, 22], of which 12, 21 and 22 are completions, `packing.pack` makes:
+
+        input_ids_N   10  11  20  21        loss_mask_N    0   1   1   1
+        labels_N      11  12  21  22        position_ids_N 0   1   0   1
+    """
 
     input_ids_N: Tensor  # int64
     position_ids_N: Tensor  # int64, place in the sequence; with images [3, N]: time, row, column
@@ -240,7 +269,7 @@ class Batch:
     lags_N: Tensor  # float32, from `Rollout.parts`; zero where none are known
     kl_weights_N: Tensor  # float32, from `Rollout.parts`; 1 without them
     parts: tuple[Part, ...] = ()  # of this model
-    packing: Packing | None = None  # for its attention, on the device; None: each pass makes it
+    layout: Layout | None = None  # for its attention, on the device; None: each pass makes it
     advantages_N: Tensor | None = None  # float32, zero where the label is no completion token; None: not known yet
     old_logprobs_N: Tensor | None = None  # float32, of the weights that sampled; None: not needed
     ref_logprobs_N: Tensor | None = None  # float32, under the reference; None: no KL term
@@ -257,12 +286,6 @@ class Batch:
     def lengths_S(self) -> tuple[int, ...]:
         return tuple(segment.length for segment in self.segments_S)
 
-    def cost(self, parity_length: float) -> float:
-        """The sum of the `training_costs` of its sequences; shared positions count once."""
-        places = [(segment.start, segment.stop) for segment in self.segments_S if segment.index is not None]
-        starts, stops = training_costs(np.array(places).reshape(-1, 2), parity_length).T
-        return float((stops - starts).sum())
-
     def to(self, device: torch.device) -> Batch:
         """The batch on the device, but for pixel values, which are gigabytes in a whole step."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
@@ -271,175 +294,3 @@ class Batch:
 
 
 Update = list[Batch]  # the input of one optimizer step: the micro-batches of this rank, as many on every rank
-
-
-def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
-    """The sequences `indices` of the rollout, end to end. The next-token shift and the loss mask are made only here.
-
-    Those whose b // `group_size` is the same share their prompt. The mask goes by position, not by token: an
-    end-of-sequence token is trained also where it is the padding token. Without sequences the batch is a single masked
-    position: a rank with nothing left to train takes part in the collectives.
-    """
-    if not indices:
-        zero = torch.zeros(1)
-        index = zero.long()
-        return Batch(
-            input_ids_N=index,
-            position_ids_N=index,
-            labels_N=index,
-            loss_mask_N=zero.bool(),
-            trained_K=index[:0],
-            loss_weights_N=zero,
-            sequence_ids_N=index,
-            rollout_logprobs_N=zero,
-            segments_S=(Segment(None, 0, 1),),
-            lags_N=zero,
-            kl_weights_N=zero,
-        )
-    segments = _segments(rollout, indices, group_size)
-    tokens = {b: np.concatenate([rollout.rows[b].ids, rollout.completions[b]]) for b in indices}
-    is_trained_B = rollout.trained_lengths_B > 0
-
-    def mask(segment: Segment) -> np.ndarray:  # the one mask
-        b, first = segment.index, rollout.first_position(segment.index)
-        # What an environment said is read, but not trained.
-        is_sampled = np.concatenate([np.zeros(first, dtype=bool), rollout.is_sampled[b]])
-        return is_sampled & is_trained_B[b]
-
-    def by_sequence(values_B: Sequence[float]) -> Tensor:
-        return packed(segments, lambda segment: np.full(segment.stop, values_B[segment.index], dtype=np.float32))
-
-    loss_mask_N, zeros = packed(segments, mask), [np.zeros(len(ids)) for ids in rollout.completions]
-    return Batch(
-        input_ids_N=packed(segments, lambda segment: tokens[segment.index][:-1]).long(),
-        position_ids_N=packed(segments, lambda segment: np.arange(segment.stop)),
-        labels_N=packed(segments, lambda segment: tokens[segment.index][1:]).long(),  # the one shift
-        loss_mask_N=loss_mask_N,
-        trained_K=loss_mask_N.nonzero()[:, 0],
-        loss_weights_N=by_sequence(rollout.loss_weights_B),
-        sequence_ids_N=torch.repeat_interleave(torch.tensor([segment.length for segment in segments])),
-        rollout_logprobs_N=to_positions(rollout, segments, rollout.rollout_logprobs),
-        segments_S=segments,
-        lags_N=to_positions(rollout, segments, rollout.parts.get("lags", zeros)),
-        kl_weights_N=by_sequence(rollout.parts.get("kl_weights", np.ones(len(rollout.rows)))),
-    )
-
-
-def _segments(rollout: Rollout, indices: list[int], group_size: int) -> tuple[Segment, ...]:
-    """The first sequence of each prompt whole, the others without the positions that they share with it."""
-    holders: dict[int, int] = {}  # b // group_size -> the segment that has the prompt
-    segments = []
-    for s, b in enumerate(indices):
-        holder = holders.setdefault(b // group_size, s)
-        shared = shared_positions(rollout, b) if holder < s else 0
-        length = rollout.first_position(b) + len(rollout.completions[b])
-        segments.append(Segment(b, shared, length, holder if shared else None))
-    return tuple(segments)
-
-
-def shared_positions(rollout: Rollout, b: int) -> int:
-    """Positions that sequence b can share: the prompt without its last token; none if that is part of an image."""
-    images = rollout.rows[b].images  # whose tokens have to stay together
-    return 0 if images is not None and images.is_image()[-1] else rollout.first_position(b)
-
-
-def packed(segments: tuple[Segment, ...], sequence_values: Callable[[Segment], np.ndarray]) -> Tensor:
-    """The values of the sequences at their positions, from `start` on, end to end."""
-    return torch.from_numpy(np.concatenate([sequence_values(segment)[segment.start :] for segment in segments]))
-
-
-def to_positions(rollout: Rollout, segments: tuple[Segment, ...], per_token: list[np.ndarray]) -> Tensor:
-    """Shape N, float32: the values of the completion tokens, at their positions; zero at the others."""
-    if segments[0].index is None:
-        return torch.zeros(1)
-
-    def padded(segment: Segment) -> np.ndarray:
-        return np.pad(per_token[segment.index], (rollout.first_position(segment.index), 0))
-
-    return packed(segments, padded).float()
-
-
-def training_costs(lengths: np.ndarray, parity_length: float) -> np.ndarray:
-    """The cost of each sequence, in matrix products of one token: attention adds length^2 / parity_length."""
-    return lengths * (1.0 + lengths / parity_length)
-
-
-def plan_micro_batches(
-    lengths: np.ndarray,
-    num_ranks: int,
-    max_tokens: int,
-    parity_length: float = math.inf,
-    group_size: int = 1,
-    shared: np.ndarray | None = None,
-) -> list[list[list[int]]]:
-    """The sequences that each rank trains together: plan[rank][micro] is a list of indices into `lengths`.
-
-    No micro-batch holds more than `max_tokens` positions. Every rank gets the same number of micro-batches, about the
-    fewest that the cap allows; some may be empty. Every rank computes the whole plan: nothing is communicated.
-
-    `group_size` above 1: sequences of the same i // group_size that are together share their first `shared[i]`
-    positions. Whole groups save most but are hard to balance and to fit under the cap, so halves, quarters, ... are
-    tried too; the plan of the least cost wins, then of the fewest micro-batches.
-    """
-    assert len(lengths) > 0 and lengths.max() <= max_tokens, "the token cap is checked against the length limits"
-    shared = np.zeros_like(lengths) if shared is None else shared
-    costs, shared_costs = training_costs(lengths, parity_length), training_costs(shared, parity_length)
-    groups = np.split(np.arange(len(lengths)), range(group_size, len(lengths), group_size))
-    plans = []
-    together = group_size
-    while together:
-        units = [unit for group in groups for unit in _units(group, lengths, shared, together, max_tokens)]
-        sizes = np.array([_sum(unit, lengths, shared) for unit in units])
-        unit_costs = np.array([_sum(unit, costs, shared_costs) for unit in units])
-        cost, bins = _balance(sizes, unit_costs, num_ranks, max_tokens)
-        micros = [np.concatenate([units[u] for u in members]).tolist() if members else [] for members in bins]
-        plans.append((round(cost), len(bins), micros))
-        together //= 2
-    *_, micros = min(plans, key=lambda plan: plan[:2])
-    return [micros[rank::num_ranks] for rank in range(num_ranks)]
-
-
-def _sum(unit: np.ndarray, values: np.ndarray, shared: np.ndarray) -> float:
-    """The sum of `values` over the unit's sequences, the shared part once."""
-    return values[unit].sum() - (len(unit) - 1) * shared[unit[0]]
-
-
-def _units(
-    group: np.ndarray, lengths: np.ndarray, shared: np.ndarray, together: int, max_tokens: int
-) -> list[np.ndarray]:
-    """The group, halved until no part exceeds `together` sequences or `max_tokens` positions."""
-    if len(group) <= together and _sum(group, lengths, shared) <= max_tokens:
-        return [group]
-    return [unit for half in np.array_split(group, 2) for unit in _units(half, lengths, shared, together, max_tokens)]
-
-
-def _balance(sizes: np.ndarray, costs: np.ndarray, num_ranks: int, max_tokens: int) -> tuple[float, list[list[int]]]:
-    """(the cost of the slowest ranks, the units of each micro-batch, of which `num_ranks` run at a time).
-
-    The largest unit comes first, into the cheapest bin that has room. Bins of similar cost then meet in the same micro
-    step, where ranks wait for each other.
-    """
-    largest_first = np.argsort(-sizes, kind="stable").tolist()
-    num_large = int((2 * sizes > max_tokens).sum())  # no two of them fit together
-    num_micros = -(-max(-(-int(sizes.sum()) // max_tokens), num_large) // num_ranks)
-    while (bins := _fill_bins(sizes, costs, largest_first, num_micros * num_ranks, max_tokens)) is None:
-        num_micros += max(1, num_micros // 50)  # ends: with a bin for each unit they fit
-    bin_costs = np.array([costs[members].sum() for members in bins])
-    costliest_first = np.argsort(-bin_costs, kind="stable")
-    return bin_costs[costliest_first[::num_ranks]].sum(), [bins[b] for b in costliest_first]
-
-
-def _fill_bins(
-    sizes: np.ndarray, costs: np.ndarray, order: list[int], num_bins: int, max_tokens: int
-) -> list[list[int]] | None:
-    """Each unit, in this order, in the cheapest bin that has room for it; None if there is none."""
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    room, bin_costs = np.full(num_bins, max_tokens), np.zeros(num_bins)
-    for index in order:
-        cheapest = int(np.where(room >= sizes[index], bin_costs, np.inf).argmin())
-        if room[cheapest] < sizes[index]:
-            return None
-        bins[cheapest].append(index)
-        room[cheapest] -= sizes[index]
-        bin_costs[cheapest] += costs[index]
-    return bins

@@ -15,6 +15,7 @@ from torch import Tensor
 from batch import Batch, Metrics
 from fsdp_utils import World, gather_from_ranks, max_over_trainers, sum_over_trainers
 from grpo import Algorithm, Loss, Tokens, k1, k3, masked_sum
+from packing import cost_of
 from runtime.rank import RunError
 
 LEAST_SPREAD = 0.02  # a token's log-prob, squared: entropies above about 0.05 have more
@@ -146,7 +147,7 @@ def merge_updates(updates: list[Metrics]) -> Metrics:
 
 def idle_share(batches: list[Batch], parity_length: float, world: World) -> float:
     """The share of the update in which ranks wait, by cost, for the costliest batch of each micro step."""
-    costs = torch.tensor([batch.cost(parity_length) for batch in batches])
+    costs = torch.tensor([cost_of(batch, parity_length) for batch in batches])
     work = sum_over_trainers(costs).sum()
     room = max_over_trainers(costs).sum() * world.num_trainers
     return 1.0 - (work / room).item()

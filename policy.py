@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from batch import Batch
 from flags import Lora, Memory
 from fsdp_utils import World, full_tensors, shard
-from model.attention import make_packing
+from model.attention import make_layout
 from model.head import Distilled, HeadSettings, TokenScores, chunked_logprobs
 from model.optimizer import make_optimizer
 from model.sizes import active_share, attention_layers, head_dim
@@ -64,7 +64,7 @@ class Policy(nn.Module):
         self.flops_per_token = 2 * matrices
         # Granite divides its logits. Here the temperature does it, in one division.
         self.logits_divisor = config.logits_scaling if config.model_type == "granite" else 1.0
-        # Length at which attention costs as much as the matrices, for `batch.training_costs`.
+        # Length at which attention costs as much as the matrices, for `packing.training_costs`.
         self.parity_length = matrices / (attention_layers(config) * config.num_attention_heads * head_dim(config))
 
     @property
@@ -114,7 +114,7 @@ class Policy(nn.Module):
             **inputs,
             position_ids=batch.position_ids_N.unsqueeze(-2),  # [1, N], with images [3, 1, N]
             use_cache=False,  # every position is computed at once
-            packing=batch.packing or make_packing(batch.segments_S, batch.input_ids_N.device),
+            layout=batch.layout or make_layout(batch.segments_S, batch.input_ids_N.device),
         )
         return output.last_hidden_state[0].index_select(0, batch.trained_K)
 
@@ -185,8 +185,8 @@ def build_policy(
 
 
 def place(batch: Batch, device: torch.device) -> Batch:
-    """The batch with its packing, on the device: made in a pass, the packing would be copied there in each."""
-    return replace(batch.to(device), packing=make_packing(batch.segments_S, device))
+    """The batch with its layout, on the device: made in a pass, the layout would be copied there in each."""
+    return replace(batch.to(device), layout=make_layout(batch.segments_S, device))
 
 
 def empty_policy(

@@ -33,8 +33,8 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel, get_tp_group
 
 from batch import Completion, OnFinished, Rollout, Row, rollout_of
+from engine.cpu_copies import renew_copies
 from engine.options import ANY_TEXT, EngineDemand, check_head, engine_options, head_dtypes, stop_ids
-from engine.packing import repack
 from flags import EngineSettings, Sampling
 from fsdp_utils import World, end_if_requested, gather_from_ranks, set_allocator
 from runtime.parts import part
@@ -233,7 +233,7 @@ class Engine:
         # vLLM fuses and divides them as if they came from files: they have the names of these.
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(named_parameters)})
         if self.world.device.type == "cpu":
-            self.llm.apply_model(repack)
+            self.llm.apply_model(renew_copies)
         if was_asleep:
             is_awake = self.llm.wake_up(tags=["kv_cache"])
             assert is_awake, "weights and cache are all that sleeps: otherwise requests would wait for ever"

@@ -16,6 +16,7 @@ import torch
 from batch import Batch, Metrics, Rollout, Update
 from fsdp_utils import World, sum_over_trainers
 from grading import NOT_GRADED
+from packing import cost_of
 from policy import Policy
 from runtime.cards import GPUS
 
@@ -150,7 +151,7 @@ def update_flops(policy: Policy, batches: list[Batch]) -> float:
     pass, and twice that for the backward pass, of which half makes the weights' gradients and falls away with LoRA.
     The head counts at every token. Recomputation, biases, norms, embedding and vision tower do not count.
     """
-    cost = sum(batch.cost(policy.parity_length) for batch in batches)
+    cost = sum(cost_of(batch, policy.parity_length) for batch in batches)
     return (2 if policy.adapter else 3) * policy.flops_per_token * cost
 
 

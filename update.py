@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import grpo
-from batch import Batch, Metrics, Rollout, Update, pack, plan_micro_batches, shared_positions, to_positions
+from batch import Batch, Metrics, Rollout, Update
 from flags import Memory
 from fsdp_utils import World, begin_micro_batch, clip_grad_norm, release_gathered
 from grpo import Algorithm, Groups, tokens_of
 from metrics import idle_share, loss_metrics, pass_metrics
 from model.optimizer import set_rate
+from packing import pack, plan_micro_batches, shared_positions, to_positions
 from policy import Policy, place
 from runtime.parts import part
 from runtime.rank import RunError, beat

@@ -53,11 +53,12 @@ from verl.workers.utils.losses import ppo_loss
 import grpo
 import update
 from algorithm import algorithm_of
-from batch import Rollout, pack, to_positions
+from batch import Rollout
 from bench_common import parser_of
 from command_line import parse_flags
 from grading import Grade
 from grpo import Algorithm
+from packing import pack, to_positions
 
 GOAL = 1e-5
 P, G, PROMPT_TOKENS, CONSTANT = 4, 7, 3, 32  # prompts, completions of each, tokens of a prompt, Dr. GRPO's constant

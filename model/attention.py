@@ -1,6 +1,6 @@
 """Attention that sees each packed sequence alone, registered with transformers under the name "packed".
 
-`make_packing` says where the sequences of a micro-batch lie, in the form that the device's kernel
+`make_layout` says where the sequences of a micro-batch lie, in the form that the device's kernel
 wants; `Policy` passes it through the model to `packed_attention`. Any architecture that uses the
 attention interface of transformers works unchanged. Dimensions: `batch.py`.
 """
@@ -17,20 +17,20 @@ from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
-from model.packed import Packing, Segment
+from model.layout import Layout, Segment
 
 RECTANGLE_PADDING = 128  # padding slots of a rectangle, at most; of 32 to 1,024, 64 and 128 are fast at all lengths
 
 
-def make_packing(segments: tuple[Segment, ...], device: torch.device) -> Packing:
-    """The packing of segments that lie end to end, on the device."""
+def make_layout(segments: tuple[Segment, ...], device: torch.device) -> Layout:
+    """The layout of segments that lie end to end, on the device."""
     if device.type == "cpu":
-        return padded_packing(segments)
-    make_rows = cache(lambda: padded_packing(segments).to(device))
-    return replace(varlen_packing(segments).to(device), make_rows=make_rows)
+        return padded_layout(segments)
+    make_rows = cache(lambda: padded_layout(segments).to(device))
+    return replace(varlen_layout(segments).to(device), make_rows=make_rows)
 
 
-def varlen_packing(segments: tuple[Segment, ...]) -> Packing:
+def varlen_layout(segments: tuple[Segment, ...]) -> Layout:
     """For CUDA: keys are gathered only where sequences share a prompt."""
     lengths_S, stops_S = torch.tensor([(segment.length, segment.stop) for segment in segments]).T
     cu_seqlens = F.pad(lengths_S.cumsum(0), (1, 0)).int()
@@ -40,12 +40,12 @@ def varlen_packing(segments: tuple[Segment, ...]) -> Packing:
         sequences_M = torch.repeat_interleave(stops_S)  # the sequence of each slot
         offsets_M = torch.arange(len(sequences_M)) - cu_seqlens_k[sequences_M]
         positions_M = _positions(segments, sequences_M, offsets_M)
-    return Packing(
+    return Layout(
         max_length=int(stops_S.max()), cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k, positions_M=positions_M
     )
 
 
-def padded_packing(segments: tuple[Segment, ...]) -> Packing:
+def padded_layout(segments: tuple[Segment, ...]) -> Layout:
     """For the CPU: each sequence whole, with the prompt that it shares; similar lengths share a rectangle."""
     stops_S = torch.tensor([segment.stop for segment in segments])
     rectangles, positions, is_real = [], [], []
@@ -58,7 +58,7 @@ def padded_packing(segments: tuple[Segment, ...]) -> Packing:
     positions_M = torch.cat(positions)
     slots = torch.cat(is_real).nonzero()[:, 0]
     _, first = np.unique(positions_M[slots].numpy(), return_index=True)
-    return Packing(max_length=int(stops_S.max()), rectangles=rectangles, positions_M=positions_M, slots_N=slots[first])
+    return Layout(max_length=int(stops_S.max()), rectangles=rectangles, positions_M=positions_M, slots_N=slots[first])
 
 
 def group_by_length(lengths: list[int]) -> list[list[int]]:
@@ -87,12 +87,12 @@ def _positions(segments: tuple[Segment, ...], sequences: Tensor, offsets: Tensor
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: object
 ) -> tuple[Tensor, None]:
-    """Causal attention within each packed sequence, as transformers calls it; `options` has packing and window.
+    """Causal attention within each packed sequence, as transformers calls it; `options` has layout and window.
 
     Query [1, heads, N, head_dim], key and value [1, kv_heads, N, head_dim] -> [1, N, heads, head_dim].
     """
-    packing = options.get("packing")
-    assert isinstance(packing, Packing), "call the model through Policy, which passes the packing"
+    layout = options.get("layout")
+    assert isinstance(layout, Layout), "call the model through Policy, which passes the layout"
     # Configs or layers of most such models show it, before they are loaded: this is for one that does not.
     ignored = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
     if False in (options.get("is_causal"), getattr(module, "is_causal", None)):
@@ -102,41 +102,41 @@ def packed_attention(
     # The tokens that one sees: itself and those before. None: no sequence is longer, or the layer has no window, which
     # a 0 means, too.
     window = options.get("sliding_window") or None
-    if window is not None and window >= packing.max_length:
+    if window is not None and window >= layout.max_length:
         window = None
-    attend = _attend_rectangles if packing.cu_seqlens is None else _attend_varlen
+    attend = _attend_rectangles if layout.cu_seqlens is None else _attend_varlen
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend(query, key, value, packing, options.get("scaling"), window)[None], None
+    return attend(query, key, value, layout, options.get("scaling"), window)[None], None
 
 
 AttentionInterface.register("packed", packed_attention)
 
 
 def _attend_varlen(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float | None, window: int | None
 ) -> Tensor:
     """CUDA: torch's FlashAttention kernel. With more keys than queries, the last query sees the last key."""
-    if packing.positions_M is not None:  # by `index_select`: the backward pass of x[positions] sorts them
-        key, value = (x.index_select(0, packing.positions_M) for x in (key, value))
+    if layout.positions_M is not None:  # by `index_select`: the backward pass of x[positions] sorts them
+        key, value = (x.index_select(0, layout.positions_M) for x in (key, value))
     before = -1 if window is None else window - 1  # the kernel counts the tokens before one, without itself
     return varlen_attn(
-        query, key, value, packing.cu_seqlens, packing.cu_seqlens_k, packing.max_length, packing.max_length,
+        query, key, value, layout.cu_seqlens, layout.cu_seqlens_k, layout.max_length, layout.max_length,
         scale=scaling, window_size=(before, 0), enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
 
 
 @torch.compiler.disable  # its lengths are Python numbers, which differ by micro-batch: --compile cuts a layer here
 def _attend_rectangles(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float | None, window: int | None
 ) -> Tensor:
     """CPU: padded rectangles, exact because a causal query of a right-padded row sees no padding.
 
     A shared prompt has queries for each sequence: the causal mask needs as many queries as keys.
     """
-    sizes = [count * length for count, length in packing.rectangles]
-    in_slots = (x.index_select(0, packing.positions_M).split(sizes) for x in (query, key, value))
+    sizes = [count * length for count, length in layout.rectangles]
+    in_slots = (x.index_select(0, layout.positions_M).split(sizes) for x in (query, key, value))
     rows = []
-    for shape, *parts in zip(packing.rectangles, *in_slots, strict=True):
+    for shape, *parts in zip(layout.rectangles, *in_slots, strict=True):
         q, k, v = (part.unflatten(0, shape).transpose(1, 2) for part in parts)  # [S, heads, L, head_dim]
         is_grouped = q.shape[1] != k.shape[1]
         band = None  # then the kernel masks by itself, which is faster
@@ -146,4 +146,4 @@ def _attend_rectangles(
             q, k, v, band, is_causal=band is None, scale=scaling, enable_gqa=is_grouped
         )
         rows.append(out.transpose(1, 2).flatten(0, 1))
-    return torch.cat(rows).index_select(0, packing.slots_N)
+    return torch.cat(rows).index_select(0, layout.slots_N)

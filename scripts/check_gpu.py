@@ -49,8 +49,8 @@ from extras.servers.start import SERVER
 from flags import EngineSettings, Lora, Memory, PromptFormat, Sampling
 from fsdp_utils import World, init_world
 from gate.machine import INSTALLED, check_device
-from model.attention import make_packing, packed_attention
-from model.packed import Segment
+from model.attention import make_layout, packed_attention
+from model.layout import Segment
 from plan.dry_run import config_of, setup_of
 from plan.memory import CONTEXT, ENGINE_ASLEEP, gpu_phases, needed
 from policy import build_policy
@@ -199,7 +199,7 @@ def compare_kernel(device: torch.device, window: int | None) -> tuple[float, flo
     lengths, heads, kv_heads, dim = (700, 1, 64, 333), 12, 2, 128
     shapes = [(1, n, sum(lengths), dim) for n in (heads, kv_heads, kv_heads)]
     inputs = [torch.randn(shape, device=device).bfloat16().requires_grad_() for shape in shapes]
-    packing = make_packing(tuple(Segment(i, 0, length) for i, length in enumerate(lengths)), device)
+    packing = make_layout(tuple(Segment(i, 0, length) for i, length in enumerate(lengths)), device)
     options = {"packing": packing, "scaling": dim**-0.5, "sliding_window": window}
     out, _ = packed_attention(torch.nn.Module(), *inputs, None, **options)
     exact = [each.detach().float().requires_grad_() for each in inputs]

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 BESIDE = {"tests", "scripts", "benchmarks", "docs", ".venv", "runs"}
 ROOMS = ("gate", "extras", "watch", "plan", "reports")
 PROGRAMS = ("train_grpo", "evaluate", "report")  # which may enter the rooms
-STEP = ("train_grpo", "sampling", "rollout", "batch", "update", "grpo", "policy", "fsdp_utils")
+STEP = ("train_grpo", "sampling", "rollout", "batch", "packing", "update", "grpo", "policy", "fsdp_utils")
 
 
 @cache
@@ -138,7 +138,7 @@ def measured() -> dict[str, float]:
         "lines": lines_of(modules),
         "nodes of a line of code, times 100": round(100 * nodes_of(modules) / code),
         "lines beyond 100 columns, of 1,000": round(1000 * wide / lines_of(modules)),
-        "nodes of the eight files of a step": nodes_of(set(STEP)),
+        "nodes of the nine files of a step": nodes_of(set(STEP)),
         "imports from the core to rooms": len(crossings()),
         "fields of batch.py that may be None": len(optional_fields()),
         "flags": len(FLAGS),

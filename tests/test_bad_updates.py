@@ -12,10 +12,10 @@ import torch
 from torch import nan
 
 from algorithm import algorithm_of
-from batch import pack
 from flags import Memory
 from helpers.made_up import ALONE, flags, load_policy, make_rollout
 from helpers.runs import CALL, name_of, run_program, run_ranks, training_flags
+from packing import pack
 from runtime.rank import RunError
 from schedule import UpdateStep
 from update import MOST_SKIPPED, UpdateGuard, check_gap, update_policy, with_advantages

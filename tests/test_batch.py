@@ -1,14 +1,17 @@
 """Packing: every sequence once, never a micro-batch above the cap, the shift and the mask in the right place."""
 
+import doctest
 from dataclasses import replace
+from importlib import import_module
 
 import numpy as np
 import pytest
 
-from batch import Rollout, pack, plan_micro_batches, to_positions, training_costs
+from batch import Rollout
 from helpers.made_up import make_grade, make_row
 from helpers.made_up import make_rollout as random_rollout
-from model.packed import Segment
+from model.layout import Segment
+from packing import cost_of, pack, plan_micro_batches, to_positions, training_costs
 from run import from_positions
 
 
@@ -62,7 +65,7 @@ def test_completions_in_a_batch_share_their_prompt():
     assert batch.rollout_logprobs_N.tolist() == [0, -1, -2] + [0, 0, -1, -2] + [-1, -2, -3] + [-1]
     returned = from_positions(rollout, batch, batch.rollout_logprobs_N)
     assert {b: x.tolist() for b, x in returned.items()} == {4: [-1, -2], 0: [-1, -2], 2: [-1, -2, -3], 1: [-1]}
-    assert batch.cost(parity_length=10.0) == pytest.approx(3.9 + (4 + 1.6) + (5 + 2.5) + (3 + 0.9) - 2 * (2 + 0.4))
+    assert cost_of(batch, parity_length=10.0) == pytest.approx(3.9 + (4 + 1.6) + (5 + 2.5) + (3 + 0.9) - 2 * (2 + 0.4))
     alone = pack(rollout, [4, 0, 2, 1])
     assert alone.lengths_S == (3, 4, 5, 3) and not alone.loss_mask_N.split(alone.lengths_S)[2].any()
     assert rollout.trained_lengths_B.tolist() == [2, 1, 0, 1, 2, 1]
@@ -148,3 +151,15 @@ def test_rollouts_are_concatenated_and_selected_with_all_fields():
     assert [row is rollout.rows[b] for row, b in zip(taken.rows, (6, 2), strict=True)] == [True, True]
     for name in ("completions", "rollout_logprobs", "advantages"):
         assert [x.tolist() for x in getattr(taken, name)] == [getattr(rollout, name)[b].tolist() for b in (6, 2)], name
+
+
+@pytest.mark.parametrize("name", ["batch", "model.layout", "packing"])
+def test_the_examples_in_docstrings_are_true(name):
+    """Those of a file share their names, from the top down."""
+    module, runner = import_module(name), doctest.DocTestRunner()
+    names = dict(vars(module))
+    examples = sorted(doctest.DocTestFinder().find(module, globs=names), key=lambda each: each.lineno or 0)
+    for each in examples:
+        each.globs = names
+        assert runner.run(each, clear_globs=False).failed == 0
+    assert runner.summarize().attempted > 0

@@ -13,12 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import checkpoint
-from batch import pack
 from engine.options import stop_ids
 from flags import Saving
 from helpers.made_up import ALONE, load_policy, make_rollout, unpacked_logprobs, write_lines
 from helpers.runs import largest_file
 from model.weights import load_config, load_tokenizer
+from packing import pack
 from runtime.files import DiskError, checkpoints, write_sizes
 from runtime.rank import RunError
 

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 import model.head
-from batch import Rollout, pack
+from batch import Rollout
 from extras.models.compiled import compile_layers
 from extras.models.experts import add_routes
 from fsdp_utils import World
@@ -25,6 +25,7 @@ from helpers.made_up import build, flags, load_policy, make_model_of_family, mak
 from helpers.runs import ROOT, lines, metrics_of, run_script, without_times
 from model import sizes
 from model.head import chunked_logprobs
+from packing import pack
 from test_cuda import pack_as_on_cuda
 from test_main_job import POLICY, run_job
 

@@ -33,7 +33,6 @@ from transformers import Qwen2Config
 import fsdp_utils
 import model.head
 import train_grpo
-from batch import pack
 from command_line import parse_flags
 from engine import vllm_setup
 from engine.options import EngineDemand, engine_options, largest_share
@@ -49,7 +48,8 @@ from helpers.distributed import findings, run_work, start_engine
 from helpers.made_up import flags, load_policy, make_rollout
 from helpers.runs import CALL, ROOT, name_of, said, torchrun
 from model import attention, sizes
-from model.packed import Packing
+from model.layout import Layout
+from packing import pack
 from plan.dry_run import config_of
 from smoke_inputs import SETUPS, make_model
 from test_setups import launched
@@ -597,8 +597,8 @@ def pack_as_on_cuda(patch: pytest.MonkeyPatch) -> None:
     """While it is patched, policies pack for the kernel."""
     varlen._varlen_attn.register_kernel("cpu")(attend)
     varlen._varlen_attn_backward.register_kernel("cpu")(backward)
-    patch.setattr(Packing, "to", lambda packing, device: packing)
-    patch.setattr("policy.make_packing", lambda segments, _: attention.make_packing(segments, torch.device("cuda")))
+    patch.setattr(Layout, "to", lambda layout, device: layout)
+    patch.setattr("policy.make_layout", lambda segments, _: attention.make_layout(segments, torch.device("cuda")))
 
 
 @pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma3_text", "qwen3_5_text"])

@@ -123,7 +123,7 @@ def step_of_family(trial: Trial, adapted: Trial) -> dict[str, object]:
     found |= {"hidden": hidden, "not compared": trial.comparison.not_compared}
     found["load"] = trial.train(rollout, rate=1e-2).get("moe/load_max")
     found |= gaps_of(rollout, " of a stale engine") | {"logprobs after": trainer_logprobs(policy, rollout)}
-    with patch("rollout.repack", lambda model: None):
+    with patch("rollout.renew_copies", lambda model: None):
         engine.sync(policy.full_weights())
     found["unpacked"] = trial.comparison.different_tensors()
     engine.sync(policy.full_weights())

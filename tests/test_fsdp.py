@@ -14,11 +14,12 @@ from torch.distributed.tensor import Replicate, Shard
 import fsdp_utils
 import grpo
 from algorithm import algorithm_of
-from batch import Batch, Rollout, pack
+from batch import Batch, Rollout
 from extras.teacher.vocabulary import run
 from fsdp_utils import World, full_tensors, local_shard, shard
 from helpers.distributed import Result, kept_gradients, on_ranks, parsed, recorded, sharded, train, weights_of
 from helpers.made_up import RAGGED, build, load_policy, make_rollout, whole_update
+from packing import pack
 from policy import Policy
 from update import add_reference, logprobs_under, with_advantages
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from batch import pack
 from fsdp_utils import World
 from gate.machine import check_alignment
 from helpers.distributed import GAP, Trial, on_ranks
 from helpers.made_up import RAGGED, load_policy, make_hybrid, make_model_of_family, make_rollout
 from helpers.runs import ENVIRONMENT, NO_EVAL, copy_at, metrics_of, torchrun, training_flags, without_times
 from model.head import chunked_logprobs
+from packing import pack
 from test_rollout import samples
 from tests.extras.test_router_replay import RATE, SAMPLING, SIZES, begin, replayed
 from tests.model.test_memory_policies import check_same_training, memory_policies

@@ -17,12 +17,12 @@ from torch import Tensor
 
 import grpo
 from algorithm import NAMES, algorithm_of, choose, parameters_of
-from batch import pack
 from extras.losses.gspo import gspo_token_ratio, sequence_ratio
 from extras.losses.reinforce_pp import whitened
 from grpo import Groups, Loss, Tokens, masked_sum
 from helpers.made_up import flags, make_rollout
 from metrics import token_metrics
+from packing import pack
 
 Floats = list[float]
 LENGTHS = [12, 7, 3, 11, 5, 9, 2, 6]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import metrics
-from batch import pack
 from grading import Grade
 from helpers.made_up import ALONE, flags, load_policy, make_grade, make_rollout, policy_of
 from metrics import merge_updates
+from packing import pack
 from plan.setup import shape_of
 from plan.time import forward_flops
 from step_metrics import Work, peak_flops, rollout_metrics, stderr_of_mean, throughput, update_flops, work_of_step

@@ -24,12 +24,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import soak
-from batch import Rollout, pack
+from batch import Rollout
 from data import PromptData
 from flags import PromptFormat
 from helpers.made_up import command_line, make_rollout, make_row, policy_of, unpacked_logprobs, write_lines
 from helpers.made_up import flags as parsed
 from helpers.runs import GUARD_SECONDS, Started, begin, launched, lines, metrics_of, wait_for, without_times
+from packing import pack
 from runtime.files import rollouts_file
 
 # Not a correct answer, but a number that differs from completion to completion.

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import grpo
 import update
 from algorithm import algorithm_of
-from batch import Rollout, Update, pack, to_positions
+from batch import Rollout, Update
 from extras.teacher.penalties import gather_penalties
 from flags import Memory
 from gate.own import guarded
@@ -26,6 +26,7 @@ from helpers import made_up
 from helpers.made_up import ALONE, RAGGED, flags, load_policy, make_grade, make_rollout, make_row
 from helpers.runs import ROOT
 from metrics import token_metrics
+from packing import pack, to_positions
 from policy import Policy
 from runtime.rank import OwnCodeError, RunError
 from schedule import make_plan

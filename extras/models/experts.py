@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from batch import Batch, Rollout, packed
+from batch import Batch, Rollout
 from fsdp_utils import is_alone, sum_over_trainers
+from packing import packed
 
 Item = TypeVar("Item")
 

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from model.packed import Packing
+from model.layout import Layout
 
 
 def run_in_rows(layers: list[nn.Module]) -> None:
@@ -26,10 +26,10 @@ def run_in_rows(layers: list[nn.Module]) -> None:
 
 @torch.compiler.disable  # as packed attention
 def forward_in_rows(
-    forward: Callable[[Tensor], Tensor], hidden_states: Tensor, packing: Packing, **unused: object
+    forward: Callable[[Tensor], Tensor], hidden_states: Tensor, layout: Layout, **unused: object
 ) -> Tensor:
     """The output of a module of linear attention for packed hidden states, both [1, N, D]."""
-    rows = packing.make_rows() if packing.make_rows else packing
+    rows = layout.make_rows() if layout.make_rows else layout
     sizes = [count * length for count, length in rows.rectangles]
     parts = hidden_states[0].index_select(0, rows.positions_M).split(sizes)
     outputs = []

@@ -29,8 +29,8 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 from vllm.utils.nccl import unpinned_nccl_env
 
+from engine.cpu_copies import renew_copies
 from engine.options import head_dtypes
-from engine.packing import repack
 
 TENSOR_SECONDS = 120.0  # that a worker waits for a tensor of a trainer that may have gone
 
@@ -122,7 +122,7 @@ class GlooEngine(NcclEngine):
 
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
-        repack(self.model)
+        renew_copies(self.model)
 
 
 WeightTransferEngineFactory.register_engine("gloo", GlooEngine)

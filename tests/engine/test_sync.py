@@ -76,7 +76,7 @@ def faults_of(trial: FaultTrial) -> dict[str, Callable[[], AbstractContextManage
     old = {name: tensor.clone() for name, tensor in trial.policy.full_weights()}
     unmerged = lambda adapter, layer, weight, dtype: weight.to(dtype)  # noqa: E731
     lora_fault = {"adapter not merged": lambda: patch.object(Adapter, "merged", unmerged)}  # which leaves the head
-    head_fault = {"head not repacked": lambda: patch("rollout.repack", lambda model: None)}
+    head_fault = {"head not repacked": lambda: patch("rollout.renew_copies", lambda model: None)}
     return {
         "k and v swapped": lambda: trial.stream(lambda named: named.update({K_0: named[V_0], V_0: named[K_0]})),
         "layers swapped": lambda: trial.stream(lambda named: named.update({Q_0: named[Q_1], Q_1: named[Q_0]})),

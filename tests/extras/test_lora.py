@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 import checkpoint
 from algorithm import algorithm_of
-from batch import pack
 from extras.models.lora import target_names
 from fsdp_utils import World
 from helpers.distributed import on_ranks, recorded, scored, sharded, start_engine, weights_of
 from helpers.made_up import flags, load_policy, make_rollout, policy_of, unpacked_logprobs, whole_update
 from helpers.runs import NO_EVAL, copy_at, lines, metrics_of, torchrun, training_flags, without_times
 from model.weights import model_of_shapes
+from packing import pack
 from policy import Policy
 from test_train import next_logprobs
 from update import logprobs_under

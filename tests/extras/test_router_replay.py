@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from algorithm import algorithm_of
-from batch import Batch, Completion, Rollout, pack
+from batch import Batch, Completion, Rollout
 from engine.options import EngineDemand
 from extras.models.experts import add_routes
 from extras.turns.turns import Episode
@@ -22,6 +22,7 @@ from flags import Sampling
 from fsdp_utils import World, gather_from_ranks
 from helpers.distributed import GAP, TEMPERATURE, Trial, on_ranks
 from helpers.made_up import flags, load_policy, make_model_of_family, make_rollout, make_row
+from packing import pack
 from policy import Policy
 from test_families import FAMILIES, MIXTURES
 from update import logprobs_under, with_advantages

@@ -22,7 +22,6 @@ import pytest
 import torch
 
 import serve
-from batch import pack
 from engine.options import EngineDemand, engine_options
 from extras.servers.fleet import Server
 from extras.servers.start import start_server
@@ -30,6 +29,7 @@ from flags import EngineSettings, Sampling
 from helpers.fake_servers import KEY, WEIGHTS, A, B, FakeServer, engine_of, sampler_over, synced
 from helpers.made_up import load_policy, make_model, make_row
 from helpers.runs import NO_EVAL, SERVERS, begin, launched, metrics_of, torchrun, training_flags, wait_for
+from packing import pack
 from runtime.rank import RunError
 from runtime.start import reason_file
 from soak import is_running, ranks_of

@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMi
 
 import checkpoint
 from algorithm import algorithm_of
-from batch import Rollout, Row, shared_positions
+from batch import Rollout, Row
 from data import PromptData
 from engine.options import EngineDemand
 from extras.models.vision import decode
@@ -42,6 +42,7 @@ from helpers.made_up import (
     write_parquet,
 )
 from helpers.runs import torchrun
+from packing import shared_positions
 from policy import Policy
 from update import add_logprobs, with_advantages
 

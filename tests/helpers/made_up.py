@@ -18,7 +18,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from algorithm import algorithm_of
-from batch import IMAGE, NO_IDS, Batch, Rollout, Row, Update, pack
+from batch import IMAGE, NO_IDS, Batch, Rollout, Row, Update
 from command_line import parse_flags
 from data import PromptData
 from extras.models.lora import add_adapter
@@ -28,6 +28,7 @@ from fsdp_utils import World, gather_from_ranks
 from gate.inputs import check_template, load_reader
 from grading import Grade
 from model.weights import fill
+from packing import pack
 from policy import Policy, build_policy, empty_policy
 from run import StepRecord
 from schedule import UpdateStep, make_plan

@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations import moe
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from batch import pack
 from extras.models import linear_attention
 from helpers.made_up import RAGGED, load_policy, make_model_of_family, make_rollout, unpacked_logprobs
 from model import attention
-from model.packed import Segment
+from model.layout import Segment
+from packing import pack
 
 WINDOW = 16
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
@@ -109,9 +109,9 @@ def test_packed_logprobs_and_gradients_equal_those_unpacked(
 def test_rectangles_hold_sequences_of_similar_length():
     """8 and 33 positions; then 69, 73 and 103: the first two would bring 95 + 70 padding slots to 103."""
     batch = pack(make_rollout(SEVERAL_RECTANGLES), [0, 1, 2, 3, 4])
-    assert attention.padded_packing(batch.segments_S).rectangles == [(4, 73), (1, 103)]
+    assert attention.padded_layout(batch.segments_S).rectangles == [(4, 73), (1, 103)]
     equal = pack(make_rollout([9] * 50), list(range(50)))
-    assert attention.padded_packing(equal.segments_S).rectangles == [(50, 12)]
+    assert attention.padded_layout(equal.segments_S).rectangles == [(50, 12)]
 
 
 def test_without_rows_a_recurrence_goes_on_into_the_next_sequence(tmp_path, monkeypatch):
@@ -122,7 +122,7 @@ def test_without_rows_a_recurrence_goes_on_into_the_next_sequence(tmp_path, monk
     leaking = load_policy(path)
     ends = F.pad(torch.tensor(batch.lengths_S).cumsum(0), (1, 0)).int()
     inputs = {"input_ids": batch.input_ids_N[None], "position_ids": batch.position_ids_N[None], "use_cache": False}
-    inputs |= {"packing": attention.padded_packing(batch.segments_S)}
+    inputs |= {"layout": attention.padded_layout(batch.segments_S)}
     with torch.no_grad():
         gaps = (right(batch, 1.0).logprobs_N - leaking(batch, 1.0).logprobs_N)[batch.loss_mask_N].abs()
         plain = leaking.model.get_decoder()(**inputs).last_hidden_state
@@ -134,8 +134,8 @@ def test_without_rows_a_recurrence_goes_on_into_the_next_sequence(tmp_path, monk
 @pytest.mark.parametrize("option", [{"softcap": 50.0}, {"s_aux": torch.zeros(4)}, {"is_causal": False}])
 def test_attention_that_is_asked_for_something_else_ends_the_run(option):
     """For a family whose config and layers do not show it before."""
-    packing = attention.padded_packing((Segment(0, 0, 3),))
+    layout = attention.padded_layout((Segment(0, 0, 3),))
     inputs = [torch.randn(1, 4, 3, 32) for _ in range(3)]
     with pytest.raises(ValueError, match="packed attention does not implement it"):
-        attention.packed_attention(torch.nn.Module(), *inputs, None, packing=packing, **option)
-    attention.packed_attention(torch.nn.Module(), *inputs, None, packing=packing, **dict.fromkeys(option))
+        attention.packed_attention(torch.nn.Module(), *inputs, None, layout=layout, **option)
+    attention.packed_attention(torch.nn.Module(), *inputs, None, layout=layout, **dict.fromkeys(option))

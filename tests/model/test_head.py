@@ -9,10 +9,10 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 import model.head
-from batch import pack
 from helpers.made_up import ALONE, RAGGED, build, flags, load_policy, make_rollout
 from model import sizes
 from model.head import chunked_logprobs
+from packing import pack
 
 
 def test_chunks_of_the_head_change_neither_value_nor_gradient(policy, monkeypatch):

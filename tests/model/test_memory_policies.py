@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-from batch import pack
 from extras.models.adamw import ChunkedAdamW, join
 from fsdp_utils import World, local_shard
 from helpers.distributed import on_ranks, parsed, train, watched, weights_of
 from helpers.made_up import RAGGED, build, load_policy, make_rollout
 from model.optimizer import parameters_of
+from packing import pack
 from policy import Policy
 from update import with_advantages
 

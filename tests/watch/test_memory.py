@@ -118,7 +118,7 @@ def starved(where: str, rank: str, *flags: str) -> None:
 
 @pytest.mark.parametrize(("num_ranks", "function", "phase", "way"), [
     (2, "grpo.total_loss", "update", "--gradient_checkpointing"),
-    (1, "rollout.repack", "load", "--param_dtype bfloat16"),  # in the first sync
+    (1, "rollout.renew_copies", "load", "--param_dtype bfloat16"),  # in the first sync
 ])  # fmt: skip
 def test_a_rank_without_memory_ends_the_run_with_a_sentence(num_ranks, function, phase, way, policy, tmp_path):
     """The limit, of the last rank, is a real one: of the process's address space."""

@@ -7,7 +7,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 
-def repack(model: nn.Module) -> None:
+def renew_copies(model: nn.Module) -> None:
     """Renews the copy of a tied head, which the reload leaves as it was, and packs experts, which it writes plain."""
     for module in model.modules():
         if isinstance(module, ParallelLMHead):

@@ -18,8 +18,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers.utils import cached_file
 
 from fsdp_utils import fill_from_main, gather_from_ranks, is_main_process
 from model.sizes import TEXT_ALONE
@@ -47,9 +48,15 @@ def load_config(path: str) -> PretrainedConfig:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub id. Raises ValueError if there is none."""
+    """The tokenizer of a folder or hub id. Raises ValueError if there is none.
+
+    Where tokenizer.json exists, it decides: of the class that tokenizer_config.json names, or of the model's type,
+    transformers would take parts of its own instead, which split texts otherwise, or lose their spaces.
+    """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        has_file = cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
+        kind = PreTrainedTokenizerFast if has_file else AutoTokenizer
+        tokenizer = kind.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"--model {path!r} has no tokenizer that could be read: {error}") from None
     if len(tokenizer.added_tokens_decoder) == len(tokenizer):  # what transformers makes of a folder without its files

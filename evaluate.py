@@ -289,6 +289,7 @@ def main() -> None:
             describe_template,
             image_options,
             load_reader,
+            prompt_text,
             read_system_prompt,
             start_grader,
         )
@@ -320,7 +321,7 @@ def main() -> None:
             described = describe_template(prompt_format, tokenizer)
             described += [line for data in sets for line in describe_set(data, "results.json")]
             print(*described, *describe_tags(tokenizer), sep="\n")
-            print(f"first prompt: {sets[0].rows[0].text!r}", flush=True)
+            print(f"first prompt: {prompt_text(sets[0].rows[0], tokenizer)!r}", flush=True)
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
 

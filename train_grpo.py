@@ -21,8 +21,10 @@ from gate import command
 # Before the imports that take seconds, so that a mistake in a flag is reported at once.
 ARGS = command.start() if __name__ == "__main__" else None
 
+import torch
+
 from algorithm import algorithm_of, own_function
-from checkpoint import Writer, latest, load, load_generation_config, set_link
+from checkpoint import Writer, files_of, latest, load, load_generation_config, set_link
 from command_line import exit_with_error
 from data import PromptData
 from engine.options import EngineDemand, largest_share, stop_ids
@@ -234,13 +236,14 @@ def load_inputs(args: Namespace) -> Inputs:
     digests |= digests_of_files([*grader.weights, *named])
     if prompt_format.system_prompt != args.system_prompt:  # the content of a file
         digests["--system_prompt"] = digest([prompt_format.system_prompt.encode()])
+    companions = {}
     if is_main_process():  # downloads weights that are not on the disk, while nobody waits in a collective
         for line in describe_template(prompt_format, tokenizer):
             print(line, flush=True)
+        companions = files_of(args.model, getattr(torch, args.dtype), generation)
         for flag, path in {"--model": args.model, "--reference": args.reference}.items():
             if path:
                 digests |= {flag: digest_of_weights(path), f"config of {flag}": digest_of_config(path, generation)}
-    companions = [vision.processor if vision else tokenizer, generation]
     inputs = Inputs(
         tokenizer, ends, vision, train_data, eval_sets, samplings, grader, turns, hints, companions, digests
     )

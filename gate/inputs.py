@@ -16,14 +16,15 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from batch import Row
 from data import ImageReader, PromptData, Tokenizer, UnusableRow, render, template_variables
 from flags import FLAGS, Grading, PromptFormat, Sampling, TurnLimits
 from gate.checks import LOOPBACK, ranks_per_engine
 from gate.keys import check_groups
 from gate.machine import check_launch
-from gate.models import check_model, check_path, check_trained, length_limits
+from gate.models import check_model, check_trained, checked_config, length_limits
 from grading import alternatives
 from model.special_tokens import TAG, special_tokens
 from model.weights import load_config, load_tokenizer
@@ -50,7 +51,7 @@ class Inputs:
     grader: Grader
     turns: Turns | None  # who plays episodes; None: each completion has one turn
     hints: Hints | None  # what makes hints of a step's completions; None: they are in a column, or there are none
-    companions: list[PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig]  # files beside the exported policy
+    companions: dict[str, bytes]  # name -> content of the files beside the exported weights (main process)
     digests: dict[str, str]  # for models (main process), the rows of each source, files of one's own; by name
 
 
@@ -88,7 +89,7 @@ def check_training(args: Namespace) -> None:
     is_first_node = int(os.environ.get("RANK", "0")) < local_world_size()  # which has the servers
     check_launch(ranks_per_engine(args), args.dtype, len(args.generation_gpus) if is_first_node else 0)
     check_places(args)
-    check_trained(args, load_config(args.model))
+    check_trained(args, checked_config(args.model))
     if args.reference:
         check_reference(args)
 
@@ -96,17 +97,15 @@ def check_training(args: Namespace) -> None:
 def check_evaluation(args: Namespace) -> None:
     """Raises ValueError or OSError for a run of evaluate.py that cannot work here, or with this model."""
     check_launch(args.tensor_parallel_size, "bfloat16")
-    check_path(args.model)
     limits = args.max_prompt_tokens, max(args.max_completion_tokens)
-    check_model(args.model, load_config(args.model), limits, args.tensor_parallel_size)
+    check_model(args.model, checked_config(args.model), limits, args.tensor_parallel_size)
 
 
 def check_reference(args: Namespace) -> None:
     """Raises ValueError for a --reference that cannot score what the policy samples."""
     path = args.reference
     try:
-        check_path(path)
-        theirs = load_config(path)
+        theirs = checked_config(path)
         check_model(path, theirs, length_limits(args), tensor_parallel_size=1)
         other = load_tokenizer(path)
     except (ValueError, OSError) as error:  # these know the policy alone
@@ -152,7 +151,7 @@ def check_tokens(path: str, tokenizer: PreTrainedTokenizerBase, stop_ids: list[i
     """Raises ValueError for a token id beyond the rows of the model's embedding."""
     num_rows, added = load_config(path).get_text_config().vocab_size, tokenizer.get_added_vocab()
     in_template = [added[token] for token in added if token in str(tokenizer.chat_template)]
-    places = {"--stop_tokens": stop_ids, "the chat template": in_template}
+    places = {"--stop_tokens or eos_token": stop_ids, "the chat template": in_template}
     for source in sources:
         places |= {row.where: row.reference_ids for row in source.rows}  # with a hint, they are the ids and more
     for where, ids in places.items():
@@ -216,7 +215,12 @@ def describe_data(sets: list[PromptData], tokenizer: PreTrainedTokenizerBase, fi
         count = sum((row.ids.tobytes(), row.encoded_images) in trained for row in data.rows)
         if count:
             lines.append(f"warning: {count} of {len(data.rows)} prompts of {data.name} are training prompts")
-    return [*lines, *describe_tags(tokenizer), f"first prompt: {sets[0].rows[0].text!r}"]
+    return [*lines, *describe_tags(tokenizer), f"first prompt: {prompt_text(sets[0].rows[0], tokenizer)!r}"]
+
+
+def prompt_text(row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The prompt as its tokens say; each image is one."""
+    return tokenizer.decode((row.images.template_ids if row.images else row.ids).tolist())
 
 
 def read_system_prompt(text: str | None) -> str | None:

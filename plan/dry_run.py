@@ -17,8 +17,7 @@ from transformers import AutoConfig, PretrainedConfig
 from flags import EngineSettings, Lora, Memory, Saving
 from gate.checks import check_flags, launched_world_size
 from gate.choices import check_choices
-from gate.models import check_trained, length_limits
-from model.weights import load_config
+from gate.models import check_trained, checked_config, length_limits
 from plan.setup import GIB, Hardware, RunShape, Setup, shape_of
 from plan.table import report_of, text_of
 from runtime.cards import gpu_figures
@@ -52,7 +51,7 @@ def config_of(model: str) -> PretrainedConfig:
         same = table.get(own.pop("as", None), {})
         return AutoConfig.for_model(**same | own)
     try:
-        return load_config(model)
+        return checked_config(model)
     except (ValueError, OSError) as error:
         near = ", ".join(difflib.get_close_matches(model, table, n=5, cutoff=0))
         raise ValueError(f"{str(error).splitlines()[0]} Known without network are, for example, {near}.") from None

@@ -70,8 +70,8 @@ class Rollout:
     rollout_logprobs: list[np.ndarray]  # float32, one per completion token, by the engine at its temperature
     texts: list[str]  # the completions as text, without what begins, ends and parts messages
     is_truncated_B: np.ndarray  # bool: stopped by the length limit, not by the model
-    is_sampled: list[np.ndarray]  # bool, one per completion token: false: an environment said it
-    is_trained_B: np.ndarray  # bool: false: the sequence is left out of the loss
+    is_sampled: list[np.ndarray]  # bool, one per completion token; false where an environment said it
+    is_trained_B: np.ndarray  # bool; false where the sequence is left out of the loss
     # Empty until they are known:
     grades: list[Grade] = field(default_factory=list)
     loss_weights_B: np.ndarray = field(default_factory=lambda: np.zeros(0))  # float32: of each of its tokens

@@ -105,16 +105,16 @@ GROUPS["reward"] = [
          "nothing is graded"),
     flag("--reward_timeout", 5.0, "seconds after which the grading of a completion is stopped: reward 0", (TINY, 1e6),
          free_on_resume=True),
-    flag("--reward_in_flight", 1, "completions that a grading process has in work at a time, each in a thread: for "
+    flag("--reward_in_flight", 1, "completions that a grading process grades at a time, each in a thread; for "
          "functions that only wait, such as for a server", (1, 1000), free_on_resume=True),
     flag("--truncated", "score", "completions cut at their token limit: graded like any other (score), reward 0 "
          "(zero), or graded but left out of the loss (mask)", choices=("score", "zero", "mask")),
-    flag("--overlong_cache_tokens", None, "reward `length`: it falls from 0 to -1 over this many last tokens; "
+    flag("--overlong_cache_tokens", None, "the reward `length` falls from 0 to -1 over this many last tokens; "
          "default: 1/5 of the limit", (1, INF), type=int),
 ]
 GROUPS["turns"] = [  # docs/turns.md
-    flag("--environment", None, "my_environment.py:Class: what replies to a completion, so that an episode has turns"),
-    flag("--tools", None, "my_tools.py:function,my_tools.py:other: tools that the model may call; what they return is "
+    flag("--environment", None, "my_environment.py:Class, which replies to completions, so that an episode has turns"),
+    flag("--tools", None, "my_tools.py:function,my_tools.py:other: tools that the model may call; their results are "
          "the reply"),
     flag("--max_turns", 4, "turns of the policy in an episode", (1, 1000), only_with="--environment --tools"),
     flag("--max_turn_tokens", None, "a turn is cut after this many tokens; default: the limit of the completion, which "
@@ -136,7 +136,7 @@ GROUPS["batch, counted in prompts"] = [
     flag("--total_episodes", None, "length of training in completions, rounded down to whole steps",
          (1, INF), type=int),
     flag("--after_step", None, "my_hook.py:function, which is called as f(step, metrics) before the line of a step is "
-         "written; a dict that it returns is added to the line; after \"stop\", that step was the last",
+         "written; a dict that it returns is added to the line; \"stop\" ends the run after this step",
          free_on_resume=True),
     flag("--stop_after", None, "stop after this step, with a checkpoint; the learning-rate schedule stays that of the "
          "whole length", (1, INF), free_on_resume=True, type=int),
@@ -145,11 +145,11 @@ GROUPS["sampling"] = [
     # vLLM would silently raise a temperature below 0.01; the trainer would not. It refuses one above 2.
     flag("--temperature", 1.0, "sampling temperature; the trainer divides its logits by it, too", (0.01, 2)),
     flag("--max_completion_tokens", 1024, "completions are truncated after this many tokens", (1, INF)),
-    flag("--partial_rollouts", False, "a step ends when its prompts' worth of groups is finished, out of half as many "
-         "again; unfinished completions go on in the next one, under its weights; only with --engine colocated"),
-    flag("--stop_tokens", [], "tokens, as text, at which completions end beside those of the model's folder, for "
+    flag("--partial_rollouts", False, "begin 1.5 times a step's prompts, and end the step when P groups are finished; "
+         "unfinished completions go on in the next step, under its weights; only with --engine colocated"),
+    flag("--stop_tokens", [], "tokens, as text, that end completions, in addition to those of the model's folder, for "
          "example <|im_end|> for a base model with a chat template; exported with the policy"),
-    flag("--tensor_parallel_size", 1, "ranks per vLLM engine, which divide the number of ranks; or GPUs per server",
+    flag("--tensor_parallel_size", 1, "ranks per vLLM engine, a divisor of the number of ranks; or GPUs per server",
          (1, INF), free_on_resume=True),
     flag("--gpu_memory_utilization", None, "CUDA: share of GPU memory that vLLM may take while it is awake; default: "
          "0.6, and 0.9 with --engine server, whose GPUs are its own", (0.01, 1), free_on_resume=True, type=float),
@@ -163,20 +163,20 @@ GROUPS["generation servers"] = [  # docs/generation.md
          free_on_resume=True, only_with="--engine", type=int),
     flag("--server_urls", [], "servers that you have started, http://HOST:PORT each; the environment variable "
          "VLLM_API_KEY has the key that scripts/serve.py got or printed", free_on_resume=True, only_with="--engine"),
-    flag("--steps_ahead", 0, "steps whose prompts the servers sample while the ranks train an earlier one: the most "
-         "that the sampling weights are behind", (0, 16), only_with="--engine"),
-    flag("--in_flight", False, "unfinished completions go on under new weights; without it a sync waits for them",
+    flag("--steps_ahead", 0, "steps that the servers sample ahead of the one that the ranks train; the sampling "
+         "weights are at most as many steps behind", (0, 16), only_with="--engine"),
+    flag("--in_flight", False, "unfinished completions go on under new weights; without this a sync waits for them",
          only_with="--steps_ahead"),
 ]
 GROUPS["advantage"] = [
     flag("--advantage", "grpo", "how a completion is compared with the others of its group:"),
     flag("--advantage_ddof", 1, "the std divides by the count minus this: 1 (EasyR1, TRL, verl) or 0", (0, 1)),
     flag("--advantage_eps", 1e-6, "added to the std (EasyR1, verl: 1e-6; TRL: 1e-4)", (0, INF)),
-    flag("--dynamic_sampling", "off", "replace groups without signal by newly sampled prompts (DAPO); signal: some "
-         "but not all completions are correct (correct), or not all rewards are equal (reward)",
+    flag("--dynamic_sampling", "off", "replace groups without signal by newly sampled prompts (DAPO); a signal is that "
+         "some but not all completions are correct (correct), or that rewards differ (reward)",
          choices=("off", "correct", "reward")),
-    flag("--drop_solved", 0.0, "a prompt is drawn no more once this share of its group was correct (ScaleRL: 0.9); as "
-         "many as a step needs are left; 0: all are drawn again", (0, 1)),
+    flag("--drop_solved", 0.0, "a prompt is no longer drawn once this share of its group was correct (ScaleRL: 0.9); "
+         "enough prompts for a step stay; 0: all stay", (0, 1)),
 ]
 GROUPS["policy loss"] = [
     flag("--policy_loss", "clip", "loss of a token:"),
@@ -198,24 +198,24 @@ GROUPS["KL to the reference"] = [  # docs/algorithm.md, A teacher
     flag("--kl_estimator", "k3", "estimate of the KL of a token:", only_with="--kl_coef"),
     flag("--kl_clamp", 10.0, "clamp of the k3 estimate, and +-20 of its log-ratio (EasyR1, verl: 10); 0: none (TRL)",
          (0, INF), only_with="--kl_coef"),
-    flag("--kl_in", "loss", "a term of the loss, or subtracted from the reward before the advantage is computed",
+    flag("--kl_in", "loss", "the KL is a term of the loss, or is subtracted from the reward before the advantage",
          choices=("loss", "reward"), only_with="--kl_coef"),
-    flag("--kl_over", "sampled", "KL of the sampled tokens, estimated, or over the whole vocabulary at each of them",
+    flag("--kl_over", "sampled", "KL as estimated at the sampled tokens, or over the whole vocabulary at each of them",
          choices=("sampled", "vocabulary"), only_with="--kl_coef"),
     flag("--kl_direction", "reverse", "divergence over the vocabulary:", only_with="--kl_over"),
     flag("--reference_every", 0, "the reference moves to the policy after every so many steps; 0: it stays as it was",
          (0, INF), only_with="--kl_coef"),
     flag("--reference_mixup", 1.0, "how far it moves: 1 replaces it by the policy; 0.05 makes it an exponential mean "
          "of policies, which is kept in fp32", (TINY, 1), only_with="--reference_every"),
-    flag("--reset_optimizer", False, "when the reference has moved, the optimizer starts anew (ProRL)",
+    flag("--reset_optimizer", False, "the optimizer starts anew each time the reference has moved (ProRL)",
          only_with="--reference_every"),
     flag("--hint_column", None, "column of a hint, for example a worked solution, that is in the reference's prompt "
          "and not in the policy's; @group: another completion of the prompt that is correct; @feedback: what the "
-         "reward says of this one; @group,@feedback: the first that there is", only_with="--kl_coef"),
+         "reward says of this one; @group,@feedback: the first of the two that exists", only_with="--kl_coef"),
 ]
 GROUPS["sampler-trainer mismatch"] = [
-    flag("--rollout_correction", None, "weight of a token's loss, from the ratio trainer / sampler of its log-prob; "
-         "default: none; token_truncate with --steps_ahead or --partial_rollouts; that of the run with --replay:"),
+    flag("--rollout_correction", None, "weight each token's loss by the ratio p_trainer / p_sampler; default: none, or "
+         "token_truncate with --steps_ahead or --partial_rollouts; with --replay as in that run:"),
     flag("--router_replay", False, "mixture of experts: the trainer sends each token to the experts that took it in "
          "the engine (R3)"),
 ]
@@ -223,14 +223,14 @@ GROUPS["LoRA"] = [
     flag("--lora_rank", 0, "train adapters of this rank on frozen weights; 0: train all weights", (0, INF)),
     flag("--lora_alpha", 32.0, "adapters are scaled by this / rank (ms-swift: 32 with rank 8)",
          (TINY, INF), only_with="--lora_rank"),
-    flag("--lora_dropout", 0.0, "share of an adapter's inputs that is dropped, in the update only",
+    flag("--lora_dropout", 0.0, "share of an adapter's inputs that is dropped, only in the update",
          (0, 0.99), only_with="--lora_rank"),
     flag("--lora_targets", None, "names of the linear layers that get an adapter, for example q_proj v_proj; default: "
          "all of the decoder but the head", is_list=True, only_with="--lora_rank"),
 ]
 GROUPS["optimizer"] = [  # docs/hacks.md
-    flag("--optimizer", "adamw", "adamw; or my_optimizer.py:function, of the trained parameters (name -> parameter) "
-         "and of the settings below, which returns a torch optimizer"),
+    flag("--optimizer", "adamw", "adamw; or my_optimizer.py:function, which takes the trained parameters (name -> "
+         "parameter) and the settings below, and returns a torch optimizer"),
     flag("--learning_rate", None, "peak learning rate; default: 1e-6, and ten times that with --lora_rank",
          (0, INF), type=float),
     flag("--lr_schedule", "constant", "learning rate after the warm-up; cosine and linear fall to 0",
@@ -249,8 +249,8 @@ GROUPS["precision and memory"] = [
          "--dtype bfloat16; default: that of --dtype", choices=DTYPES),
     flag("--param_dtype", "float32", "parameters, gradients, Adam's moments: 16 bytes per parameter (float32), or 10 "
          "(bfloat16, updated as fp32 ones: model/optimizer.py)", choices=DTYPES),
-    flag("--offload", "none", "what is kept in host RAM: nothing; the optimizer's state, which streams through the "
-         "GPU; all: also parameters and gradients", choices=("none", "optimizer", "all"), free_on_resume=True),
+    flag("--offload", "none", "keep in host RAM: nothing (none); the optimizer's state, which streams through the GPU "
+         "(optimizer); also parameters and gradients (all)", choices=("none", "optimizer", "all"), free_on_resume=True),
     flag("--offload_reference", False, "keep the reference in host RAM; layers are fetched as they are needed",
          free_on_resume=True, only_with="--kl_coef"),
     flag("--shard_ranks", None, "ranks that share a copy of the policy (HSDP), for example the GPUs of a node; "
@@ -296,14 +296,14 @@ GROUPS["faults"] = [  # docs/faults.md
          "eval/SET/avg@K; OUT_DIR/best points to it", free_on_resume=True),
     flag("--grace_seconds", 120.0, "after SIGTERM, SIGUSR1 or Ctrl-C: seconds in which the run saves and ends",
          (1, 1e6), free_on_resume=True),
-    flag("--max_rollout_gap", 0.05, "largest policy/rollout_gap_mean, and largest relative difference of the "
-         "temperatures of sampler and trainer, times the share of the gap that it explains; beyond it the run ends; 0: "
-         "no bound", (0, INF), free_on_resume=True),
+    flag("--max_rollout_gap", 0.05, "the run ends if policy/rollout_gap_mean is above this, or if a wrong temperature "
+         "explains as much: |policy/rollout_temperature - 1| x policy/rollout_temperature_r2; 0: no bound",
+         (0, INF), free_on_resume=True),
 ]
 GROUPS[DRY_RUN] = [  # all of them may change when a run continues
-    flag("--dry_run", False, "print batches, memory, time and what would have to change, and stop; needs no GPU"),
+    flag("--dry_run", False, "print batches, memory, time and the flags to change, and stop; needs no GPU"),
     flag("--json", False, "print one JSON object instead"),
-    flag("--plan_gpus", None, "GPUs of the ranks, over all nodes; those of generation servers come on top; default: "
+    flag("--plan_gpus", None, "GPUs of the ranks, over all nodes, without those of generation servers; default: "
          "the ranks that the same command starts without --dry_run", (1, INF), type=int),
     flag("--plan_nodes", None, "nodes that the GPUs of the ranks are on; default: those of the launcher",
          (1, INF), type=int),

@@ -116,7 +116,7 @@ class Engine:
         # Whole groups: completions of a prompt share its keys and values in one engine's cache.
         indices_PG = np.arange(len(rows_B)).reshape(-1, sampling.num_samples)
         own = np.array_split(indices_PG, self.world.num_engines)[self.world.engine_index].flatten().tolist()
-        # All ranks of an engine have the same completions: one tells the grader and other engines.
+        # All ranks of an engine have the same completions, so its leader alone grades and sends them.
         is_leader = self.world.is_engine_leader
         finished: dict[int, Completion] = {}
         start = time.perf_counter()

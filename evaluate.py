@@ -33,7 +33,7 @@ import numpy as np
 from batch import Metrics, Rollout
 from command_line import exit_with_error, parser_of
 from data import PromptData
-from engine.options import EngineDemand, largest_share, stop_ids
+from engine.options import EngineDemand, stop_ids
 from flags import FLAGS as TRAINING_FLAGS
 from flags import (
     GROUPS,
@@ -153,6 +153,11 @@ def samplings_of(sources: list[str], prefix: str, flags: Sequence[list[int] | li
 def calls_of(sets: list[PromptData], samplings: list[Sampling]) -> list[tuple[int, int]]:
     """(prompts, samples of each) of every set, for `largest_share`."""
     return [(len(data.rows), sampling.num_samples) for data, sampling in zip(sets, samplings, strict=True)]
+
+
+def largest_share(calls: list[tuple[int, int]], num_engines: int) -> int:
+    """The most completions that one engine makes in a call, from the (prompts, samples of each) of every call."""
+    return max(-(-prompts // num_engines) * num_samples for prompts, num_samples in calls)
 
 
 def figures_of(rollout: Rollout, num_samples: int) -> dict[str, Figure]:

@@ -27,8 +27,8 @@ from algorithm import algorithm_of, own_function
 from checkpoint import Writer, files_of, latest, load, load_generation_config, set_link
 from command_line import exit_with_error
 from data import PromptData
-from engine.options import EngineDemand, largest_share, stop_ids
-from evaluate import Evaluator, calls_of, samplings_of
+from engine.options import EngineDemand, stop_ids
+from evaluate import Evaluator, calls_of, largest_share, samplings_of
 from flags import (
     AdamW,
     EngineSettings,

@@ -24,11 +24,6 @@ class EngineDemand(NamedTuple):
 ANY_TEXT = EngineDemand()
 
 
-def largest_share(calls: list[tuple[int, int]], num_engines: int) -> int:
-    """The most completions that one engine makes in a call, from the (prompts, samples of each) of every call."""
-    return max(-(-prompts // num_engines) * num_samples for prompts, num_samples in calls)
-
-
 def engine_options(
     model_path: str, settings: EngineSettings, is_cuda: bool, tp_size: int, demand: EngineDemand = ANY_TEXT
 ) -> dict[str, object]:

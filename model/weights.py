@@ -59,7 +59,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         tokenizer = kind.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"--model {path!r} has no tokenizer that could be read: {error}") from None
-    if len(tokenizer.added_tokens_decoder) == len(tokenizer):  # what transformers makes of a folder without its files
+    if len(tokenizer) <= len(tokenizer.added_tokens_decoder) + 1:  # what transformers makes without its files
         raise ValueError(
             f"--model {path!r} has no tokenizer; copy that of the base model into it "
             "(tokenizer.json, tokenizer_config.json, chat_template.jinja)."

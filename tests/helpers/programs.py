@@ -177,7 +177,8 @@ def resolved(kind: str, engines: str, output: str) -> None:
 
     import rollout  # noqa: F401  it sets the environment of vLLM
     from command_line import parse_flags
-    from engine.options import EngineDemand, engine_options, largest_share
+    from engine.options import EngineDemand, engine_options
+    from evaluate import largest_share
     from extras.models.vision import Vision
     from flags import EngineSettings
     from fsdp_utils import World

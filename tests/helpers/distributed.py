@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import checkpoint
 import fsdp_utils
@@ -536,8 +536,8 @@ STATE = {"prompts_drawn": 12}
 
 def writer(path: str, folder: Path, world: World, said: list[str]) -> checkpoint.Writer:
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    return checkpoint.Writer(folder, [tokenizer], Saving(keep_checkpoints=0), world, said.append)
+    companions = checkpoint.files_of(path, torch.float32)
+    return checkpoint.Writer(folder, companions, Saving(keep_checkpoints=0), world, said.append)
 
 
 def reshard(whole: World, path: str, folder: str, step: str, words: str) -> None:

@@ -45,8 +45,10 @@ def dry_run(args: argparse.Namespace) -> int:
 
 def config_of(model: str) -> PretrainedConfig:
     """The config in a folder, in `models.json`, or else on the hub. Raises ValueError."""
+    if Path(model).exists():
+        return checked_config(model)
     table = json.loads(TABLE.read_text("utf-8"))
-    if model in table and not Path(model).exists():
+    if model in table:
         own = table[model]
         same = table.get(own.pop("as", None), {})
         return AutoConfig.for_model(**same | own)

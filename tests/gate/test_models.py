@@ -2,17 +2,21 @@
 
 import json
 import math
+import re
+import shutil
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 
 import evaluate
+from gate.inputs import check_evaluation, check_training
 from gate.models import check_compile, check_context, check_model, check_parallel, check_path
 from helpers.made_up import flags
 from model.weights import load_config
-from plan.dry_run import dry_run
+from plan.dry_run import config_of, dry_run, setup_of
 from train_grpo import load_inputs
 
 
@@ -112,6 +116,66 @@ def test_router_replay_needs_experts():
         check_model("m", AutoConfig.for_model("qwen3"), (32, 32), 1, router_replay=True)
     check_model("m", AutoConfig.for_model("qwen3"), (32, 32), 1)
     check_model("m", AutoConfig.for_model("qwen3_moe"), (32, 32), 1, router_replay=True)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n"
+FP8 = {"quant_method": "fp8"}
+QUANTIZED = "is quantized ({}: {}), which is not implemented; give the model in bfloat16."
+
+
+@pytest.mark.parametrize(("file", "content", "said"), [  # content: of a new file, or what is other than in the policy's
+    ("tokenizer.json", POINTER, "git has not fetched its tokenizer.json; run `git lfs pull` there."),
+    ("model.safetensors.index.json", POINTER, "git has not fetched its model.safetensors.index.json; run "),
+    ("generation_config.json", POINTER, "git has not fetched its generation_config.json"),
+    ("chat_template.jinja", POINTER, "git has not fetched its chat_template.jinja"),
+    ("config.json", POINTER, "git has not fetched its config.json"),
+    ("README.md", POINTER, None),
+    ("original.pth", POINTER, None),
+    ("config.json", {"quantization_config": FP8}, QUANTIZED.format("quantization_config", FP8)),
+    ("config.json", {"quantization_config": {}}, QUANTIZED.format("quantization_config", "{}")),  # a left-over one
+    ("config.json", {"quantization_config": None}, None),
+    ("config.json", {"text_config": {"compression_config": FP8}}, "is quantized (compression_config: "),
+    ("config.json", {"quantization": {"bits": 4}}, QUANTIZED.format("quantization", "{'bits': 4}")),
+    ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "is quantized (quantization: "),
+    ("adapter_config.json", {"peft_type": "LORA"}, "has an adapter beside its weights; merge it"),
+    ("config.json", {"eos_token_id": "<eos>"}, "its config.json has a setting of a wrong type: "),
+    ("config.json", {"eos_token_id": [1, None]}, "its config.json has a setting of a wrong type: "),
+    ("config.json", {"hidden_size": "64"}, "its config.json has a setting of a wrong type: "),
+    ("config.json", {"eos_token_id": 64}, "eos_token_id 64 in its config.json; use ids from 0 to 63."),
+    ("config.json", {"pad_token_id": 64}, "pad_token_id 64 in its config.json; use ids from 0 to 63."),
+    ("config.json", {"eos_token_id": None, "pad_token_id": 63}, None),
+    ("generation_config.json", {"eos_token_id": "<eos>"}, "eos_token_id '<eos>' in its generation_config.json"),
+    ("generation_config.json", {"eos_token_id": [1, None]}, "eos_token_id [1, None] in its generation_config.json"),
+    ("generation_config.json", {"eos_token_id": [1, 64]}, "eos_token_id [1, 64] in its generation_config.json"),
+    ("generation_config.json", {"eos_token_id": True}, "eos_token_id True in its generation_config.json"),
+    ("generation_config.json", {"eos_token_id": [1, 63]}, None),
+    ("generation_config.json", "[]", "its generation_config.json is damaged; download or copy it again."),
+])  # fmt: skip
+def test_files_that_would_end_a_run_later_are_refused(file, content, said, policy, tmp_path):
+    """In training, evaluation and the dry run, before a weight is read; --reference is named as itself."""
+    model = shutil.copytree(policy, tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    if isinstance(content, dict):
+        before = json.loads((model / file).read_text()) if (model / file).exists() else {}
+        content = json.dumps(before | content)
+    (model / file).write_text(content)
+    evaluated = SimpleNamespace(
+        model=str(model), tensor_parallel_size=1, max_prompt_tokens=8, max_completion_tokens=[12]
+    )
+    limits = {"max_prompt_tokens": 8, "max_completion_tokens": 12}
+    for check, args, flag in (
+        (check_training, flags(model=model, **limits), "--model"), (check_evaluation, evaluated, "--model"),
+        (lambda args: setup_of(args, config_of(args.model)), flags(model=model, **limits), "--model"),
+        (check_training, flags(model=policy, reference=model, kl_coef=0.1, **limits), "--reference"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError) if said else nullcontext() as error:
+            check(args)
+        assert not said or re.match(f"{flag} '?{model}'?:? {re.escape(said)}", str(error.value)), error.value
+
+
+def test_a_head_with_a_bias_is_refused():
+    with pytest.raises(ValueError, match=r"--model m \(phi\) has a head with a bias, which is not implemented"):
+        check_model("m", AutoConfig.for_model("phi"), (32, 32), 1)
 
 
 def test_dry_run_training_and_evaluation_refuse_them_alike(tmp_path, monkeypatch, capsys):

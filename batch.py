@@ -251,6 +251,10 @@ class Batch:
         """The batch as the reference reads it: with hints, if there are any."""
         return self.hinted or replace(self, parts=tuple(part for part in self.parts if part.is_for_reference))
 
+    @property
+    def lengths_S(self) -> tuple[int, ...]:
+        return tuple(segment.length for segment in self.segments_S)
+
     def cost(self, parity_length: float) -> float:
         """The sum of the `training_costs` of its sequences; shared positions count once."""
         places = [(segment.start, segment.stop) for segment in self.segments_S if segment.index is not None]

@@ -19,7 +19,7 @@ import copy
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from transformers import GenerationConfig, PretrainedConfig
 
 from flags import Saving
-from fsdp_utils import World, broadcast_from_main, gather_from_ranks, is_main_process
+from fsdp_utils import World, broadcast_from_main, gather_from_ranks
 from policy import Policy, empty_policy
 from runtime.files import DiskError, best_effort, cause, checkpoints, find_damage, free_space, write_sizes
 from runtime.history import read_metrics
@@ -203,17 +203,17 @@ def gather_weights(policy: Policy, world: World) -> Weights:
     return weights
 
 
-def files_of(path: str, dtype: torch.dtype, generation: GenerationConfig | None = None) -> Companions:
+def files_of(path: str, dtype: torch.dtype, stop_ids: Sequence[int] = ()) -> Companions:
     """All that the export of a policy of --model writes, but its weights; those of the tokenizer are copied.
 
     Made once, at the start: what cannot be saved ends the run there. Raises ValueError.
     """
+    model = empty_policy(path, dtype, dtype).model
+    generation = load_generation_config(path, model.config, stop_ids)
     with tempfile.TemporaryDirectory() as made:
-        model = empty_policy(path, dtype, dtype).model
         try:
             model.save_pretrained(made, state_dict={})
-            if generation is not None:
-                generation.save_pretrained(made)
+            generation.save_pretrained(made)
         except (ValueError, StrictDataclassError) as error:
             raise ValueError(f"--model {path}: its config.json cannot be saved again; change it: {error}") from None
         files = {file.name: file.read_bytes() for file in Path(made).iterdir()}
@@ -245,10 +245,10 @@ def with_old_names(config: dict[str, object]) -> dict[str, object]:
     return named
 
 
-def load_generation_config(path: str, config: PretrainedConfig, stop_ids: list[int]) -> GenerationConfig:
+def load_generation_config(path: str, config: PretrainedConfig, stop_ids: Sequence[int]) -> GenerationConfig:
     """The generation_config.json of a folder or hub id, with more ids at which a completion ends.
 
-    What is invalid, and could not be saved again, is left out, and said on the main process.
+    What is invalid, and could not be saved again, is left out, and said.
     """
     derived = GenerationConfig.from_model_config(config)
     try:
@@ -268,7 +268,7 @@ def load_generation_config(path: str, config: PretrainedConfig, stop_ids: list[i
             kept = wider
         except ValueError:
             invalid.append(f"{name} = {value!r}")
-    if invalid and is_main_process():
+    if invalid:
         print(f"warning: generation_config of --model: left out as invalid: {', '.join(invalid)}", flush=True)
     kept.eos_token_id = ends[0] if len(ends) == 1 else ends or None
     return kept

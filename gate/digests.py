@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
-from transformers import GenerationConfig
 from transformers.utils import cached_file
 
+from checkpoint import Companions
 from data import PromptData
+from fsdp_utils import is_main_process
+from gate.inputs import Inputs, read_system_prompt
 from grading.user_code import files_of
 
 ROOT = Path(__file__).parent.parent
@@ -61,9 +64,10 @@ def samples_of(file: Path) -> Iterator[bytes]:
             yield opened.read(2**16)
 
 
-def digest_of_config(path: str, generation: GenerationConfig) -> str:
+def digest_of_config(path: str, companions: Companions) -> str:
     """The digest of config.json and of the tokens at which completions end."""
-    return digest([Path(cached_file(path, "config.json")).read_bytes(), str(generation.eos_token_id).encode()])
+    ends = json.loads(companions["generation_config.json"]).get("eos_token_id")
+    return digest([Path(cached_file(path, "config.json")).read_bytes(), str(ends).encode()])
 
 
 def digest_of_data(data: PromptData) -> str:
@@ -84,3 +88,22 @@ def digests_of_files(named: Iterable[str]) -> dict[str, str]:
     files = [file for each in named if ".py:" in each for file in files_of(Path(each.partition(".py:")[0] + ".py"))]
     ours = {file.resolve() for file in files_of(ROOT / "train_grpo.py")} if files else ()
     return {str(file): digest([file.read_bytes()]) for file in files if file.resolve() not in ours}
+
+
+def digests_of_inputs(args: Namespace, inputs: Inputs) -> dict[str, str]:
+    """For the rows of each source, files of one's own, and on the main process models; by name.
+
+    Weights that are not on the disk are downloaded here, while nobody waits in a collective.
+    """
+    sources = zip([*args.train_data, *args.eval_data], [*inputs.train_data, *inputs.eval_sets], strict=True)
+    digests = {source: digest_of_data(data) for source, data in sources}
+    named = [args.environment, args.tools, args.advantage, args.policy_loss, args.kl_estimator, args.optimizer]
+    named = ",".join(filter(None, [*named, args.after_step])).split(",")
+    digests |= digests_of_files([*inputs.grader.weights, *named])
+    system_prompt = read_system_prompt(args.system_prompt)
+    if system_prompt != args.system_prompt:  # the content of a file
+        digests["--system_prompt"] = digest([system_prompt.encode()])
+    for flag, path in {"--model": args.model, "--reference": args.reference}.items():
+        if path and is_main_process():
+            digests |= {flag: digest_of_weights(path), f"config of {flag}": digest_of_config(path, inputs.companions)}
+    return digests

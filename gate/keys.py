@@ -1,9 +1,10 @@
-"""Which rows have an answer key that the reward cannot use; and whether functions of one's own can be called at all."""
+"""Rows that cannot be used: their answer key, or their images; and whether own functions can be called at all."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from batch import IMAGE
 from data import PromptData
 from fsdp_utils import World, gather_from_ranks
 from grading import Case
@@ -28,9 +29,17 @@ def check_keys(grader: Grader, data: PromptData, world: World) -> PromptData:
     for any_problem in filter(None, gather_from_ranks(problem)):
         raise ValueError(f"--reward {grader.grading.reward}: {any_problem}.")
     parts = gather_from_ranks({share[i]: reason for i, reason in bad.items()})
-    reasons = {i: reason for part in parts for i, reason in part.items()}
-    excluded = data.excluded + [(data.rows[i].where, reason) for i, reason in sorted(reasons.items())]
-    return replace(data, rows=[row for i, row in enumerate(data.rows) if i not in reasons], excluded=excluded)
+    return data.exclude({i: reason for part in parts for i, reason in part.items()})
+
+
+def without_markers(data: PromptData) -> PromptData:
+    """The data without the rows whose text has a place for an image: --image_column names none."""
+    reasons = {}
+    for i, row in enumerate(data.rows):
+        count = sum(message["content"].count(IMAGE) for message in row.messages if message["role"] == "user")
+        if count:
+            reasons[i] = f"{count} {IMAGE} in the text, but no images; --image_column names their column"
+    return data.exclude(reasons)
 
 
 def bad_keys(grader: Grader, cases: list[Case]) -> dict[int, str]:
@@ -71,7 +80,7 @@ def trial(grader: Grader, case: Case) -> str:
 
 
 def check_groups(grader: Grader, flag: str, *sizes: int) -> None:
-    """Raises ValueError if a reward that compares completions of a prompt would compare one with itgrader."""
+    """Raises ValueError if a reward that compares completions of a prompt would compare one with itself."""
     if grader.inputs.groups and 1 in sizes:
         raise ValueError(
             f"{flag} 1: --reward {grader.grading.reward!r} takes all completions of a prompt to compare them, "

@@ -84,7 +84,7 @@ def check_ids(path: str, file: str, settings: dict[str, object], num_rows: int) 
 def check_model(
     path: str, config: PretrainedConfig, limits: tuple[int, int], tensor_parallel_size: int, router_replay: bool = False
 ) -> None:
-    """Raises ValueError for a model that these flags cannot train.
+    """Raises ValueError for a model that these flags cannot train, or only sample.
 
     `limits`: most tokens of a prompt, and of a completion in training or evaluation.
     """

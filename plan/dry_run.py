@@ -14,7 +14,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
-from flags import EngineSettings, Lora, Memory, Saving
+from flags import EngineSettings, Lora, Memory, Saving, Servers
 from gate.checks import check_flags, launched_world_size
 from gate.choices import check_choices
 from gate.models import check_trained, checked_config, length_limits
@@ -98,7 +98,8 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     has_kl = args.kl_coef != 0
     needs_first = args.num_iterations > 1 or (has_kl and args.kl_in == "reward") or lora.lora_dropout > 0
     run = RunShape.from_flags(
-        args, num_rows=num_rows, has_kl=has_kl, over_vocabulary=args.kl_over == "vocabulary",
+        args, num_rows=num_rows, longest_prompt=args.max_prompt_tokens, longest_completion=args.max_completion_tokens,
+        has_kl=has_kl, over_vocabulary=args.kl_over == "vocabulary",
         mean_prompt_tokens=mean_tokens("prompt", args.plan_prompt_tokens, args.max_prompt_tokens),
         mean_completion_tokens=mean_tokens("completion", args.plan_completion_tokens, args.max_completion_tokens),
         needs_first_logprobs=needs_first,
@@ -122,7 +123,8 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     if has_kl and args.reference and args.reference != args.model:
         teacher = shape_of(config_of(args.reference), args.reference)
     return Setup(
-        model=model, memory=Memory.from_flags(args), lora=lora, engine=engine, plan=plan, run=run, hardware=hardware,
+        model=model, memory=Memory.from_flags(args), lora=lora, engine=engine,
+        servers=Servers.from_flags(args), plan=plan, run=run, hardware=hardware,
         teacher=teacher,
     )  # fmt: skip
 

@@ -66,7 +66,7 @@ def report_of(setup: Setup) -> dict[str, object]:
     report |= {
         "model": setup.model.name,
         "machines": f"{h.gpus}{servers} x {h.name}, {counted(h.nodes, 'node')}",
-        "engines": f"{engines} of {counted(run.tensor_parallel_size, 'GPU')}",
+        "engines": f"{engines} of {counted(setup.servers.tensor_parallel_size, 'GPU')}",
         "completions_per_update": per_update,
         "completions_per_update_and_gpu": per_update / h.gpus,
         "completions_per_engine": setup.completions_per_engine,

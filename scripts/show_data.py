@@ -24,7 +24,8 @@ from extras.turns.turns import Turns
 from flags import FLAGS as TRAINING_FLAGS
 from flags import GROUPS, INF, Grading, PromptFormat, TurnLimits, flag
 from gate.checks import check_ranges, check_turns
-from gate.inputs import check_template, describe_set, describe_template, load_reader, prompt_text, read_system_prompt
+from gate.describe import describe_set, describe_template, prompt_text
+from gate.inputs import check_template, load_reader, read_system_prompt
 from gate.machine import check_temporary_folder
 from gate.models import check_path
 

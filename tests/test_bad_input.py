@@ -12,14 +12,12 @@ from transformers import AutoTokenizer
 
 import show_data
 from command_line import parse_flags
-from flags import free_on_resume
-from gate.checks import check_flags
+from gate.checks import check_flags, free_on_resume
 from gate.choices import check_choices
 from gate.inputs import Inputs
 from helpers.made_up import write_lines
 from helpers.runs import GUARD_SECONDS, ROOT, run_command, run_ranks, training_flags
 from run import open_run_folder
-from train_grpo import load_inputs
 
 IMAGE_ROW = b'{"problem": "<image>1+1", "answer": "2"}\n'
 
@@ -29,7 +27,7 @@ def check(policy: Path, out_dir: Path, **changes: object) -> None:
     args = parse_flags(training_flags(policy, out_dir, **changes))
     check_flags(args)
     check_choices(args)
-    load_inputs(args).grader.close()
+    Inputs.load(args).grader.close()
 
 
 @pytest.mark.parametrize(("changes", "words"), [
@@ -192,7 +190,7 @@ def test_texts_that_are_no_paths_may_be_empty_or_have_a_tilde():
 def start(policy: Path, folder: Path, **changes: object) -> Inputs:
     """What a start reads, and keeps in its folder, in which a step was trained."""
     args = parse_flags(training_flags(policy, folder, max_prompt_tokens=16, **changes))
-    inputs = load_inputs(args)
+    inputs = Inputs.load(args)
     inputs.grader.close()
     open_run_folder(folder, vars(args), free_on_resume(args), inputs.digests).close()
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')

@@ -17,12 +17,12 @@ from batch import pack
 from command_line import parse_flags
 from engine.options import stop_ids
 from flags import Saving
+from gate.inputs import Inputs
 from helpers.made_up import ALONE, load_policy, make_rollout, unpacked_logprobs, write_lines
 from helpers.runs import largest_file, training_flags
 from model.weights import load_config, load_tokenizer
 from runtime.files import DiskError, checkpoints
 from runtime.rank import RunError
-from train_grpo import load_inputs
 
 METRIC = "eval/set/avg@4"
 
@@ -83,24 +83,26 @@ def test_the_exported_policy_is_the_trained_one(name, request, tmp_path):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
-def test_the_exported_policy_ends_where_it_was_sampled_to_end(pair, policy, tmp_path, capsys):
+def test_the_exported_policy_ends_where_it_was_sampled_to_end(policy, tmp_path, capsys):
     """What is invalid in a generation_config.json is left out, and said."""
-    config = pair[0].model.config
+    config = load_config(str(policy))
     GenerationConfig(eos_token_id=[3, 5], temperature=0.6, do_sample=True).save_pretrained(tmp_path / "base")
     settings = {"eos_token_id": 2, "temperature": 0.6, "repetition_penalty": 1.1}  # no temperature without do_sample
     write_lines(tmp_path / "invalid" / "generation_config.json", [settings])
     stop, end = stop_ids(load_tokenizer(str(policy)), ["7"])
-    for step, (name, ids, expected) in enumerate((
+    for name, ids, expected in (
         ("base", [], [3, 5]), ("base", [5, stop], [3, 5, stop]), ("absent", [stop, end], [config.eos_token_id, stop]),
         ("invalid", [5, stop], [2, 5, stop]),
-    ), start=1):  # fmt: skip
+    ):  # fmt: skip
         generation = checkpoint.load_generation_config(str(tmp_path / name), config, ids)
         said = "warning: generation_config of --model: left out as invalid: temperature = 0.6\n"
         assert capsys.readouterr().out == (said if name == "invalid" else "")
-        writer(tmp_path, checkpoint.files_of(str(policy), torch.bfloat16, generation)).save(step, *pair, {})
-        found = json.loads((tmp_path / f"step_{step}" / "generation_config.json").read_text())
+        generation.save_pretrained(tmp_path / "saved")
+        found = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
         assert found["eos_token_id"] == expected and ("temperature" in found) == (name == "base")
         assert found.get("repetition_penalty") == (1.1 if name == "invalid" else None)
+    files = checkpoint.files_of(str(policy), torch.bfloat16, [stop, end])
+    assert json.loads(files["generation_config.json"])["eos_token_id"] == [end, stop]
 
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
@@ -158,7 +160,7 @@ def test_a_config_that_cannot_be_saved_ends_the_run_at_its_start(settings, polic
     model = shutil.copytree(policy, tmp_path / "model")
     write_lines(model / "config.json", [json.loads((model / "config.json").read_text()) | settings])
     with pytest.raises(ValueError, match=f"--model {model}: .* config.json"):
-        load_inputs(parse_flags(training_flags(model, tmp_path / "run")))
+        Inputs.load(parse_flags(training_flags(model, tmp_path / "run")))
 
 
 def test_a_policy_of_which_nothing_is_finite_is_not_saved(companions, tmp_path):

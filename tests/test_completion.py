@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 from batch import Completion
 from extras.turns.turns import Episode, Turns
 from flags import Grading, PromptFormat, TurnLimits
-from gate.inputs import describe_tags
+from gate.describe import describe_tags
 from grading import Case
 from grading.verifiers import load_verifier
 from helpers.made_up import byte_tokenizer

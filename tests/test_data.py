@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 from data import PromptData, order_of_epoch, render, template_value
 from extras.models.vision import Vision
 from flags import PromptFormat
-from gate.inputs import describe_set, describe_template
+from gate.describe import describe_set, describe_template
+from gate.keys import without_markers
 from helpers.made_up import (
     TOKENIZER,
     VISION_TEMPLATE,
@@ -178,7 +179,7 @@ def test_image_markers_are_the_places_of_the_images(tmp_path):
 
 def test_an_image_marker_without_images_is_not_read_as_text(tmp_path):
     reason = "1 <image> in the text, but no images; --image_column names their column"
-    loaded = problems(tmp_path, "q", "What is in <image>?")
+    loaded = without_markers(problems(tmp_path, "q", "What is in <image>?"))
     assert prompts(loaded) == ["q"] and loaded.excluded == [(f"{tmp_path}/rows.jsonl, line 2", reason)]
 
 

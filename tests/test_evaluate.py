@@ -14,7 +14,8 @@ import pytest
 
 from batch import Rollout, Row
 from data import PromptData
-from evaluate import Evaluator, Result, figures_of, main, majority_score, new_folder, parse_arguments, pass_at_k, table
+from evaluate import main, new_folder, parse_arguments, table
+from evaluation import Evaluator, Result, figures_of, majority_score, pass_at_k
 from flags import Sampling
 from grading import Case, Grade
 from grading.verifiers import load_verifier

@@ -3,7 +3,8 @@
 import pytest
 
 from command_line import parse_flags
-from flags import FLAGS, GROUPS, AdamW, Lora, Memory, Sampling, free_on_resume
+from flags import FLAGS, GROUPS, AdamW, Lora, Memory, Sampling
+from gate.checks import free_on_resume
 from helpers.made_up import flags
 from schedule import make_plan
 

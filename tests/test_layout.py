@@ -20,8 +20,8 @@ FLOORS = (
     "grading runtime", "extras.sources flags fsdp_utils", "model schedule", "batch engine",
     "data grpo policy rollout run",
     "algorithm checkpoint extras.losses extras.models extras.teacher extras.turns metrics reward step_metrics watch",
-    "command_line extras.servers reports sampling update", "extras.samplers gate minimal report",
-    "evaluate plan", "train_grpo",
+    "command_line evaluation extras.servers reports sampling update", "extras.samplers gate minimal report",
+    "evaluate plan train_grpo",
 )  # fmt: skip
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names.split()}
 SOURCES = {module: file.read_text() for module, file in files().items() if module != "extras"}
@@ -111,7 +111,7 @@ def test_vllm_and_the_process_group_have_their_files():
     assert distributed <= {"fsdp_utils", "checkpoint", "runtime.start"} | own
 
 
-SEES_FLAGS = {"train_grpo", "flags", "schedule", "algorithm", "command_line", "gate", "plan.dry_run"}
+SEES_FLAGS = {"train_grpo", "flags", "schedule", "algorithm", "command_line", "gate", "evaluate", "plan.dry_run"}
 
 
 @pytest.mark.parametrize("name", TREES)

@@ -18,8 +18,8 @@ import torch
 
 import run as run_module
 import runtime.files
-from flags import free_on_resume
 from fsdp_utils import World
+from gate.checks import free_on_resume
 from gate.digests import digest, samples_of
 from gate.inputs import check_replayed
 from helpers.made_up import flags
@@ -31,7 +31,7 @@ from runtime.history import read_metrics
 
 def make_run(folder, *observers: Observer, rank: int = 0) -> Run:
     world = World(trainer_rank=rank, num_trainers=4, tp_size=1, device=torch.device("cpu"))
-    return Run(folder, None, world, 10, list(observers))
+    return Run(folder, None, world, 10, {}, list(observers))
 
 
 # Whose folder it is -------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_a_start_is_described_with_its_code_and_hardware(tmp_path, monkeypatch):
     run, patches = make_run(tmp_path), ["+changed\n", ""]
     monkeypatch.setattr(run_module, "_git", lambda what, *_: "abc\n" if what == "rev-parse" else patches.pop(0))
     for resumed_from in (4, 8):
-        run.describe_start(resumed_from, [])
+        run.describe_start(resumed_from)
     first, second = lines(tmp_path / "starts.jsonl")
     assert (first["resumed_from"], first["commit"], first["has_uncommitted_changes"]) == (4, "abc", True)
     assert (second["resumed_from"], second["has_uncommitted_changes"]) == (8, False)
@@ -204,7 +204,9 @@ def test_a_reward_file_unknown_to_git_is_in_the_patch(tmp_path, monkeypatch):
     (tmp_path / "mine" / "my_reward.py").write_text("def score(completion):\n    return 0.5\n")
     monkeypatch.chdir(tmp_path)
     inputs = {"--model": "0a1b", "owner/name@train": "2c3d", "mine/my_reward.py": "4e5f"}
-    make_run(tmp_path).describe_start(0, inputs)
+    run = make_run(tmp_path)
+    run.inputs = inputs
+    run.describe_start(0)
     (patch,) = tmp_path.glob("changes_*.patch")
     (tmp_path / "elsewhere").mkdir()
     subprocess.run(["git", "apply", "--include=my_reward.py", patch], cwd=tmp_path / "elsewhere", check=True)
@@ -313,9 +315,9 @@ def test_a_replay_wants_the_weights_of_its_run(tmp_path):
     file.write_bytes(content)
     before = digest(samples_of(file))
     (tmp_path / "inputs.json").write_text(json.dumps({"--model": before}))
-    check_replayed(flags(replay=tmp_path), digest(samples_of(file)))
+    check_replayed(flags(replay=tmp_path), {"--model": digest(samples_of(file))})
     content[200_000] ^= 1
     file.write_bytes(content)
-    check_replayed(flags(), digest(samples_of(file)))
+    check_replayed(flags(), {"--model": digest(samples_of(file))})
     with pytest.raises(ValueError, match="began with other weights than --model"):
-        check_replayed(flags(replay=tmp_path), digest(samples_of(file)))
+        check_replayed(flags(replay=tmp_path), {"--model": digest(samples_of(file))})

@@ -16,16 +16,16 @@ from data import PromptData
 from flags import Memory, Sampling
 from grading import Grade
 from helpers.made_up import ALONE, flags, make_grade, make_rollout, make_row
-from sampling import DrawSettings, Sampler, choose_groups, has_signal_P, prompts_to_sample
-from schedule import make_plan
+from sampling import Sampler, choose_groups, has_signal_P, prompts_to_sample
+from schedule import Plan, make_plan
 from update import add_advantages, pack_updates
 
 RIGHT, WRONG, MIXED = [1, 1], [0, 0], [0, 1]
 
 
-def draws(prompts: int, dynamic_sampling: str = "correct") -> DrawSettings:
+def draws(prompts: int, dynamic_sampling: str = "correct") -> Plan:
     changes = {"prompts_per_step": prompts, "prompts_per_update": prompts, "dynamic_sampling": dynamic_sampling}
-    return DrawSettings.from_flags(flags(group_size=2, **changes))
+    return make_plan(flags(group_size=2, **changes), prompts)
 
 
 def groups(*verdicts: list[int], first_row: int = 0, rewards: list[list[float]] | None = None) -> Rollout:
@@ -121,8 +121,8 @@ class StubEngine:
 class StubGrader:
     """Gives each completion the reward of its number; correct is each whose number `divisor` divides."""
 
-    def __init__(self, divisor: int = 2) -> None:
-        self.divisor = divisor
+    def __init__(self, divisor: int = 2, truncated: str = "score") -> None:
+        self.divisor, self.grading = divisor, SimpleNamespace(truncated=truncated)
 
     def callback_for(self, rows: list[Row], sampling: Sampling) -> OnFinished:
         self.heard: list[int] = []
@@ -135,7 +135,8 @@ class StubGrader:
 def sampler_over(data: PromptData, args: argparse.Namespace, grader: StubGrader | None = None) -> Sampler:
     run = SimpleNamespace(phase=lambda _: nullcontext())
     sampling = Sampling.from_flags(args, num_samples=2)
-    return Sampler(StubEngine(3), grader or StubGrader(), data, DrawSettings.from_flags(args), sampling, run)
+    grader = grader or StubGrader(truncated=args.truncated)
+    return Sampler(StubEngine(3), grader, data, make_plan(args, len(data.rows)), sampling, run)
 
 
 @pytest.mark.parametrize("dynamic_sampling", ["off", "correct"])

@@ -18,7 +18,7 @@ from batch import Rollout
 from command_line import parse_flags
 from extras.teacher.vocabulary import run
 from flags import Grading, Sampling
-from gate.inputs import check_vocabulary
+from gate.inputs import Inputs, check_vocabulary
 from grading import NOT_GRADED
 from helpers.distributed import TAUGHT, on_ranks, with_hints
 from helpers.made_up import (
@@ -39,7 +39,6 @@ from helpers.made_up import (
 from helpers.runs import training_flags
 from reward import Grader
 from step_metrics import rollout_metrics
-from train_grpo import load_inputs
 from update import add_reference
 
 
@@ -177,7 +176,7 @@ def test_a_reference_of_another_path_is_its_own_model(changes, is_own, policy, u
 
 
 def test_another_vocabulary_is_told_by_its_first_different_token(policy, tmp_path):
-    tokenizer = load_inputs(parse_flags(training_flags(policy, tmp_path / "run"))).tokenizer
+    tokenizer = Inputs.load(parse_flags(training_flags(policy, tmp_path / "run"))).tokenizer
     check_vocabulary(tokenizer, tokenizer, "same")
     words = "--reference bytes: it or --model has .* as token 0, the other has not; use a model with the same"
     with pytest.raises(ValueError, match=words):
@@ -194,10 +193,10 @@ def test_a_reference_that_cannot_score_every_sample_is_refused(changes, words, p
     config = json.loads((folder / "config.json").read_text())
     args = parse_flags(training_flags(policy, tmp_path / "run", reference=folder))
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 70}))
-    load_inputs(args)
+    Inputs.load(args)
     (folder / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(ValueError, match=words):
-        load_inputs(args)
+        Inputs.load(args)
 
 
 def test_a_hint_is_before_the_suffix_and_counts_for_the_limit(policy, tmp_path):
@@ -207,7 +206,7 @@ def test_a_hint_is_before_the_suffix_and_counts_for_the_limit(policy, tmp_path):
     changes = {"train_data": data, "eval_data": None, "eval_every": 0, "eval_before_training": None, "kl_coef": 1}
     changes |= {"hint_column": "why", "prompt_suffix": " =", "prompts_per_step": 1, "prompts_per_update": 1}
     args = parse_flags(training_flags(policy, tmp_path / "run", **changes | {"max_prompt_tokens": 116}))
-    inputs = load_inputs(args)
+    inputs = Inputs.load(args)
     (loaded,) = inputs.train_data
     assert loaded.num_too_long == 1
     assert [where for where, _ in loaded.excluded] == [f"{data}, line {i}" for i in (3, 4)]
@@ -223,7 +222,7 @@ def test_without_a_reward_nothing_is_graded(policy, tmp_path):
     data = write_lines(tmp_path / "d.jsonl", [{"problem": f"1+{i}"} for i in range(9)])
     changes = {"train_data": data, "eval_data": None, "eval_every": 0, "eval_before_training": None}
     args = parse_flags(training_flags(policy, tmp_path / "run", reward="none", advantage="zero", **changes))
-    inputs = load_inputs(args)
+    inputs = Inputs.load(args)
     assert [row.answer for row in inputs.train_data[0].rows] == [""] * 9
     grader = Grader(Grading.from_flags(args), num_workers=2)
     on_finished = grader.callback_for(inputs.train_data[0].rows[:1], Sampling(2, 1.0, 8))

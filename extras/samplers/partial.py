@@ -104,7 +104,7 @@ class PartialSampler(Sampler):
 
     def begin(self, step: int, count: int) -> None:
         """Begins prompts, first those that were unfinished at the checkpoint, in the engine with the fewest."""
-        still_needed = count + (self.run.last_step - step) * self.draws.prompts_per_step
+        still_needed = count + (self.run.last_step - step) * self.plan.prompts_per_step
         most = min(num_unfinished_prompts(count, self.engine.world.num_engines), still_needed)
         numbers = self.waiting[: max(most - len(self.groups), 0)]
         self.waiting = self.waiting[len(numbers) :]
@@ -118,12 +118,12 @@ class PartialSampler(Sampler):
 
     def prompt(self, number: int) -> Row:
         """The prompt of this number in the run: with dynamic sampling or dropped ones in a row, else step by step."""
-        draws = self.draws
-        if draws.dynamic_sampling != "off" or draws.drop_solved:
-            (index,) = self.data.indices_from(number, 1, draws.seed)
+        plan = self.plan
+        if plan.dynamic_sampling != "off" or plan.drop_solved:
+            (index,) = self.data.indices_from(number, 1, plan.seed)
         else:
-            step, place = divmod(number, draws.prompts_per_step)
-            index = self.data.indices_of_step(step + 1, draws.prompts_per_step, draws.seed, draws.keep_last)[place]
+            step, place = divmod(number, plan.prompts_per_step)
+            index = self.data.indices_of_step(step + 1, plan.prompts_per_step, plan.seed, plan.keep_last)[place]
         return self.data.rows[index]
 
     def finish(self, groups: list[Group], places: list[int], version: int) -> list[Group]:

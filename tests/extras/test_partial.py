@@ -15,7 +15,6 @@ from flags import MOST_LAG, Sampling
 from helpers.distributed import on_ranks
 from helpers.made_up import ALONE, Ear, flags, make_row
 from helpers.runs import metrics_of, torchrun, training_flags
-from sampling import DrawSettings
 from schedule import make_plan
 from warm_start import build_tokenizer
 
@@ -81,7 +80,7 @@ def long_tailed(count: int, seed: int = 0) -> list[list[int]]:
 def sampler_of(lengths, last_step, prompts_per_step=8, **changes) -> PartialSampler:
     args = flags(prompts_per_step=prompts_per_step, group_size=GROUP, partial_rollouts=True, **changes)
     run = SimpleNamespace(last_step=last_step, phase=lambda _: nullcontext(), reward_failures=lambda *_: None)
-    settings = DrawSettings.from_flags(args), Sampling.from_flags(args, num_samples=GROUP)
+    settings = make_plan(args, len(lengths)), Sampling.from_flags(args, num_samples=GROUP)
     data = PromptData("data", [make_row([1, 2], where=str(i)) for i in range(len(lengths))])
     return PartialSampler(CountingEngine(lengths), Ear(), data, *settings, run)
 
@@ -104,7 +103,7 @@ def test_every_prompt_is_used_once_and_no_token_is_lost(count, prompts, last):
     lengths = long_tailed(count)
     sampler = sampler_of(lengths, last, prompts)
     found, is_mixed = run_steps(sampler, 1, last), False
-    drawn = [sampler.data.indices_of_step(step, prompts, sampler.draws.seed) for step in range(1, last + 1)]
+    drawn = [sampler.data.indices_of_step(step, prompts, sampler.plan.seed) for step in range(1, last + 1)]
     assert sorted(prompts_of(found)) == sorted(np.concatenate(drawn))
     for step, (rollout, metrics) in enumerate(found, start=1):
         assert [grade.where for grade in rollout.grades] == [row.where for row in rollout.rows], "graded as itself"
@@ -135,7 +134,7 @@ def test_solved_prompts_are_not_begun():
 @pytest.mark.parametrize("num_long", [1, 3])
 def test_no_completion_is_carried_for_longer_than_the_bound(num_long):
     sampler = sampler_of([[5, 5]] * 80, 10, max_completion_tokens=1000)
-    first = sampler.data.indices_of_step(1, 8, sampler.draws.seed)[:num_long]
+    first = sampler.data.indices_of_step(1, 8, sampler.plan.seed)[:num_long]
     sampler.engine.lengths = [[5, 1000] if i in first else [5, 5] for i in range(80)]
     found = run_steps(sampler, 1, 10)
     assert max(metrics["rollout/lag_max"] for _, metrics in found) == MOST_LAG
@@ -148,7 +147,7 @@ def test_a_long_tail_is_not_waited_for_and_groups_have_their_places_by_lot():
     for lengths, bound in ((long_tailed(160), 0.8), ([[12, 12]] * 160, 1.0)):
         sampler = sampler_of(lengths, 20, max_completion_tokens=1000)
         found = run_steps(sampler, 1, 20)
-        order = [sampler.data.indices_of_step(step, 8, sampler.draws.seed) for step in range(1, 21)]
+        order = [sampler.data.indices_of_step(step, 8, sampler.plan.seed) for step in range(1, 21)]
         without = sum(max(max(lengths[i]) for i in indices) for indices in order)
         assert sampler.engine.num_steps <= bound * without, (sampler.engine.num_steps, without)
         longest = np.array([rollout.completion_lengths_B.reshape(-1, GROUP).max(axis=1) for rollout, _ in found])

@@ -34,6 +34,7 @@ from helpers.made_up import ALONE, flags, make_rollout, make_row, policy_of, tra
 from helpers.runs import copy_at, lines, metrics_of, torchrun, training_flags, without_times
 from helpers.user_code import DEEDS
 from reports.samples import UNKNOWN, pack_samples
+from run import describe_completion
 from runtime.rank import OwnCodeError, RunError
 from update import compute_advantages
 from warm_start import build_tokenizer
@@ -398,7 +399,7 @@ def test_lengths_count_what_was_sampled_and_turns_are_counted():
     rollout = three_turns([12, 18])
     assert rollout.completion_lengths_B.tolist() == [9, 12]
     graded = replace(rollout, rows=[make_row([1], prompt="")] * 2, grades=[Grade(1.0, "ok")] * 2)
-    assert [graded.describe(b)["num_tokens"] for b in range(2)] == [9, 12]
+    assert [describe_completion(graded, b)["num_tokens"] for b in range(2)] == [9, 12]
     assert [each.max() + 1 for each in rollout.turns] == [3, 3]
 
 
@@ -414,7 +415,7 @@ def test_rewards_of_turns_become_returns_to_go():
     def advantages(rollout: Rollout, name: str, **more: object) -> np.ndarray:
         """Those of the sampled tokens."""
         found = compute_advantages(rollout, None, guarded(algorithm_of(flags(advantage=name, group_size=2, **more))))
-        return np.concatenate(rollout.sampled_only(found))
+        return np.concatenate([values[kept] for values, kept in zip(found, rollout.is_sampled, strict=True)])
 
     named = replace(rollout, grades=[Grade(3.0, "ok", {"turn_1": 9.0}), Grade(0.5, "ok", {"turn_1": 0.0})])
     for each, returns in ((rollout, [3.0, 3.0, 2.0, 0.5, 0.5]), (named, [3.0, 3.0, 3.0, 0.5, 0.5])):

@@ -17,6 +17,7 @@ from batch import Rollout, shared_positions
 from data import PromptData
 from extras.models.vision import decode
 from gate.checks import check_flags
+from gate.inputs import Inputs
 from helpers.distributed import WITH_IMAGES, WITHOUT, on_ranks, vision_gradient
 from helpers.made_up import (
     ALONE,
@@ -34,7 +35,6 @@ from helpers.made_up import (
     write_parquet,
 )
 from helpers.runs import torchrun
-from train_grpo import load_inputs
 
 
 @pytest.fixture(scope="module")
@@ -257,5 +257,5 @@ def test_a_mistake_with_images_is_told_before_anything_is_loaded(changes, words,
     args = vision_flags(model, **given)
     with pytest.raises(ValueError) as error:
         check_flags(args)
-        load_inputs(args)
+        Inputs.load(args)
     assert all(word in str(error.value) for word in words), error.value

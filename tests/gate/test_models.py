@@ -6,18 +6,16 @@ import re
 import shutil
 import sys
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 
 import evaluate
-from gate.inputs import check_evaluation, check_training
+from gate.inputs import Inputs
 from gate.models import check_compile, check_context, check_model, check_parallel, check_path
 from helpers.made_up import flags
 from model.weights import load_config
 from plan.dry_run import config_of, dry_run, setup_of
-from train_grpo import load_inputs
 
 
 def test_the_folder_of_a_run_is_refused_and_its_models_named(tmp_path):
@@ -152,24 +150,21 @@ QUANTIZED = "is quantized ({}: {}), which is not implemented; give the model in 
     ("generation_config.json", "[]", "its generation_config.json is damaged; download or copy it again."),
 ])  # fmt: skip
 def test_files_that_would_end_a_run_later_are_refused(file, content, said, policy, tmp_path):
-    """In training, evaluation and the dry run, before a weight is read; --reference is named as itself."""
+    """By the dry run, too, before a weight is read; --reference is named as itself."""
     model = shutil.copytree(policy, tmp_path / "model")
     (model / "model.safetensors").unlink()
     if isinstance(content, dict):
         before = json.loads((model / file).read_text()) if (model / file).exists() else {}
         content = json.dumps(before | content)
     (model / file).write_text(content)
-    evaluated = SimpleNamespace(
-        model=str(model), tensor_parallel_size=1, max_prompt_tokens=8, max_completion_tokens=[12]
-    )
     limits = {"max_prompt_tokens": 8, "max_completion_tokens": 12}
-    for check, args, flag in (
-        (check_training, flags(model=model, **limits), "--model"), (check_evaluation, evaluated, "--model"),
-        (lambda args: setup_of(args, config_of(args.model)), flags(model=model, **limits), "--model"),
-        (check_training, flags(model=policy, reference=model, kl_coef=0.1, **limits), "--reference"),
-    ):  # fmt: skip
+    args, beside = flags(model=model, **limits), flags(model=policy, reference=model, kl_coef=0.1, **limits)
+    for attempt, given, flag in (
+        (lambda args: setup_of(args, config_of(args.model)), args, "--model"),
+        (Inputs.load, args, "--model"), (Inputs.load, beside, "--reference"),
+    )[: None if said else 1]:  # fmt: skip
         with pytest.raises(ValueError) if said else nullcontext() as error:
-            check(args)
+            attempt(given)
         assert not said or re.match(f"{flag} '?{model}'?:? {re.escape(said)}", str(error.value)), error.value
 
 
@@ -181,7 +176,7 @@ def test_a_head_with_a_bias_is_refused():
 def test_dry_run_training_and_evaluation_refuse_them_alike(tmp_path, monkeypatch, capsys):
     AutoConfig.for_model("mixtral").save_pretrained(tmp_path)
     args = flags(model=tmp_path)
-    for attempt in (dry_run, load_inputs):
+    for attempt in (dry_run, Inputs.load):
         with pytest.raises(ValueError, match=r"\(mixtral\) has experts"):
             attempt(args)
     monkeypatch.setattr(sys, "argv", ["evaluate.py", "--model", str(tmp_path), "--data", "d"])

@@ -41,7 +41,7 @@ from model.weights import load_config
 from policy import Policy
 from rollout import Engine
 from runtime.rank import RunError
-from sampling import DrawSettings
+from schedule import make_plan
 from update import logprobs_under
 
 TEMPERATURE = 0.7  # not 1, so that a temperature that only one side applies would show
@@ -401,9 +401,9 @@ def partial_rollouts(world: World, path: str) -> None:
     engine = start_engine(path, world, EngineDemand(at_once), dtype="float32", max_model_len=128)
     data = load(f"{path}/train.jsonl", engine.tokenizer, max_prompt_tokens=8)
     data.rows[:] = [replace(row, where=f"row {i}") for i, row in enumerate(data.rows[: PROMPTS * STEPS])]
-    draws = DrawSettings.from_flags(flags(prompts_per_step=PROMPTS, group_size=GROUP, partial_rollouts=True))
+    plan = make_plan(flags(prompts_per_step=PROMPTS, group_size=GROUP, partial_rollouts=True), PROMPTS)
     run = SimpleNamespace(last_step=STEPS, phase=lambda _: nullcontext(), reward_failures=lambda *_: None)
-    sampler = PartialSampler(engine, Ear(), data, draws, Sampling(GROUP, TEMPERATURE, LIMIT), run)
+    sampler = PartialSampler(engine, Ear(), data, plan, Sampling(GROUP, TEMPERATURE, LIMIT), run)
     models, found = [], []
     for step in range(1, STEPS + 1):
         models.append(copy.deepcopy(model))

@@ -23,7 +23,7 @@ from command_line import parse_flags
 from data import PromptData
 from extras.models.lora import add_adapter
 from extras.models.vision import add_images
-from flags import AdamW, Lora, Memory, PromptFormat
+from flags import Lora, Memory, PromptFormat
 from fsdp_utils import World, gather_from_ranks
 from gate.inputs import check_template, load_reader
 from grading import Grade
@@ -190,9 +190,8 @@ def policy_of(args: argparse.Namespace, dtype: torch.dtype = torch.float32) -> P
 
 def build(args: argparse.Namespace, world: World) -> tuple[Policy, Policy | None, torch.optim.Optimizer]:
     """What a run with these flags trains."""
-    objects = (Memory.from_flags(args), Lora.from_flags(args), AdamW.from_flags(args))
-    reference = (args.reference or args.model) if args.kl_coef else None
-    return build_policy(args.model, *objects, reference, args.seed, world)
+    plan = make_plan(args, args.prompts_per_step)
+    return build_policy(args.model, Memory.from_flags(args), Lora.from_flags(args), plan, world)
 
 
 # Rollouts -------------------------------------------------------------------------------------------------------------

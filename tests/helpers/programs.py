@@ -178,10 +178,10 @@ def resolved(kind: str, engines: str, output: str) -> None:
     import rollout  # noqa: F401  it sets the environment of vLLM
     from command_line import parse_flags
     from engine.options import EngineDemand, engine_options
-    from evaluate import largest_share
     from extras.models.vision import Vision
     from flags import EngineSettings
     from fsdp_utils import World
+    from gate.inputs import largest_share
     from gate.models import length_limits
 
     adds = vllm.envs.VLLM_ALLREDUCE_USE_FLASHINFER

@@ -149,7 +149,7 @@ def test_a_step_ahead_takes_the_time_of_the_slower_side():
     seconds = phase_seconds(setup)
     train = sum(seconds.values()) - seconds["rollout"] - seconds["sync"]
     assert step_seconds(setup) == pytest.approx(max(seconds["rollout"], train) + seconds["sync"])
-    on_policy = replace(setup, run=replace(setup.run, steps_ahead=0))
+    on_policy = replace(setup, plan=replace(setup.plan, steps_ahead=0))
     assert step_seconds(on_policy) == pytest.approx(sum(seconds.values()))
 
 

@@ -138,7 +138,7 @@ def test_other_errors_pass_as_they_are(error):
 
 def test_the_ways_out_are_flags_of_the_program():
     assert set(re.findall(r"--\w+", f"{WAYS_OUT} {LARGER_SHARE}")) <= set(FLAGS)
-    assert WAYS_OUT.keys() == {*watch.PHASES, "optimizer", "server", "host"}, "the dry run's, beside those of the loop"
+    assert WAYS_OUT.keys() == {*watch.PHASES, "optimizer", "server", "engine", "host"}, "beside those of the loop"
 
 
 @pytest.mark.parametrize(("num_ranks", "function", "phase", "way"), [

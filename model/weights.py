@@ -53,10 +53,11 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     Where tokenizer.json exists, it decides: of the class that tokenizer_config.json names, or of the model's type,
     transformers would take parts of its own instead, which split texts otherwise, or lose their spaces.
     """
+    kind, options = AutoTokenizer, {"trust_remote_code": False}
     try:
-        has_file = cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False)
-        kind = PreTrainedTokenizerFast if has_file else AutoTokenizer
-        tokenizer = kind.from_pretrained(path, trust_remote_code=False)
+        if cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False):
+            kind, options = PreTrainedTokenizerFast, {"added_tokens_decoder": {}, "split_special_tokens": False}
+        tokenizer = kind.from_pretrained(path, **options)
     except (OSError, ValueError) as error:
         raise ValueError(f"--model {path!r} has no tokenizer that could be read: {error}") from None
     if len(tokenizer) <= len(tokenizer.added_tokens_decoder) + 1:  # what transformers makes without its files

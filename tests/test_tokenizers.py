@@ -70,6 +70,23 @@ def test_ids_and_texts_are_those_of_the_file(kind, tmp_path):
 
 
 @pytest.mark.parametrize("settings", [
+    {"added_tokens_decoder": {"2": {"content": "<think>", "lstrip": True, "rstrip": True, "special": True}}},
+    {"added_tokens_decoder": {"999": {"content": "if", "special": True}}},
+    {"split_special_tokens": True}, {"add_prefix_space": True}, {"add_bos_token": False}, {"add_eos_token": True},
+    {"clean_up_tokenization_spaces": True, "model_max_length": 2, "legacy": True},
+])  # fmt: skip
+def test_other_settings_do_not_change_what_the_file_says(settings, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    source = make_tokenizer(tmp_path, tokenizer_class="LlamaTokenizer", **settings)
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"b": 5}))
+    tokenizer = load_tokenizer(str(tmp_path))
+    for adds in (False, True):
+        found = tokenizer(TEXT, add_special_tokens=adds)["input_ids"]
+        assert found == source.encode(TEXT, add_special_tokens=adds).ids
+        assert tokenizer.decode(found) == source.decode(found, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("settings", [
     {}, {"eos_token": "<eos>"}, {"eos_token": "<eos>", "pad_token": "<pad>"},
     {"tokenizer_class": "LlamaTokenizer", "unk_token": "<unk>", "eos_token": "</s>"},
 ])  # fmt: skip

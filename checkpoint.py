@@ -209,13 +209,13 @@ def files_of(path: str, dtype: torch.dtype, stop_ids: Sequence[int] = ()) -> Com
     Made once, at the start: what cannot be saved ends the run there. Raises ValueError.
     """
     model = empty_policy(path, dtype, dtype).model
-    generation = load_generation_config(path, model.config, stop_ids)
     with tempfile.TemporaryDirectory() as made:
         try:
             model.save_pretrained(made, state_dict={})
-            generation.save_pretrained(made)
+            load_generation_config(path, model.config, stop_ids).save_pretrained(made)
         except (ValueError, StrictDataclassError) as error:
-            raise ValueError(f"--model {path}: its config.json cannot be saved again; change it: {error}") from None
+            what = f"its config.json or generation_config.json could not be saved with a checkpoint: {error}"
+            raise ValueError(f"--model {path}: {what}") from None
         files = {file.name: file.read_bytes() for file in Path(made).iterdir()}
     files["config.json"] = json.dumps(with_old_names(json.loads(files["config.json"])), indent=2).encode()
     folder = path if Path(path).is_dir() else snapshot_download(path, allow_patterns=COPIED)

@@ -239,7 +239,7 @@ def check_tokens(path: str, tokenizer: PreTrainedTokenizerBase, stop_ids: list[i
     """Raises ValueError for a token id beyond the rows of the model's embedding."""
     num_rows, added = load_config(path).get_text_config().vocab_size, tokenizer.get_added_vocab()
     in_template = [added[token] for token in added if token in str(tokenizer.chat_template)]
-    places = {"--stop_tokens or eos_token": stop_ids, "the chat template": in_template}
+    places = {"eos_token": [tokenizer.eos_token_id or 0], "--stop_tokens": stop_ids, "the chat template": in_template}
     for source in sources:
         places |= {row.where: row.reference_ids for row in source.rows}  # with a hint, they are the ids and more
     for where, ids in places.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "m
 
 def check_path(path: str) -> None:
     """Raises ValueError for the folder of a run, and for files that git has not fetched; `load_config` for others."""
-    for file in Path(path).glob("*"):
+    for file in (*Path(path).glob("*"), *Path(path).glob("additional_chat_templates/*")):
         if file.suffix in READ and file.is_file() and file.open("rb").read(len(POINTER)) == POINTER:
             raise ValueError(f"--model {path!r}: git has not fetched its {file.name}; run `git lfs pull` there.")
     config = Path(path) / "config.json"
@@ -47,19 +48,20 @@ def checked_config(path: str) -> PretrainedConfig:
     check_path(path)
     try:
         config = load_config(path)
-    except StrictDataclassError as error:
+    except (StrictDataclassError, AttributeError, TypeError) as error:
         what = str(error).partition(". Errors")[0]
-        raise ValueError(f"--model {path}: its config.json has a setting of a wrong type: {what}.") from None
+        raise ValueError(f"--model {path}: its config.json has a setting that transformers refuses: {what}.") from None
+    find = partial(cached_file, path, _raise_exceptions_for_missing_entries=False)
+    if find("adapter_config.json"):
+        raise ValueError(f"--model {path} has an adapter beside its weights; merge it into them, or remove it.")
 
     def read(name: str) -> dict[str, object]:
-        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        file = find(name)
         try:
             return {} | json.loads(Path(file).read_text("utf-8")) if file else {}
         except (TypeError, ValueError):
             raise ValueError(f"--model {path}: its {name} is damaged; download or copy it again.") from None
 
-    if read("adapter_config.json"):
-        raise ValueError(f"--model {path} has an adapter beside its weights; merge it into them, or remove it.")
     stored = read("config.json")
     for settings, name in product((stored, stored.get("text_config") or {}, read("hf_quant_config.json")), QUANTIZED):
         if settings.get(name) is not None:

@@ -58,7 +58,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         if cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False):
             kind, options = PreTrainedTokenizerFast, {"added_tokens_decoder": {}, "split_special_tokens": False}
         tokenizer = kind.from_pretrained(path, **options)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001  what the library of tokenizers raises for a damaged file
         raise ValueError(f"--model {path!r} has no tokenizer that could be read: {error}") from None
     if len(tokenizer) <= len(tokenizer.added_tokens_decoder) + 1:  # what transformers makes without its files
         raise ValueError(

@@ -97,6 +97,17 @@ def test_a_folder_without_a_vocabulary_has_no_tokenizer(settings, tmp_path):
         load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.parametrize(("file", "content"), [
+    ("tokenizer.json", ""), ("tokenizer.json", "<html>"), ("tokenizer.json", '{"version": "1.0"}'),
+    ("tokenizer_config.json", "[]"), ("tokenizer_config.json", '{"eos_token": 1}'),
+])  # fmt: skip
+def test_damaged_files_of_a_tokenizer_are_told_in_a_sentence(file, content, tmp_path):
+    make_tokenizer(tmp_path)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ValueError, match=f"^--model '{tmp_path}' has no tokenizer that could be read: "):
+        load_tokenizer(str(tmp_path))
+
+
 def test_the_engine_has_no_tokenizer_of_its_own_and_ends_where_ours_does(policy):
     options = engine_options(str(policy), EngineSettings(max_model_len=64), False, 1)
     assert options["skip_tokenizer_init"] is True

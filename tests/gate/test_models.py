@@ -127,6 +127,7 @@ QUANTIZED = "is quantized ({}: {}), which is not implemented; give the model in 
     ("generation_config.json", POINTER, "git has not fetched its generation_config.json"),
     ("chat_template.jinja", POINTER, "git has not fetched its chat_template.jinja"),
     ("config.json", POINTER, "git has not fetched its config.json"),
+    ("additional_chat_templates/tools.jinja", POINTER, "git has not fetched its tools.jinja"),
     ("README.md", POINTER, None),
     ("original.pth", POINTER, None),
     ("config.json", {"quantization_config": FP8}, QUANTIZED.format("quantization_config", FP8)),
@@ -135,10 +136,11 @@ QUANTIZED = "is quantized ({}: {}), which is not implemented; give the model in 
     ("config.json", {"text_config": {"compression_config": FP8}}, "is quantized (compression_config: "),
     ("config.json", {"quantization": {"bits": 4}}, QUANTIZED.format("quantization", "{'bits': 4}")),
     ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "is quantized (quantization: "),
+    ("config.json", {"quantization_config": "int8"}, "its config.json has a setting that transformers refuses: "),
     ("adapter_config.json", {"peft_type": "LORA"}, "has an adapter beside its weights; merge it"),
-    ("config.json", {"eos_token_id": "<eos>"}, "its config.json has a setting of a wrong type: "),
-    ("config.json", {"eos_token_id": [1, None]}, "its config.json has a setting of a wrong type: "),
-    ("config.json", {"hidden_size": "64"}, "its config.json has a setting of a wrong type: "),
+    ("config.json", {"eos_token_id": "<eos>"}, "its config.json has a setting that transformers refuses: "),
+    ("config.json", {"eos_token_id": [1, None]}, "its config.json has a setting that transformers refuses: "),
+    ("config.json", {"hidden_size": "64"}, "its config.json has a setting that transformers refuses: "),
     ("config.json", {"eos_token_id": 64}, "eos_token_id 64 in its config.json; use ids from 0 to 63."),
     ("config.json", {"pad_token_id": 64}, "pad_token_id 64 in its config.json; use ids from 0 to 63."),
     ("config.json", {"eos_token_id": None, "pad_token_id": 63}, None),
@@ -156,6 +158,7 @@ def test_files_that_would_end_a_run_later_are_refused(file, content, said, polic
     if isinstance(content, dict):
         before = json.loads((model / file).read_text()) if (model / file).exists() else {}
         content = json.dumps(before | content)
+    (model / file).parent.mkdir(exist_ok=True)
     (model / file).write_text(content)
     limits = {"max_prompt_tokens": 8, "max_completion_tokens": 12}
     args, beside = flags(model=model, **limits), flags(model=policy, reference=model, kl_coef=0.1, **limits)

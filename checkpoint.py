@@ -19,33 +19,38 @@ import copy
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed.checkpoint as dcp
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import GenerationConfig, PretrainedConfig
 
 from flags import Saving
 from fsdp_utils import World, broadcast_from_main, gather_from_ranks
-from policy import Policy
+from policy import Policy, empty_policy
 from runtime.files import STATE, DiskError, best_effort, cause, checkpoints, find_damage, free_space, write_sizes
 from runtime.history import read_metrics
 from runtime.progress import progress
 from runtime.rank import RunError
 
-# The other files of a model, in its folder.
-Companions = list[PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig]
+Companions = dict[str, bytes]  # name -> content of the files beside the weights of a model
 Weights = dict[str, Tensor]  # by name, in the engine's dtype
 State = dict[str, object]  # of the loop, by name: progress.json
 
 MOST_REFUSED = 3  # checkpoints in a row that the disk may refuse: what is trained without one is lost
 REFUSED = (OSError, SafetensorError, CheckpointException)  # what a full disk ends in; the last is of `dcp`
+COPIED = (  # files of a tokenizer, and of a processor
+    "*token*.json", "*processor*.json", "tekken.json", "vocab*", "merges.txt", "*.model", "*.tiktoken",
+    "chat_template*", "additional_chat_templates/*",
+)  # fmt: skip
 
 
 # Which checkpoint ----------------------------------------------------------------------------------------------------
@@ -99,7 +104,7 @@ class Writer:
     ) -> None:
         self.out_dir, self.saving, self.world, self.say = out_dir, saving, world, say
         self.num_refused = 0  # checkpoints in a row
-        self.companions = files_of(companions) if world.is_main else {}
+        self.companions = companions
 
     def is_due(self, step: int, is_last: bool) -> bool:
         """Whether to save after this step: at its period, and after the last one."""
@@ -202,20 +207,53 @@ def gather_weights(policy: Policy, world: World) -> Weights:
     return weights
 
 
-def files_of(companions: Companions) -> dict[str, bytes]:
-    """Name -> content of the files of these companions.
+def files_of(path: str, dtype: torch.dtype, stop_ids: Sequence[int] = ()) -> Companions:
+    """All that the export of a policy of --model writes, but its weights; those of the tokenizer are copied.
 
-    Made once: the library of the tokenizers reports a full disk as a plain `Exception`, which nobody should catch.
+    Made once, at the start: what cannot be saved ends the run there. Raises ValueError.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        for each in companions:
-            each.save_pretrained(folder)
-        paths = [file for file in Path(folder).rglob("*") if file.is_file()]
-        return {str(file.relative_to(folder)): file.read_bytes() for file in paths}
+    model = empty_policy(path, dtype, dtype).model
+    with tempfile.TemporaryDirectory() as made:
+        try:
+            model.save_pretrained(made, state_dict={})
+            load_generation_config(path, model.config, stop_ids).save_pretrained(made)
+        except (ValueError, StrictDataclassError) as error:
+            what = f"its config.json or generation_config.json could not be saved with a checkpoint: {error}"
+            raise ValueError(f"--model {path}: {what}") from None
+        files = {file.name: file.read_bytes() for file in Path(made).iterdir()}
+    files["config.json"] = json.dumps(with_old_names(json.loads(files["config.json"])), indent=2).encode()
+    folder = path if Path(path).is_dir() else snapshot_download(path, allow_patterns=COPIED)
+    for file in (each for pattern in COPIED for each in Path(folder).glob(pattern)):
+        files[str(file.relative_to(folder))] = file.read_bytes()
+    return files
 
 
-def load_generation_config(path: str, config: PretrainedConfig, stop_ids: list[int]) -> GenerationConfig:
-    """The generation_config.json of a folder or hub id, with more ids at which a completion ends."""
+def with_old_names(config: dict[str, object]) -> dict[str, object]:
+    """The config that has the angles of positions under the names that transformers 4 reads, too."""
+    named = {name: with_old_names(value) if name == "text_config" else value for name, value in config.items()}
+    by_kind = config.get("rope_parameters") or {}
+    angles = dict(by_kind.get("full_attention") or by_kind)  # some have others in each kind of layer
+    kind = angles.pop("rope_type", None)
+    if kind is None:
+        return named
+    for name, in_neox in (("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct")):
+        if name in angles:
+            named[in_neox if config["model_type"] == "gpt_neox" else name] = angles.pop(name)
+    if windows := by_kind.get("sliding_attention"):
+        named["rope_local_base_freq"] = windows["rope_theta"]
+    if kind != "default" or angles:
+        named["rope_scaling"] = angles | {"type": kind, "rope_type": kind}
+    if "original_max_position_embeddings" in config:  # Phi 3, which has three fields alone
+        for name in {"original_max_position_embeddings", "rope_type"} & named.get("rope_scaling", {}).keys():
+            del named["rope_scaling"][name]
+    return named
+
+
+def load_generation_config(path: str, config: PretrainedConfig, stop_ids: Sequence[int]) -> GenerationConfig:
+    """The generation_config.json of a folder or hub id, with more ids at which a completion ends.
+
+    What is invalid, and could not be saved again, is left out, and said.
+    """
     derived = GenerationConfig.from_model_config(config)
     try:
         stored = GenerationConfig.from_pretrained(path)
@@ -225,13 +263,17 @@ def load_generation_config(path: str, config: PretrainedConfig, stop_ids: list[i
     if not isinstance(ends, list):
         ends = [] if ends is None else [ends]
     ends = list(dict.fromkeys([*ends, *stop_ids]))  # each once, in this order
-    kept = GenerationConfig()
+    kept, invalid = GenerationConfig(), []
     for name, value in stored.to_diff_dict().items():
         wider = copy.deepcopy(kept)
         setattr(wider, name, value)
-        with suppress(ValueError):  # what is invalid could not be saved again
+        try:
             wider.validate(strict=True)
             kept = wider
+        except ValueError:
+            invalid.append(f"{name} = {value!r}")
+    if invalid:
+        print(f"warning: generation_config of --model: left out as invalid: {', '.join(invalid)}", flush=True)
     kept.eos_token_id = ends[0] if len(ends) == 1 else ends or None
     return kept
 
@@ -239,9 +281,6 @@ def load_generation_config(path: str, config: PretrainedConfig, stop_ids: list[i
 def export(policy: Policy, weights: Weights, companions: dict[str, bytes], folder: Path) -> None:
     """Writes the policy with these weights in Hugging Face format. `companions`: of `files_of`."""
     policy.model.save_pretrained(folder, state_dict=weights)
-    config = copy.deepcopy(policy.model.config)
-    config.dtype = policy.dtype  # save_pretrained wrote the masters' float32
-    config.save_pretrained(folder)
     for name, content in companions.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)

@@ -24,7 +24,7 @@ from flags import FLAGS as TRAINING_FLAGS
 from flags import GROUPS, INF, EngineSettings, default_dtype, flag
 from fsdp_utils import gather_from_ranks, init_world
 from gate.checks import check_ranges, check_turns
-from gate.describe import describe_set, describe_tags
+from gate.describe import describe_set, describe_tags, prompt_text
 from gate.inputs import SET_FLAGS, Inputs
 from runtime.files import must_write, write
 from runtime.history import read_config
@@ -137,7 +137,7 @@ def main() -> None:
             folder.mkdir(parents=True, exist_ok=True)
             described = [line for data in inputs.eval_sets for line in describe_set(data, "results.json")]
             print(*described, *describe_tags(inputs.tokenizer), sep="\n")
-            print(f"first prompt: {inputs.eval_sets[0].rows[0].text!r}", flush=True)
+            print(f"first prompt: {prompt_text(inputs.eval_sets[0].rows[0], inputs.tokenizer)!r}", flush=True)
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
 

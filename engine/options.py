@@ -24,11 +24,6 @@ class EngineDemand(NamedTuple):
 ANY_TEXT = EngineDemand()
 
 
-def largest_share(calls: list[tuple[int, int]], num_engines: int) -> int:
-    """The most completions that one engine makes in a call, from the (prompts, samples of each) of every call."""
-    return max(-(-prompts // num_engines) * num_samples for prompts, num_samples in calls)
-
-
 def engine_options(
     model_path: str, settings: EngineSettings, is_cuda: bool, tp_size: int, demand: EngineDemand = ANY_TEXT
 ) -> dict[str, object]:
@@ -36,6 +31,8 @@ def engine_options(
     config = load_config(model_path)
     options = {
         "model": model_path,
+        # It gets and gives ids, and its own tokenizer could be another than `load_tokenizer`'s. Images need one.
+        "skip_tokenizer_init": getattr(config, "vision_config", None) is None,
         "load_format": settings.load_format,
         "dtype": settings.dtype,
         "tensor_parallel_size": tp_size,
@@ -76,12 +73,13 @@ def engine_options(
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, stop_tokens: Sequence[str]) -> list[int]:
-    """The ids of --stop_tokens. Raises ValueError for a text that is not one token."""
+    """The ids of --stop_tokens, and of the tokenizer's end. Raises ValueError for a text that is not one token."""
     vocabulary = tokenizer.get_vocab() if stop_tokens else {}
     if unknown := [token for token in stop_tokens if token not in vocabulary]:
         known = ", ".join(tokenizer.all_special_tokens)
         raise ValueError(f"--stop_tokens {unknown[0]!r}: no token of the tokenizer, whose special ones are {known}.")
-    return [vocabulary[token] for token in stop_tokens]
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return [vocabulary[token] for token in stop_tokens] + end
 
 
 def check_head(dtypes: list[str], settings: EngineSettings) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from algorithm import functions_of
+from batch import Row
 from command_line import first_sentence
 from data import PromptData, template_variables
 from flags import FLAGS, PromptFormat
@@ -93,7 +94,12 @@ def describe_data(sets: list[PromptData], tokenizer: PreTrainedTokenizerBase, fi
         count = sum((row.ids.tobytes(), row.encoded_images) in trained for row in data.rows)
         if count:
             lines.append(f"warning: {count} of {len(data.rows)} prompts of {data.name} are training prompts")
-    return [*lines, *describe_tags(tokenizer), f"first prompt: {sets[0].rows[0].text!r}"]
+    return [*lines, *describe_tags(tokenizer), f"first prompt: {prompt_text(sets[0].rows[0], tokenizer)!r}"]
+
+
+def prompt_text(row: Row, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The prompt as its tokens say; each image is one."""
+    return tokenizer.decode((row.images.template_ids if row.images else row.ids).tolist())
 
 
 def describe_set(data: PromptData, all_in: str = "") -> list[str]:

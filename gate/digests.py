@@ -10,9 +10,9 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
-from transformers import GenerationConfig
 from transformers.utils import cached_file
 
+from checkpoint import Companions
 from data import PromptData
 from fsdp_utils import is_main_process
 from gate.inputs import Inputs, read_system_prompt
@@ -64,9 +64,10 @@ def samples_of(file: Path) -> Iterator[bytes]:
             yield opened.read(2**16)
 
 
-def digest_of_config(path: str, generation: GenerationConfig) -> str:
+def digest_of_config(path: str, companions: Companions) -> str:
     """The digest of config.json and of the tokens at which completions end."""
-    return digest([Path(cached_file(path, "config.json")).read_bytes(), str(generation.eos_token_id).encode()])
+    ends = json.loads(companions["generation_config.json"]).get("eos_token_id")
+    return digest([Path(cached_file(path, "config.json")).read_bytes(), str(ends).encode()])
 
 
 def digest_of_data(data: PromptData) -> str:
@@ -101,8 +102,7 @@ def digests_of_inputs(args: Namespace, inputs: Inputs) -> dict[str, str]:
     system_prompt = read_system_prompt(args.system_prompt)
     if system_prompt != args.system_prompt:  # the content of a file
         digests["--system_prompt"] = digest([system_prompt.encode()])
-    *_, generation = inputs.companions
     for flag, path in {"--model": args.model, "--reference": args.reference}.items():
         if path and is_main_process():
-            digests |= {flag: digest_of_weights(path), f"config of {flag}": digest_of_config(path, generation)}
+            digests |= {flag: digest_of_weights(path), f"config of {flag}": digest_of_config(path, inputs.companions)}
     return digests

@@ -18,18 +18,18 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from checkpoint import load_generation_config
+from checkpoint import Companions, files_of
 from data import ImageReader, PromptData, Tokenizer, UnusableRow, render, template_variables
-from engine.options import EngineDemand, largest_share, stop_ids
+from engine.options import EngineDemand, stop_ids
 from flags import FLAGS, Grading, PromptFormat, Sampling, TurnLimits
 from fsdp_utils import World, is_main_process
 from gate.checks import LOOPBACK, ranks_per_engine
 from gate.describe import describe_template
 from gate.keys import check_groups, check_keys, without_markers
 from gate.machine import check_launch
-from gate.models import check_model, check_trained, length_limits
+from gate.models import check_model, check_trained, checked_config, length_limits
 from model.weights import load_config, load_tokenizer
 from reward import Grader, workers_per_engine
 from runtime.files import run_and_step
@@ -53,7 +53,7 @@ class Inputs:
     """What the flags name, read and checked: tokenizer, data, reward, and how held-out sets are sampled."""
 
     tokenizer: PreTrainedTokenizerBase
-    stop_ids: list[int]  # of --stop_tokens
+    stop_ids: list[int]  # of --stop_tokens, and of the tokenizer's end
     vision: ImageReader | None  # what reads images; None if the model sees none
     train_data: list[PromptData]  # one for each source; empty: nothing is trained
     eval_sets: list[PromptData]
@@ -61,7 +61,7 @@ class Inputs:
     grader: Grader
     turns: Turns | None  # who plays episodes; None: each completion has one turn
     hints: Hints | None  # what makes hints of a step's completions; None: they are in a column, or there are none
-    companions: list[PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig]  # files beside the exported policy
+    companions: Companions  # files beside the exported weights; on the main process of a run that trains
 
     @staticmethod
     def load(args: Namespace) -> Inputs:
@@ -70,7 +70,7 @@ class Inputs:
         Raises ValueError, OSError or RuntimeError, with a sentence, for all that is wrong with them or the machine.
         """
         check_places(args)
-        config = load_config(args.model)
+        config = checked_config(args.model)
         check_trained(args, config)
         if args.reference:
             check_reference(args)
@@ -96,8 +96,10 @@ class Inputs:
         grader, turns = start_grader(args, prompt_format, tokenizer)
         check_groups(grader, "--group_size", args.group_size)
         check_groups(grader, eval_flag(args, "samples"), *(sampling.num_samples for sampling in samplings))
+        companions = {}
         if is_main_process():
             print(*describe_template(prompt_format, tokenizer), sep="\n", flush=True)
+            companions = files_of(args.model, getattr(torch, args.dtype), ends) if train_data else {}
         return Inputs(
             tokenizer=tokenizer,
             stop_ids=ends,
@@ -108,7 +110,7 @@ class Inputs:
             grader=grader,
             turns=turns,
             hints=hints,
-            companions=[vision.processor if vision else tokenizer, load_generation_config(args.model, config, ends)],
+            companions=companions,
         )
 
     def with_usable_keys(self, world: World) -> Inputs:
@@ -132,6 +134,11 @@ class Inputs:
         self.grader.close()
         if self.turns:
             self.turns.close()
+
+
+def largest_share(calls: list[tuple[int, int]], num_engines: int) -> int:
+    """The most completions that one engine makes in a call, from the (prompts, samples of each) of every call."""
+    return max(-(-prompts // num_engines) * num_samples for prompts, num_samples in calls)
 
 
 def samplings_of(args: Namespace) -> list[Sampling]:
@@ -192,7 +199,7 @@ def check_reference(args: Namespace) -> None:
     """Raises ValueError for a --reference that cannot score what the policy samples."""
     path = args.reference
     try:
-        theirs = load_config(path)
+        theirs = checked_config(path)
         check_model(path, theirs, length_limits(args), tensor_parallel_size=1)
         other = load_tokenizer(path)
     except (ValueError, OSError) as error:  # these know the policy alone
@@ -232,7 +239,7 @@ def check_tokens(path: str, tokenizer: PreTrainedTokenizerBase, stop_ids: list[i
     """Raises ValueError for a token id beyond the rows of the model's embedding."""
     num_rows, added = load_config(path).get_text_config().vocab_size, tokenizer.get_added_vocab()
     in_template = [added[token] for token in added if token in str(tokenizer.chat_template)]
-    places = {"--stop_tokens": stop_ids, "the chat template": in_template}
+    places = {"eos_token": [tokenizer.eos_token_id or 0], "--stop_tokens": stop_ids, "the chat template": in_template}
     for source in sources:
         places |= {row.where: row.reference_ids for row in source.rows}  # with a hint, they are the ids and more
     for where, ids in places.items():

@@ -21,11 +21,7 @@ LONGEST_FOLDER = 70  # a socket's path has 107 bytes, vLLM's 37 of them behind t
 
 def check_launch(tp_size: int, dtype: str, server_gpus: int = 0) -> None:
     """Raises ValueError if GPUs stay idle, are too few or cannot be used. `server_gpus`: how many servers take."""
-    if len(tempfile.gettempdir()) > LONGEST_FOLDER:
-        raise ValueError(
-            f"TMPDIR {tempfile.gettempdir()} is too long for the sockets in it; "
-            f"give a folder of at most {LONGEST_FOLDER} characters, for example TMPDIR=/tmp."
-        )
+    check_temporary_folder()
     world_size, local_size = launched_world_size(), local_world_size()
     num_gpus = usable_gpus()
     if num_gpus > local_size + server_gpus:
@@ -43,6 +39,15 @@ def check_launch(tp_size: int, dtype: str, server_gpus: int = 0) -> None:
     if num_gpus and dtype == "float32":
         raise ValueError("--dtype float32: packed attention on CUDA computes in bfloat16; give --dtype bfloat16.")
     check_divides("--tensor_parallel_size", tp_size, "the world size", world_size)
+
+
+def check_temporary_folder() -> None:
+    """Raises ValueError if the names of sockets in it would be too long: no worker could start."""
+    if len(tempfile.gettempdir()) > LONGEST_FOLDER:
+        raise ValueError(
+            f"TMPDIR {tempfile.gettempdir()} is too long for the sockets in it; "
+            f"give a folder of at most {LONGEST_FOLDER} characters, for example TMPDIR=/tmp."
+        )
 
 
 def usable_gpus() -> int:

@@ -6,8 +6,11 @@ There is no list of families that trainer and engine compute alike: the gap of t
 
 from __future__ import annotations
 
+import json
 import math
 from argparse import Namespace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,16 +20,67 @@ from runtime.parts import part
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+READ = (".json", ".jinja", ".model", ".txt")  # files that are read before weights
+POINTER = b"version https://git-lfs"  # how a file begins that git has left on its server
+QUANTIZED = ("quantization_config", "compression_config", "quantization")  # settings of config.json
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # in configs
 
 
 def check_path(path: str) -> None:
-    """Raises ValueError for the folder of a run; `load_config` refuses what else is no model."""
+    """Raises ValueError for the folder of a run, and for files that git has not fetched; `load_config` for others."""
+    for file in (*Path(path).glob("*"), *Path(path).glob("additional_chat_templates/*")):
+        if file.suffix in READ and file.is_file() and file.open("rb").read(len(POINTER)) == POINTER:
+            raise ValueError(f"--model {path!r}: git has not fetched its {file.name}; run `git lfs pull` there.")
     config = Path(path) / "config.json"
     if config.exists() and '"out_dir":' in config.read_text("utf-8", errors="replace"):
         raise ValueError(
             f"--model {path!r} is the folder of a run, not of a model; give its final, or one of its step_N."
         )
+
+
+def checked_config(path: str) -> PretrainedConfig:
+    """The config of a folder or hub id. Raises ValueError for files that are damaged, quantized, or of an adapter."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers.utils import cached_file
+
+    from model.weights import load_config
+
+    check_path(path)
+    try:
+        config = load_config(path)
+    except (StrictDataclassError, AttributeError, TypeError) as error:
+        what = str(error).partition(". Errors")[0]
+        raise ValueError(f"--model {path}: its config.json has a setting that transformers refuses: {what}.") from None
+    find = partial(cached_file, path, _raise_exceptions_for_missing_entries=False)
+    if find("adapter_config.json"):
+        raise ValueError(f"--model {path} has an adapter beside its weights; merge it into them, or remove it.")
+
+    def read(name: str) -> dict[str, object]:
+        file = find(name)
+        try:
+            return {} | json.loads(Path(file).read_text("utf-8")) if file else {}
+        except (TypeError, ValueError):
+            raise ValueError(f"--model {path}: its {name} is damaged; download or copy it again.") from None
+
+    stored = read("config.json")
+    for settings, name in product((stored, stored.get("text_config") or {}, read("hf_quant_config.json")), QUANTIZED):
+        if settings.get(name) is not None:
+            raise ValueError(
+                f"--model {path} is quantized ({name}: {str(settings[name])[:60]}), which is not implemented; give the "
+                "model in bfloat16. If its weights are that, take the setting out."
+            )
+    ends = {"eos_token_id": read("generation_config.json").get("eos_token_id")}
+    check_ids(path, "generation_config.json", ends, config.get_text_config().vocab_size)
+    return config
+
+
+def check_ids(path: str, file: str, settings: dict[str, object], num_rows: int) -> None:
+    """Raises ValueError if an end or padding token of these settings is none of the model's."""
+    for name in ("eos_token_id", "pad_token_id"):
+        value = settings.get(name)
+        for i in value if isinstance(value, list) else [] if value is None else [value]:
+            if type(i) is not int or not 0 <= i < num_rows:
+                raise ValueError(f"--model {path}: {name} {value!r} in its {file}; use ids from 0 to {num_rows - 1}.")
 
 
 def check_model(
@@ -36,7 +90,6 @@ def check_model(
 
     `limits`: most tokens of a prompt, and of a completion in training or evaluation.
     """
-    check_path(path)
     text = config.get_text_config()
     kind = text.model_type
     is_mixture = any((getattr(text, name, None) or 1) > 1 for name in NUMBERS_OF_EXPERTS)
@@ -46,6 +99,7 @@ def check_model(
         raise ValueError(f"--router_replay: --model {path} ({kind}) has no experts to choose from; leave it out.")
     if getattr(text, "num_attention_heads", None) is None:
         raise ValueError(f"--model {path} ({kind}) has no attention; use a family that docs/data.md lists.")
+    check_ids(path, "config.json", vars(text), text.vocab_size)
     check_context(path, text, limits)
     check_parallel(text, tensor_parallel_size)
     check_layers(path, config)
@@ -90,6 +144,11 @@ def check_layers(path: str, config: PretrainedConfig) -> None:
         raise ValueError(
             f"--model {path} ({config.model_type}) has layers or attention outside the interface of transformers; "
             "use a family that docs/data.md lists, Qwen3, Llama or OLMo 3 for example."
+        )
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise ValueError(
+            f"--model {path} ({config.model_type}) has a head with a bias, which is not implemented; use a family that "
+            "docs/data.md lists."
         )
 
 

@@ -18,8 +18,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.models.auto import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers.utils import cached_file
 
 from fsdp_utils import fill_from_main, gather_from_ranks, is_main_process
 from model.sizes import TEXT_ALONE
@@ -47,12 +48,19 @@ def load_config(path: str) -> PretrainedConfig:
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or hub id. Raises ValueError if there is none."""
+    """The tokenizer of a folder or hub id. Raises ValueError if there is none.
+
+    Where tokenizer.json exists, it decides: of the class that tokenizer_config.json names, or of the model's type,
+    transformers would take parts of its own instead, which split texts otherwise, or lose their spaces.
+    """
+    kind, options = AutoTokenizer, {"trust_remote_code": False}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+        if cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False):
+            kind, options = PreTrainedTokenizerFast, {"added_tokens_decoder": {}, "split_special_tokens": False}
+        tokenizer = kind.from_pretrained(path, **options)
+    except Exception as error:  # noqa: BLE001  what the library of tokenizers raises for a damaged file
         raise ValueError(f"--model {path!r} has no tokenizer that could be read: {error}") from None
-    if len(tokenizer.added_tokens_decoder) == len(tokenizer):  # what transformers makes of a folder without its files
+    if len(tokenizer) <= len(tokenizer.added_tokens_decoder) + 1:  # what transformers makes without its files
         raise ValueError(
             f"--model {path!r} has no tokenizer; copy that of the base model into it "
             "(tokenizer.json, tokenizer_config.json, chat_template.jinja)."

@@ -17,8 +17,7 @@ from transformers import AutoConfig, PretrainedConfig
 from flags import EngineSettings, Lora, Memory, Saving, Servers
 from gate.checks import check_flags, launched_world_size
 from gate.choices import check_choices
-from gate.models import check_trained, length_limits
-from model.weights import load_config
+from gate.models import check_trained, checked_config, length_limits
 from plan.setup import GIB, Hardware, RunShape, Setup, shape_of
 from plan.table import report_of, text_of
 from runtime.cards import gpu_figures
@@ -46,13 +45,15 @@ def dry_run(args: argparse.Namespace) -> int:
 
 def config_of(model: str) -> PretrainedConfig:
     """The config in a folder, in `models.json`, or else on the hub. Raises ValueError."""
+    if Path(model).exists():
+        return checked_config(model)
     table = json.loads(TABLE.read_text("utf-8"))
-    if model in table and not Path(model).exists():
+    if model in table:
         own = table[model]
         same = table.get(own.pop("as", None), {})
         return AutoConfig.for_model(**same | own)
     try:
-        return load_config(model)
+        return checked_config(model)
     except (ValueError, OSError) as error:
         near = ", ".join(difflib.get_close_matches(model, table, n=5, cutoff=0))
         raise ValueError(f"{str(error).splitlines()[0]} Known without network are, for example, {near}.") from None

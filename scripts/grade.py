@@ -20,6 +20,7 @@ from flags import GROUPS, INF, Grading, flag
 from gate.checks import check_ranges
 from gate.keys import bad_keys as find_bad_keys
 from gate.keys import check_groups
+from gate.machine import check_temporary_folder
 from grading import Case, Grade, key_text
 from grading.own import EXTRAS
 from reward import Grader, workers_per_engine
@@ -103,6 +104,7 @@ def main() -> None:
     args = parser_of(FLAGS, __doc__.replace("`EXTRAS`", ", ".join(EXTRAS))).parse_args()
     try:
         check_ranges(args, FLAGS)
+        check_temporary_folder()
         rows, cases = read_cases(args.input, args.max_completion_tokens)
         check_output(Path(args.output), Path(args.input))
         grading = Grading.from_flags(args)

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -23,8 +24,10 @@ from extras.turns.turns import Turns
 from flags import FLAGS as TRAINING_FLAGS
 from flags import GROUPS, INF, Grading, PromptFormat, TurnLimits, flag
 from gate.checks import check_ranges, check_turns
-from gate.describe import describe_set, describe_template
+from gate.describe import describe_set, describe_template, prompt_text
 from gate.inputs import check_template, load_reader, read_system_prompt
+from gate.machine import check_temporary_folder
+from gate.models import check_path
 from grading.pool import Failure
 
 # fmt: off
@@ -63,17 +66,19 @@ def main() -> None:
     args = parser_of(FLAGS, __doc__).parse_args()
     try:
         config = AutoConfig.from_pretrained(args.model, trust_remote_code=False)
-    except (OSError, ValueError):
+    except (OSError, ValueError, StrictDataclassError):
         config = None  # a folder with a tokenizer alone is enough to look at texts
     try:
         check_ranges(args, FLAGS)
         check_turns(args)
+        check_path(args.model)
         prompt_format = PromptFormat.from_flags(args, system_prompt=read_system_prompt(args.system_prompt))
         tokenizer, vision = load_reader(args.model, config, prompt_format)
         check_template(prompt_format, tokenizer)
         parts = [PromptData.load(source, prompt_format, tokenizer, args.seed, vision) for source in args.data]
         turns = None
         if args.environment or args.tools:
+            check_temporary_folder()
             grading = Grading(reward_timeout=args.reward_timeout)
             turns = Turns(TurnLimits.from_flags(args), grading, prompt_format, tokenizer, 1)
     except (ValueError, OSError) as error:
@@ -85,7 +90,7 @@ def main() -> None:
         for row in data.rows[: args.show]:
             sizes = ", ".join(str(len(image)) for image in row.encoded_images)
             images = f"\n  {len(row.encoded_images)} images of {sizes} bytes" if sizes else ""
-            print(f"\n--- {row.where}{images}\n{row.text}\n--- answer: {row.answer}\n")
+            print(f"\n--- {row.where}{images}\n{prompt_text(row, tokenizer)}\n--- answer: {row.answer}\n")
     if turns is not None:
         play(turns, parts[0])
 

@@ -10,13 +10,15 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import checkpoint
+from command_line import parse_flags
 from engine.options import stop_ids
 from flags import Saving
+from gate.inputs import Inputs
 from helpers.made_up import ALONE, load_policy, make_rollout, unpacked_logprobs, write_lines
-from helpers.runs import largest_file
+from helpers.runs import largest_file, training_flags
 from model.weights import load_config, load_tokenizer
 from packing import pack
 from runtime.files import DiskError, checkpoints, write_sizes
@@ -43,11 +45,11 @@ def pair(policy):  # which no test changes
 
 
 @pytest.fixture(scope="module")
-def tokenizer(policy):  # all tiny policies have it
-    return AutoTokenizer.from_pretrained(policy)
+def companions(policy):
+    return checkpoint.files_of(str(policy), torch.bfloat16)
 
 
-def writer(out_dir, *companions: object, say=print, **saving: object) -> checkpoint.Writer:
+def writer(out_dir, companions: dict[str, bytes], say=print, **saving: object) -> checkpoint.Writer:
     out_dir.mkdir(exist_ok=True)
     return checkpoint.Writer(out_dir, companions, Saving(**{"keep_checkpoints": 0} | saving), ALONE, say)
 
@@ -62,12 +64,15 @@ def latest(out_dir, say=print):
 
 
 @pytest.mark.parametrize("name", ["policy", "qwen3_policy", "untied_qwen3_policy"])
-def test_the_exported_policy_is_the_trained_one(name, request, tokenizer, tmp_path):
-    model, optimizer = trained(request.getfixturevalue(name))
-    writer(tmp_path, tokenizer).save(1, model, optimizer, {})
+def test_the_exported_policy_is_the_trained_one(name, request, tmp_path):
+    """In the dtype of the engine."""
+    path = request.getfixturevalue(name)
+    model, optimizer = trained(path)
+    writer(tmp_path, checkpoint.files_of(str(path), torch.bfloat16)).save(1, model, optimizer, {})
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "step_1")
     assert exported.dtype == torch.bfloat16
-    assert AutoTokenizer.from_pretrained(tmp_path / "step_1").get_vocab() == tokenizer.get_vocab()
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / "step_1" / file).read_bytes() == (path / file).read_bytes()
     for (name, found), expected in zip(exported.named_parameters(), model.model.parameters(), strict=True):
         assert found.equal(expected.to(torch.bfloat16)), name
     assert not (tmp_path / "step_1" / "adapter").exists(), "without LoRA there is none"
@@ -78,26 +83,89 @@ def test_the_exported_policy_is_the_trained_one(name, request, tokenizer, tmp_pa
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
-def test_the_exported_policy_ends_where_it_was_sampled_to_end(pair, tokenizer, tmp_path):
-    config = pair[0].model.config
+def test_the_exported_policy_ends_where_it_was_sampled_to_end(policy, tmp_path, capsys):
+    """What is invalid in a generation_config.json is left out, and said."""
+    config = load_config(str(policy))
     GenerationConfig(eos_token_id=[3, 5], temperature=0.6, do_sample=True).save_pretrained(tmp_path / "base")
     settings = {"eos_token_id": 2, "temperature": 0.6, "repetition_penalty": 1.1}  # no temperature without do_sample
     write_lines(tmp_path / "invalid" / "generation_config.json", [settings])
-    (stop,) = stop_ids(tokenizer, ["7"])
-    for step, (name, ids, expected) in enumerate((
-        ("base", [], [3, 5]), ("base", [5, stop], [3, 5, stop]), ("absent", [stop], [config.eos_token_id, stop]),
+    stop, end = stop_ids(load_tokenizer(str(policy)), ["7"])
+    for name, ids, expected in (
+        ("base", [], [3, 5]), ("base", [5, stop], [3, 5, stop]), ("absent", [stop, end], [config.eos_token_id, stop]),
         ("invalid", [5, stop], [2, 5, stop]),
-    ), start=1):  # fmt: skip
+    ):  # fmt: skip
         generation = checkpoint.load_generation_config(str(tmp_path / name), config, ids)
-        writer(tmp_path, tokenizer, generation).save(step, *pair, {})
-        found = json.loads((tmp_path / f"step_{step}" / "generation_config.json").read_text())
+        said = "warning: generation_config of --model: left out as invalid: temperature = 0.6\n"
+        assert capsys.readouterr().out == (said if name == "invalid" else "")
+        generation.save_pretrained(tmp_path / "saved")
+        found = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
         assert found["eos_token_id"] == expected and ("temperature" in found) == (name == "base")
         assert found.get("repetition_penalty") == (1.1 if name == "invalid" else None)
+    files = checkpoint.files_of(str(policy), torch.bfloat16, [stop, end])
+    assert json.loads(files["generation_config.json"])["eos_token_id"] == [end, stop]
 
 
-def test_a_policy_of_which_nothing_is_finite_is_not_saved(tokenizer, tmp_path):
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LONG = {"short_factor": [1.0] * 12, "long_factor": [2.0] * 12}
+KINDS = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
+OLD_NAMES = {
+    "rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq", "rotary_emb_base", "rotary_pct",
+}  # fmt: skip
+
+
+def angles(kind: str, theta: float = 5e5, **others: object) -> dict[str, object]:
+    return {"rope_type": kind, "rope_theta": theta} | others
+
+
+@pytest.mark.parametrize(("model_type", "given", "old"), [  # old: what transformers 4 reads
+    ("qwen2", {"rope_parameters": angles("default")}, {"rope_theta": 5e5}),
+    ("llama", {"rope_parameters": angles("llama3", **LLAMA3)},
+     {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "type": "llama3"} | LLAMA3}),
+    ("qwen3", {"rope_theta": 1e6, "rope_scaling": {"type": "yarn"} | YARN},  # as in older files
+     {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "type": "yarn"} | YARN}),
+    ("glm4", {"rope_theta": 2e4, "partial_rotary_factor": 0.25}, {"rope_theta": 2e4, "partial_rotary_factor": 0.25}),
+    ("gpt_neox", {"rotary_emb_base": 2e4, "rotary_pct": 0.5}, {"rotary_emb_base": 2e4, "rotary_pct": 0.5}),
+    # It wants exactly these three.
+    ("phi3", {"hidden_size": 96, "num_attention_heads": 4, "rope_scaling": {"type": "longrope"} | LONG},
+     {"rope_theta": 1e4, "partial_rotary_factor": 1.0, "rope_scaling": {"type": "longrope"} | LONG}),
+    ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 2e4} | KINDS,
+     {"rope_theta": 1e6, "rope_local_base_freq": 2e4,
+      "rope_scaling": {"rope_type": "linear", "type": "linear", "factor": 8.0}}),
+    ("olmo3", {"rope_parameters": {"full_attention": angles("yarn", **YARN), "sliding_attention": angles("default")},
+               **KINDS},
+     {"rope_theta": 5e5, "rope_local_base_freq": 5e5, "rope_scaling": {"rope_type": "yarn", "type": "yarn"} | YARN}),
+    ("gpt2", {}, {}),
+])  # fmt: skip
+def test_an_exported_config_has_its_angles_under_old_and_new_names(model_type, given, old, tmp_path):
+    """And the present release reads both together as the new ones alone."""
+    config = AutoConfig.for_model(model_type, **given)
+    config.save_pretrained(tmp_path)
+    named = checkpoint.with_old_names(json.loads((tmp_path / "config.json").read_text()))
+    assert {name: value for name, value in named.items() if name in OLD_NAMES} == old
+    (tmp_path / "config.json").write_text(json.dumps(named))
+    again = AutoConfig.from_pretrained(tmp_path)
+    if hasattr(config, "rope_parameters"):
+        assert without_type(again.rope_parameters) == without_type(config.rope_parameters)
+
+
+def without_type(angles: dict[str, object]) -> dict[str, object]:
+    """Without the oldest name of `rope_type`."""
+    kept = {name: value for name, value in angles.items() if name != "type"}
+    return {name: without_type(value) if isinstance(value, dict) else value for name, value in kept.items()}
+
+
+@pytest.mark.parametrize("settings", [{"output_attentions": True}, {"pad_token_id": -1}])
+def test_a_config_that_cannot_be_saved_ends_the_run_at_its_start(settings, policy, tmp_path):
+    model = shutil.copytree(policy, tmp_path / "model")
+    write_lines(model / "config.json", [json.loads((model / "config.json").read_text()) | settings])
+    with pytest.raises(ValueError, match=f"--model {model}: .* config.json"):
+        Inputs.load(parse_flags(training_flags(model, tmp_path / "run")))
+
+
+def test_a_policy_of_which_nothing_is_finite_is_not_saved(companions, tmp_path):
     said = []
-    saving = writer(tmp_path / "run", tokenizer, say=said.append)
+    saving = writer(tmp_path / "run", companions, say=said.append)
     saving.save(3, None, None, {"is_broken": True})
     assert re.fullmatch("warning: step 3 is not saved, .* the start is the last checkpoint[.]", said[0])
     with pytest.raises(RunError, match="none of its updates was finite.*--learning_rate"):
@@ -105,10 +173,10 @@ def test_a_policy_of_which_nothing_is_finite_is_not_saved(tokenizer, tmp_path):
     assert not list((tmp_path / "run").iterdir())
 
 
-def test_only_the_newest_and_the_final_checkpoint_are_kept(pair, tokenizer, tmp_path):
+def test_only_the_newest_and_the_final_checkpoint_are_kept(pair, companions, tmp_path):
     (tmp_path / "unfinished_step_1").mkdir()  # a killed run has left it
     assert latest(tmp_path) == (0, None)
-    saving = writer(tmp_path, tokenizer, keep_checkpoints=2)
+    saving = writer(tmp_path, companions, keep_checkpoints=2)
     for step in (1, 2, 9, 10):
         saving.save(step, *pair, {})
         if step == 1:
@@ -121,10 +189,10 @@ def test_only_the_newest_and_the_final_checkpoint_are_kept(pair, tokenizer, tmp_
 
 
 @pytest.fixture(scope="module")
-def run_folder(pair, tokenizer, tmp_path_factory):
+def run_folder(pair, companions, tmp_path_factory):
     """Two checkpoints, of which `final` and `best` point to the second."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    saving = writer(folder, tokenizer, keep_best=METRIC)
+    saving = writer(folder, companions, keep_best=METRIC)
     for step in (1, 2):
         log(folder, step, float(step))
         saving.save(step, *pair, {"prompts_drawn": step})
@@ -200,9 +268,9 @@ def test_a_model_folder_with_code_is_refused(policy, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("fails_in", "limit"), [("the shards", 1_000_000), ("the policy", 100_000)])
-def test_a_full_disk_costs_a_checkpoint_that_may_be_missed(fails_in, limit, pair, tokenizer, tmp_path, monkeypatch):
+def test_a_full_disk_costs_a_checkpoint_that_may_be_missed(fails_in, limit, pair, companions, tmp_path, monkeypatch):
     folder, said = tmp_path / "run", []
-    saving = writer(folder, tokenizer, say=said.append, keep_checkpoints=1, save_every=10)
+    saving = writer(folder, companions, say=said.append, keep_checkpoints=1, save_every=10)
     saving.save(10, *pair, {})
     if fails_in == "the policy":  # safetensors of 0.2 MB; the shards, of 1.5 MB, come first
         monkeypatch.setattr(checkpoint.dcp, "save", lambda *_, **__: None)
@@ -220,9 +288,9 @@ def test_a_full_disk_costs_a_checkpoint_that_may_be_missed(fails_in, limit, pair
     assert [path.name for path in folder.iterdir()] == ["step_30"] and len(said) == 1
 
 
-def test_three_checkpoints_in_a_row_that_the_disk_refuses_end_the_run(pair, tokenizer, tmp_path):
+def test_three_checkpoints_in_a_row_that_the_disk_refuses_end_the_run(pair, companions, tmp_path):
     """One that is written between them begins the count anew."""
-    saving = writer(tmp_path / "run", tokenizer, say=(said := []).append)
+    saving = writer(tmp_path / "run", companions, say=(said := []).append)
     for step in (1, 2, 3, 4, 5, 6):
         with largest_file(10**9 if step == 3 else 1_000_000):
             if step == 6:
@@ -234,10 +302,10 @@ def test_three_checkpoints_in_a_row_that_the_disk_refuses_end_the_run(pair, toke
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["step_3"]
 
 
-def test_the_best_checkpoint_is_kept_and_linked_across_a_resume(pair, tokenizer, tmp_path):
+def test_the_best_checkpoint_is_kept_and_linked_across_a_resume(pair, companions, tmp_path):
     kept = []
     for step, accuracy in enumerate([0.5, 0.8, 0.8, 0.6, None, 0.9, 0.1], start=1):
-        saving = writer(tmp_path / "run", tokenizer, keep_checkpoints=1, keep_best=METRIC)  # a start for each step
+        saving = writer(tmp_path / "run", companions, keep_checkpoints=1, keep_best=METRIC)  # a start for each step
         log(tmp_path / "run", step, accuracy)
         saving.save(step, *pair, {})
         best = int((tmp_path / "run" / "best").resolve().name.removeprefix("step_"))
@@ -245,9 +313,9 @@ def test_the_best_checkpoint_is_kept_and_linked_across_a_resume(pair, tokenizer,
     assert kept == [([1], 1), ([2], 2), ([2, 3], 2), ([2, 4], 2), ([2, 5], 2), ([6], 6), ([6, 7], 6)]
 
 
-def test_a_checkpoint_is_whole_even_if_the_best_cannot_be_told(pair, tokenizer, tmp_path, monkeypatch, capsys):
+def test_a_checkpoint_is_whole_even_if_the_best_cannot_be_told(pair, companions, tmp_path, monkeypatch, capsys):
     for trouble in ("damaged log", "no link"):
-        saving = writer(run := tmp_path / trouble, tokenizer, keep_best=METRIC)
+        saving = writer(run := tmp_path / trouble, companions, keep_best=METRIC)
         log(run, 1, 0.5)
         if trouble == "damaged log":
             (run / "metrics.jsonl").write_text('{"step: 1}\n')

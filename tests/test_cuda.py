@@ -35,13 +35,13 @@ import model.head
 import train_grpo
 from command_line import parse_flags
 from engine import vllm_setup
-from engine.options import EngineDemand, engine_options, largest_share
+from engine.options import EngineDemand, engine_options
 from extras.models.adamw import ChunkedAdamW
 from extras.models.vision import Vision
 from flags import EngineSettings, Servers
 from fsdp_utils import World, begin_gather, fill_from_main
 from gate.checks import check_flags
-from gate.inputs import check_places
+from gate.inputs import check_places, largest_share
 from gate.machine import check_device
 from gate.models import length_limits
 from helpers.distributed import findings, run_work, start_engine

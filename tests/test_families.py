@@ -132,7 +132,8 @@ def step_of_family(trial: Trial, adapted: Trial) -> dict[str, object]:
     found["logprobs with LoRA"] = trainer_logprobs(adapted.policy, rollout)
     for trained, name in ((policy, "exported"), (adapted.policy, "with LoRA exported")):
         weights = checkpoint.gather_weights(trained, trial.world)
-        checkpoint.export(trained, weights, checkpoint.files_of([engine.tokenizer]), Path(f"{trial.path} {name}"))
+        files = checkpoint.files_of(str(trial.path), trained.dtype)
+        checkpoint.export(trained, weights, files, Path(f"{trial.path} {name}"))
     engine.sync(load_file(f"{trial.path} exported/model.safetensors").items())  # as vLLM reads them
     found["not exported"] = trial.comparison.different_tensors()
     return found

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoTokenizer
 
 import checkpoint
 from extras.teacher.moving import move_references
@@ -41,8 +40,8 @@ STATE = {"prompts_drawn": 12}
 
 def writer(path: str, folder: Path, world: World, said: list[str]) -> checkpoint.Writer:
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    return checkpoint.Writer(folder, [tokenizer], Saving(keep_checkpoints=0), world, said.append)
+    companions = checkpoint.files_of(path, torch.float32)
+    return checkpoint.Writer(folder, companions, Saving(keep_checkpoints=0), world, said.append)
 
 
 def reshard(whole: World, path: str, folder: str, step: str, words: str) -> None:

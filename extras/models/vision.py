@@ -30,7 +30,7 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position
 from batch import IMAGE, Batch, Messages, Rollout
 from data import UnusableRow, look_up
 from flags import PromptFormat
-from model.weights import tower_of
+from model.weights import load_tokenizer, tower_of
 from runtime.sources import Record
 
 KNOWN = ("qwen2_5_vl",)  # model types
@@ -225,7 +225,7 @@ def load_processor(
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"--model {path!r} has no processor that could be read: {error}") from None
-    tokenizer = processor.tokenizer
+    processor.tokenizer = tokenizer = load_tokenizer(path)
     tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
     images, max_pixels = processor.image_processor, prompt_format.max_pixels
     smallest = images.size["shortest_edge"]

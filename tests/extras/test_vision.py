@@ -93,7 +93,7 @@ def images(world: World, path: str, exported: str) -> dict[str, object]:
     found["on all ranks the same"] = len(set(map(tuple, gather_from_ranks(rollout.texts)))) == 1
     weights = checkpoint.gather_weights(policy, world)
     if world.is_main:
-        checkpoint.export(policy, weights, checkpoint.files_of([vision.processor]), Path(exported))
+        checkpoint.export(policy, weights, checkpoint.files_of(str(path), policy.dtype), Path(exported))
     found["merged"] = weights_of(policy)
     found |= findings(engine)
     engine.close()

@@ -10,11 +10,13 @@ from io import StringIO
 import pytest
 import torch
 
+import grade
 import serve
+import show_data
 from gate import digests, machine
 from gate.inputs import Inputs
 from gate.machine import check_launch
-from helpers.made_up import flags
+from helpers.made_up import flags, write_lines
 from helpers.runs import run_command
 
 
@@ -64,6 +66,18 @@ def test_a_folder_whose_sockets_would_have_too_long_names_is_refused(monkeypatch
         monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * (length - 1))
         with outcome:
             check()
+
+
+@pytest.mark.parametrize("command", [
+    "grade.py --reward math --input {0}/rows.jsonl --output {0}/graded.jsonl",
+    "show_data.py --model {1} --data {1}/train.jsonl --environment docs/environments/guess_number.py:GuessNumber",
+])  # fmt: skip
+def test_programs_that_start_workers_without_a_launch_refuse_it_too(command, policy, tmp_path, monkeypatch):
+    write_lines(tmp_path / "rows.jsonl", [{"completion": "2", "answer": "2"}])
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * 93)
+    monkeypatch.setattr("sys.argv", command.format(tmp_path, policy).split())
+    with pytest.raises(SystemExit, match="^error: TMPDIR /x+ is too long .*TMPDIR=/tmp.$"):
+        {"grade.py": grade, "show_data.py": show_data}[sys.argv[0]].main()
 
 
 @pytest.mark.parametrize(("seen", "tp_size", "said"), [  # None: it is started as on GPUs

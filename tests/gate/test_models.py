@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import shutil
 import sys
 from contextlib import nullcontext
 
@@ -13,7 +15,7 @@ from gate.inputs import Inputs
 from gate.models import check_compile, check_context, check_model, check_parallel, check_path
 from helpers.made_up import flags
 from model.weights import load_config
-from plan.dry_run import dry_run
+from plan.dry_run import config_of, dry_run, setup_of
 
 
 def test_the_folder_of_a_run_is_refused_and_its_models_named(tmp_path):
@@ -109,6 +111,66 @@ def test_experts_are_compiled_in_bfloat16_and_needed_for_router_replay():
         check_model("m", AutoConfig.for_model("qwen3"), (32, 32), 1, router_replay=True)
     check_model("m", AutoConfig.for_model("qwen3"), (32, 32), 1)
     check_model("m", AutoConfig.for_model("qwen3_moe"), (32, 32), 1, router_replay=True)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n"
+FP8 = {"quant_method": "fp8"}
+QUANTIZED = "is quantized ({}: {}), which is not implemented; give the model in bfloat16."
+
+
+@pytest.mark.parametrize(("file", "content", "said"), [  # content: of a new file, or what is other than in the policy's
+    ("tokenizer.json", POINTER, "git has not fetched its tokenizer.json; run `git lfs pull` there."),
+    ("model.safetensors.index.json", POINTER, "git has not fetched its model.safetensors.index.json; run "),
+    ("generation_config.json", POINTER, "git has not fetched its generation_config.json"),
+    ("chat_template.jinja", POINTER, "git has not fetched its chat_template.jinja"),
+    ("config.json", POINTER, "git has not fetched its config.json"),
+    ("additional_chat_templates/tools.jinja", POINTER, "git has not fetched its tools.jinja"),
+    ("README.md", POINTER, None),
+    ("original.pth", POINTER, None),
+    ("config.json", {"quantization_config": FP8}, QUANTIZED.format("quantization_config", FP8)),
+    ("config.json", {"quantization_config": {}}, QUANTIZED.format("quantization_config", "{}")),  # a left-over one
+    ("config.json", {"quantization_config": None}, None),
+    ("config.json", {"text_config": {"compression_config": FP8}}, "is quantized (compression_config: "),
+    ("config.json", {"quantization": {"bits": 4}}, QUANTIZED.format("quantization", "{'bits': 4}")),
+    ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "is quantized (quantization: "),
+    ("config.json", {"quantization_config": "int8"}, "its config.json has a setting that transformers refuses: "),
+    ("adapter_config.json", {"peft_type": "LORA"}, "has an adapter beside its weights; merge it"),
+    ("config.json", {"eos_token_id": "<eos>"}, "its config.json has a setting that transformers refuses: "),
+    ("config.json", {"eos_token_id": [1, None]}, "its config.json has a setting that transformers refuses: "),
+    ("config.json", {"hidden_size": "64"}, "its config.json has a setting that transformers refuses: "),
+    ("config.json", {"eos_token_id": 64}, "eos_token_id 64 in its config.json; use ids from 0 to 63."),
+    ("config.json", {"pad_token_id": 64}, "pad_token_id 64 in its config.json; use ids from 0 to 63."),
+    ("config.json", {"eos_token_id": None, "pad_token_id": 63}, None),
+    ("generation_config.json", {"eos_token_id": "<eos>"}, "eos_token_id '<eos>' in its generation_config.json"),
+    ("generation_config.json", {"eos_token_id": [1, None]}, "eos_token_id [1, None] in its generation_config.json"),
+    ("generation_config.json", {"eos_token_id": [1, 64]}, "eos_token_id [1, 64] in its generation_config.json"),
+    ("generation_config.json", {"eos_token_id": True}, "eos_token_id True in its generation_config.json"),
+    ("generation_config.json", {"eos_token_id": [1, 63]}, None),
+    ("generation_config.json", "[]", "its generation_config.json is damaged; download or copy it again."),
+])  # fmt: skip
+def test_files_that_would_end_a_run_later_are_refused(file, content, said, policy, tmp_path):
+    """By the dry run, too, before a weight is read; --reference is named as itself."""
+    model = shutil.copytree(policy, tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    if isinstance(content, dict):
+        before = json.loads((model / file).read_text()) if (model / file).exists() else {}
+        content = json.dumps(before | content)
+    (model / file).parent.mkdir(exist_ok=True)
+    (model / file).write_text(content)
+    limits = {"max_prompt_tokens": 8, "max_completion_tokens": 12}
+    args, beside = flags(model=model, **limits), flags(model=policy, reference=model, kl_coef=0.1, **limits)
+    for attempt, given, flag in (
+        (lambda args: setup_of(args, config_of(args.model)), args, "--model"),
+        (Inputs.load, args, "--model"), (Inputs.load, beside, "--reference"),
+    )[: None if said else 1]:  # fmt: skip
+        with pytest.raises(ValueError) if said else nullcontext() as error:
+            attempt(given)
+        assert not said or re.match(f"{flag} '?{model}'?:? {re.escape(said)}", str(error.value)), error.value
+
+
+def test_a_head_with_a_bias_is_refused():
+    with pytest.raises(ValueError, match=r"--model m \(phi\) has a head with a bias, which is not implemented"):
+        check_model("m", AutoConfig.for_model("phi"), (32, 32), 1)
 
 
 def test_dry_run_training_and_evaluation_refuse_them_alike(tmp_path, monkeypatch, capsys):

@@ -62,11 +62,12 @@ class Parser(argparse.ArgumentParser):
             page = Path(__file__).parent / "docs" / "from_other_libraries.md"
             rows = page.read_text("utf-8") if page.exists() else ""
             row = re.search(rf"(?m)^\|.*?`(--\w+).*[`.]{re.escape(name)}`", rows)
-            near = difflib.get_close_matches(f"--{name}", self._option_string_actions, n=1)
+            known = [option.removeprefix("--") for option in self._option_string_actions]
+            near = difflib.get_close_matches(name, known, n=1)
             if row:
                 message += f"; another library's name for {row[1]}: docs/from_other_libraries.md"
             elif near:
-                message += f"; did you mean {near[0]}?"
+                message += f"; did you mean --{near[0]}?"
         if not note_reason(message, "mistake") and os.environ.get("RANK", "0") == "0":
             print(f"error: {message}", file=sys.stderr)
         sys.exit(2)

@@ -56,13 +56,11 @@ from run import describe_completion
 from runtime.files import best_effort, must_write, write
 from runtime.history import read_config
 from runtime.rank import RunError, Stopped
-from runtime.sources import name_of_source
 from runtime.tables import in_columns
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
     from rollout import Engine
 
-SET_FLAGS = ("samples", "temperature", "max_completion_tokens", "top_p")  # one value for all sets or one for each
 Figure = tuple[float, float]  # mean and standard error; nan for what one problem cannot tell
 
 
@@ -129,25 +127,6 @@ def evaluate(
             lines = [json.dumps(describe_completion(rollout, b)) + "\n" for b in range(len(rollout.rows))]
             write(folder / f"{data.name}.jsonl", "".join(lines))
     return Result(data, sampling, figures_of(rollout, sampling.num_samples))
-
-
-def samplings_of(sources: list[str], prefix: str, flags: Sequence[list[int] | list[float]]) -> list[Sampling]:
-    """The sampling of each set, by the values of the flags --<prefix>samples, ... of `SET_FLAGS`. Raises ValueError."""
-    names, columns, samplings = [name_of_source(source) for source in sources], [], []
-    if len(set(names)) < len(names):
-        raise ValueError(f"the sets {', '.join(names)} are reported under their names, which must differ; rename one.")
-    for name, values in zip(SET_FLAGS, flags, strict=True):
-        if len(values) not in (1, len(names)):
-            wrong = f"--{prefix}{name} has {len(values)} values for {len(names)} sets"
-            raise ValueError(f"{wrong}; give one for all or one for each.")
-        columns.append(values * len(names) if len(values) == 1 else values)
-    for count, temperature, max_tokens, top_p in zip(*columns, strict=True):
-        if temperature < 0.01 and count > 1:
-            wrong = f"--{prefix}samples {count} at --{prefix}temperature {temperature:g} are {count} times the same"
-            raise ValueError(f"{wrong}; use --{prefix}samples 1.")
-        limits = {"max_completion_tokens": max_tokens, "top_p": top_p}
-        samplings.append(Sampling(num_samples=count, temperature=temperature, **limits))
-    return samplings
 
 
 def calls_of(sets: list[PromptData], samplings: list[Sampling]) -> list[tuple[int, int]]:
@@ -262,6 +241,8 @@ def results_json(given: dict[str, object], results: list[Result]) -> str:
 def parse_arguments() -> argparse.Namespace:
     """The flags; --like takes the defaults from that run. Raises ValueError if it has no config.json."""
     about = "Evaluates a model on held-out sets. Sampling flags take one value for all sets or one for each."
+    from gate.checks import SET_FLAGS
+
     parser = parser_of(FLAGS, about)
     if run := parser.parse_args().like:
         config = read_config(Path(run))
@@ -279,7 +260,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     try:
         args = parse_arguments()
-        from gate.checks import check_ranges, check_turns
+        from gate.checks import SET_FLAGS, check_ranges, check_turns, samplings_of
         from gate.inputs import (
             check_evaluation,
             check_template,

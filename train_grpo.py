@@ -26,7 +26,7 @@ from checkpoint import Writer, latest, load, load_generation_config, set_link
 from command_line import exit_with_error
 from data import PromptData
 from engine.options import EngineDemand, largest_share, stop_ids
-from evaluate import Evaluator, calls_of, samplings_of
+from evaluate import Evaluator, calls_of
 from flags import (
     AdamW,
     EngineSettings,
@@ -41,7 +41,7 @@ from flags import (
 )  # fmt: skip
 from fsdp_utils import World, close_world, init_world, is_main_process, set_allocator
 from gate.agreement import check_same_step, check_world
-from gate.checks import free_on_resume, ranks_per_engine
+from gate.checks import free_on_resume, ranks_per_engine, samplings_of
 from gate.describe import describe_algorithm, describe_plan, describe_policy, describe_world
 from gate.digests import digest, digest_of_config, digest_of_data, digest_of_weights, digests_of_files
 from gate.inputs import (

@@ -6,11 +6,12 @@ import argparse
 import importlib.util
 import os
 import re
+from collections.abc import Sequence
 from itertools import chain, cycle, product
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
-from flags import DRY_RUN, FLAGS, GROUPS, INF, TINY, Flag, ks_of_pass
+from flags import DRY_RUN, FLAGS, GROUPS, INF, TINY, Flag, Sampling, ks_of_pass
 from gate.models import check_path
 from runtime.cards import gpu_figures
 from runtime.files import run_and_step
@@ -26,6 +27,7 @@ FIXED_BY_ROLLOUTS = (
     "reward", "reward_timeout", "overlong_cache_tokens", "truncated", "dynamic_sampling",
     "environment", "tools", "max_turns", "max_turn_tokens",
 )  # fmt: skip
+SET_FLAGS = ("samples", "temperature", "max_completion_tokens", "top_p")  # one value for all sets or one for each
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Flags of the first column do not go together with those of the second: one with a value if it has that value, one
 # without if it has not its default.
@@ -218,6 +220,7 @@ def check_evaluation(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         raise ValueError(
             f"{flag.eval_data} is never evaluated; give --eval_every or --eval_before_training, or leave it out."
         )
+    samplings_of(args.eval_data, "eval_", [getattr(args, f"eval_{name}") for name in SET_FLAGS])
     if args.keep_best is None:
         return
     metrics = []
@@ -234,6 +237,25 @@ def check_evaluation(args: argparse.Namespace, flag: SimpleNamespace) -> None:
             f"{flag.keep_best} needs a value for each checkpoint, not {flag.save_every} and {flag.eval_every}; "
             "make the first a multiple."
         )
+
+
+def samplings_of(sources: list[str], prefix: str, flags: Sequence[list[int] | list[float]]) -> list[Sampling]:
+    """The sampling of each set, by the values of the flags --<prefix>samples, ... of `SET_FLAGS`. Raises ValueError."""
+    names, columns, samplings = [name_of_source(source) for source in sources], [], []
+    if len(set(names)) < len(names):
+        raise ValueError(f"the sets {', '.join(names)} are reported under their names, which must differ; rename one.")
+    for name, values in zip(SET_FLAGS, flags, strict=True):
+        if len(values) not in (1, len(names)):
+            wrong = f"--{prefix}{name} has {len(values)} values for {len(names)} sets"
+            raise ValueError(f"{wrong}; give one for all or one for each.")
+        columns.append(values * len(names) if len(values) == 1 else values)
+    for count, temperature, max_tokens, top_p in zip(*columns, strict=True):
+        if temperature < 0.01 and count > 1:
+            wrong = f"--{prefix}samples {count} at --{prefix}temperature {temperature:g} are {count} times the same"
+            raise ValueError(f"{wrong}; use --{prefix}samples 1.")
+        limits = {"max_completion_tokens": max_tokens, "top_p": top_p}
+        samplings.append(Sampling(num_samples=count, temperature=temperature, **limits))
+    return samplings
 
 
 def check_tracker(track: str) -> None:

@@ -182,6 +182,13 @@ def test_a_name_of_another_library_or_a_mistyped_one_is_answered_with_ours(given
     assert (foreign if ours else "; did you mean --group_size?") in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("given", ["--foo", "--bar=1", "--temp", "--x"])
+def test_a_flag_that_is_like_no_other_is_answered_with_none(given, capsys):
+    with pytest.raises(SystemExit):
+        parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", given])
+    assert capsys.readouterr().err == f"error: unrecognized arguments: {given}\n"
+
+
 def test_texts_that_are_no_paths_may_be_empty_or_have_a_tilde():
     given = ["--prompt_suffix=", "--system_prompt=", "--stop_tokens=~", "--train_data=a~b/c.jsonl", "--replay=~1"]
     args = parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", *given])

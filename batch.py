@@ -244,12 +244,18 @@ class Batch:
     advantages_N: Tensor | None = None  # float32, zero where the label is no completion token; None: not known yet
     old_logprobs_N: Tensor | None = None  # float32, of the weights that sampled; None: not needed
     ref_logprobs_N: Tensor | None = None  # float32, under the reference; None: no KL term
+    update_tokens: int = 1  # trained tokens of its whole update, over all ranks, at least 1
     hinted: Batch | None = None  # the same sequences as the reference reads them; None: as they are here
-    distilled: Distilled | None = None  # for a KL over the vocabulary; None: it is not known yet
+    run_teacher: Callable[[Batch], object] | None = None  # runs the reference, for a KL over the vocabulary
+    distilled: Distilled | None = None  # what that gave; None: it is not known yet
 
     def reference_batch(self) -> Batch:
         """The batch as the reference reads it: with hints, if there are any."""
         return self.hinted or replace(self, parts=tuple(part for part in self.parts if part.is_for_reference))
+
+    @property
+    def lengths_S(self) -> tuple[int, ...]:
+        return tuple(segment.length for segment in self.segments_S)
 
     def cost(self, parity_length: float) -> float:
         """The sum of the `training_costs` of its sequences; shared positions count once."""
@@ -264,17 +270,7 @@ class Batch:
         return replace(self, **moved, parts=tuple(part.to(device) for part in self.parts))
 
 
-@dataclass(frozen=True)
-class Update:
-    """The input of one optimizer step."""
-
-    batches: list[Batch]  # the micro-batches of this rank, as many on every rank
-    num_tokens: int  # trained tokens over all ranks, at least 1
-    run_teacher: Callable[[Batch], tuple] | None = None  # runs the reference, for a KL over the vocabulary
-
-    def map(self, change: Callable[[Batch], Batch]) -> Update:
-        """The update with each of its batches changed."""
-        return replace(self, batches=[change(batch) for batch in self.batches])
+Update = list[Batch]  # the input of one optimizer step: the micro-batches of this rank, as many on every rank
 
 
 def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import json
 import os
 import re
 import sys
 import time
-from pathlib import Path
+from itertools import chain
 from typing import NoReturn
 
 from algorithm import NAMES, OWN, ROOT, places_of
@@ -59,18 +60,26 @@ class Parser(argparse.ArgumentParser):
         unknown = re.match(r"unrecognized arguments: -*(?:[^\s=]*\.)?([^\s=]+)", message)
         if unknown:
             name = unknown[1].replace("-", "_")
-            page = Path(__file__).parent / "docs" / "from_other_libraries.md"
-            rows = page.read_text("utf-8") if page.exists() else ""
-            row = re.search(rf"(?m)^\|.*?`(--\w+).*[`.]{re.escape(name)}`", rows)
             known = [option.removeprefix("--") for option in self._option_string_actions]
             near = difflib.get_close_matches(name, known, n=1)
-            if row:
-                message += f"; another library's name for {row[1]}: docs/from_other_libraries.md"
+            if ours := our_flag(name):
+                message += f"; another library's name for {ours}: docs/from_other_libraries.md"
             elif near:
                 message += f"; did you mean --{near[0]}?"
         if not note_reason(message, "mistake") and os.environ.get("RANK", "0") == "0":
             print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
+
+
+def our_flag(name: str) -> str | None:
+    """The flag that another library calls so."""
+    file = ROOT / "docs" / "from_other_libraries.json"  # the tables of the page; the first cell of a row is ours
+    tables = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    for ours, *theirs in chain.from_iterable(tables.values()):
+        flag = re.search(r"--\w+", ours)
+        if flag and re.search(rf"[`.]{re.escape(name)}`", " ".join(theirs)):
+            return flag[0]
+    return None
 
 
 class HelpFormatter(argparse.HelpFormatter):

@@ -95,6 +95,11 @@ class PromptData:
             is_shuffled=parts[0].is_shuffled,
         )
 
+    def exclude(self, reasons: dict[int, str]) -> PromptData:
+        """The data without the rows of these indices, which join `excluded`."""
+        excluded = self.excluded + [(self.rows[i].where, reason) for i, reason in sorted(reasons.items())]
+        return replace(self, rows=[row for i, row in enumerate(self.rows) if i not in reasons], excluded=excluded)
+
     def indices_of_step(self, step: int, prompts_per_step: int, seed: int, keep_last: bool = False) -> np.ndarray:
         """The P row indices of step 1, 2, ...: a function of (seed, step), so a resumed run loses and repeats no row.
 

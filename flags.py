@@ -429,8 +429,6 @@ class Memory(Settings):  # precision, and what is kept where
     param_dtype: str
     offload: str
     offload_reference: bool
-    reference_every: int  # above 0: the reference moves, and is in the checkpoints
-    reference_mixup: float  # below 1: the reference is fp32, because bf16 would round small moves away
     shard_ranks: int | None
     gradient_checkpointing: bool
     compile: bool
@@ -455,7 +453,6 @@ class EngineSettings(Settings):  # the engine; `max_model_len` is in tokens, pro
     gpu_memory_utilization: float = 0.6  # beside a trainer
     enforce_eager: bool = False  # no CUDA graphs: starts faster, samples slower; always so on CPU
     router_replay: bool  # the experts of each token are returned
-    seed: int
     stop_tokens: tuple[str, ...]
     # Random weights: the first `sync` brings the policy's, so nothing else is ever sampled from, also after a resume.
     load_format: str = "dummy"  # "auto": weights from the disk, for an engine without a trainer
@@ -473,7 +470,7 @@ class Sampling(Settings):  # how often and how a set of prompts is sampled: the 
     temperature: float
     max_completion_tokens: int
     top_p: float = 1.0  # of an evaluation; training samples from the whole distribution
-    router_replay: bool  # the routes of what is sampled are kept; never in an evaluation
+    keeps_routes: bool = False  # of what is sampled, for --router_replay; never in an evaluation
 
     def for_vllm(self, max_tokens: int) -> dict[str, object]:
         """vLLM's parameters of a request for one completion of at most `max_tokens` tokens, by their names there.

@@ -22,14 +22,14 @@ MAXIMA = ("policy/ratio_max", "policy/ratio_min", "policy/rollout_gap_max")  # o
 
 
 @torch.no_grad()
-def pass_metrics(batch: Batch, t: Tokens, loss: Loss, num_tokens: int, algorithm: Algorithm) -> dict[str, Tensor]:
+def pass_metrics(batch: Batch, t: Tokens, loss: Loss, algorithm: Algorithm) -> dict[str, Tensor]:
     """The metrics of a micro-batch, on the device: its part of each mean over the update's tokens, and its `MAXIMA`."""
     metrics, mask_N = {}, batch.loss_mask_N
     for name, values_N in token_metrics(batch, t, loss, algorithm).items():
         if name in MAXIMA:
             metrics[name] = torch.where(mask_N, values_N, -torch.inf).max()
         else:
-            metrics[name] = masked_sum(values_N, mask_N) / num_tokens
+            metrics[name] = masked_sum(values_N, mask_N) / batch.update_tokens
     return metrics
 
 
@@ -106,8 +106,8 @@ def loss_metrics(passes: list[dict[str, Tensor]]) -> Metrics:
     """
     kinds = list(set().union(*gather_from_ranks({tuple(each) for each in passes})))
     if len(kinds) > 1:
-        here, there = (", ".join(name[5:] for name in each if name[:5] == "loss/") or "none" for each in kinds[:2])
-        raise RunError(f"--policy_loss returned the metrics {here}, and elsewhere {there}; return all each time.")
+        missing = ", ".join(sorted(name.removeprefix("loss/") for name in set(kinds[0]) ^ set(kinds[1])))
+        raise RunError(f"--policy_loss returns the metrics {missing} only sometimes; return all each time.")
     values = torch.stack([torch.stack(list(each.values())) for each in passes])
     sums = sum_over_trainers(values.sum(dim=0)).tolist()
     maxima = max_over_trainers(values.amax(dim=0)).tolist()

@@ -18,7 +18,6 @@ from algorithm import algorithm_of
 from data import PromptData
 from flags import (
     FLAGS,
-    AdamW,
     EngineSettings,
     Grading,
     Lora,
@@ -57,11 +56,8 @@ def main() -> None:
     sources = [PromptData.load(source, prompt_format, tokenizer, args.seed) for source in args.train_data]
     data = PromptData.mix(sources)
     plan, memory = make_plan(args, len(data.rows)), Memory.from_flags(args)
-    reference_path = (args.reference or args.model) if algorithm.kl_coef > 0 else None
-    policy, reference, optimizer = build_policy(
-        args.model, memory, Lora.from_flags(args), AdamW.from_flags(args), reference_path, args.seed, world
-    )
-    sampling = Sampling.from_flags(args, num_samples=args.group_size)
+    policy, reference, optimizer = build_policy(args.model, memory, Lora.from_flags(args), plan, world)
+    sampling = Sampling.from_flags(args, num_samples=args.group_size, keeps_routes=args.router_replay)
     settings = EngineSettings.from_flags(args, max_model_len=args.max_prompt_tokens + args.max_completion_tokens)
     engine = Engine(args.model, tokenizer, world, settings)
     engine.sync(policy.full_weights())

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from batch import Batch
-from flags import AdamW, Lora, Memory
+from flags import Lora, Memory
 from fsdp_utils import World, full_tensors, shard
 from model.attention import make_packing
 from model.head import Distilled, HeadSettings, TokenScores, chunked_logprobs
@@ -32,6 +32,7 @@ from model.weights import fill, in_files, load_config, model_from_config, tower_
 from runtime.parts import part
 from runtime.progress import OFF
 from runtime.rank import beat
+from schedule import Plan
 
 
 class Policy(nn.Module):
@@ -153,12 +154,11 @@ class Policy(nn.Module):
 
 
 def build_policy(
-    path: str, memory: Memory, lora: Lora, adamw: AdamW, reference_path: str | None, seed: int, world: World
+    path: str, memory: Memory, lora: Lora, plan: Plan, world: World
 ) -> tuple[Policy, Policy | None, Optimizer]:
     """The sharded policy, the sharded frozen reference (None without a KL term), and the policy's optimizer.
 
-    With LoRA a reference of the policy's own path is the policy itself, with its adapter off.
-    `seed`: of the adapter's first values.
+    With LoRA a reference of the policy's own path costs nothing: it is the policy itself, with its adapter off.
     """
     dtype = getattr(torch, memory.dtype)
     # Masters in --param_dtype keep updates that --dtype would lose; a frozen base needs none.
@@ -166,22 +166,22 @@ def build_policy(
     policy = empty_policy(path, param_dtype, dtype, memory.gradient_checkpointing)
     policy.head_dtype = getattr(torch, memory.head_dtype or memory.dtype)
     if lora.lora_rank:
-        policy.adapter = part("extras.models.lora", "--lora_rank").add_adapter(policy.model, lora, seed, path)
+        policy.adapter = part("extras.models.lora", "--lora_rank").add_adapter(policy.model, lora, plan.seed, path)
     shard_and_fill(policy, path, world, memory.offload == "all", memory.communicate_once)
-    reference = policy if reference_path else None
-    if reference_path and (reference_path != path or not lora.lora_rank):
+    reference, followed = policy if plan.reference else None, plan.reference
+    if followed and (followed.path != path or not lora.lora_rank):
         # It is never trained: no masters, and no recomputation in a backward pass.
-        own_dtype = dtype if memory.reference_mixup == 1 else torch.float32
-        reference = empty_policy(reference_path, own_dtype, dtype).requires_grad_(False)
+        own_dtype = dtype if followed.reference_mixup == 1 else torch.float32
+        reference = empty_policy(followed.path, own_dtype, dtype).requires_grad_(False)
         reference.head_dtype = policy.head_dtype
-        shard_and_fill(reference, reference_path, world, memory.offload_reference)
-        policy.moving_references = [reference] if memory.reference_every else []
+        shard_and_fill(reference, followed.path, world, memory.offload_reference)
+        policy.moving_references = [reference] if followed.reference_every else []
     if memory.compile:
         for model in {policy, reference} - {None}:  # with LoRA they may be one
             part("extras.models.compiled", "--compile").compile_layers(model.layers)
     trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
     # Last: the weights are loaded before its state takes memory.
-    return policy, reference, make_optimizer(trained, adamw, memory)
+    return policy, reference, make_optimizer(trained, plan.adamw, memory)
 
 
 def place(batch: Batch, device: torch.device) -> Batch:

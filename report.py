@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from reports import reference
 from reports.compare import compare
+from reports.curves import plot
 from reports.page import write_page
 from runtime.history import History, read_config, read_metrics, read_run
 from runtime.start import print_any_text
-from watch import reference
-from watch.curves import plot
 
 
 def main() -> None:
@@ -44,14 +44,16 @@ def main() -> None:
 
 
 def write_pages(runs: list[Path], file: Path) -> None:
-    """The page that compares the runs, and the curves of each. Raises ValueError or OSError."""
+    """The page that compares the runs, and the curves of each whose log has grown. Raises ValueError or OSError."""
     histories = [History(run_dir, read_config(run_dir), read_metrics(run_dir)) for run_dir in runs]
     for run in histories:
         if not run.lines and "out_dir" not in run.config:  # a model has a config.json, too
             raise ValueError(f"{run.folder} is no run: it has neither its metrics.jsonl nor config.json.")
     write_page(file, histories, list(map(reference.published_curves, histories)))
     for run_dir in runs:
-        plot(run_dir)
+        picture, log = run_dir / "curves.png", run_dir / "metrics.jsonl"
+        if not picture.exists() or (log.exists() and log.stat().st_mtime > picture.stat().st_mtime):
+            plot(run_dir)
     print(file)
 
 

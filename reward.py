@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from flags import Grading, Sampling
 from grading import NOT_GRADED, Case, Grade
-from grading.pool import Outcome, Pool
+from grading.pool import Failure, Pool
 from grading.score import RewardInputs, add_up, parse_reward
 from grading.verifiers import modules_of
 from runtime.progress import progress
@@ -53,7 +53,7 @@ class Grader:
             )
             self.pool.submit(0, ("inputs", None))
             try:
-                self.inputs = self.pool.collect()[0].value
+                self.inputs = self.pool.collect()[0]
             except ValueError as error:
                 raise ValueError(f"--reward {grading.reward!r}: {error}") from None
 
@@ -118,18 +118,18 @@ class Grader:
         for key, outcome in self.outcomes("grade").items():
             is_group = key < 0
             members = self._compared(-1 - key) if is_group else [key]
-            if outcome.status != "ok":
-                values = [self.nothing(outcome.status)] * len(members)
+            if isinstance(outcome, Failure):
+                values = [self.nothing(str(outcome))] * len(members)
             else:
-                values = outcome.value if is_group else [outcome.value]
+                values = outcome if is_group else [outcome]
             for b, grade in zip(members, values, strict=True):
                 parts[b].append(grade)
         grades = self.not_graded | {b: add_up(grades, self.weights) for b, grades in parts.items()}
         self.not_graded, self.groups = {}, {}
         return grades
 
-    def outcomes(self, what: str) -> dict[int, Outcome]:
-        """The outcomes of all that was submitted. Raises Stopped if a signal came."""
+    def outcomes(self, what: str) -> dict[int, object]:
+        """The value, or Failure, of all that was submitted. Raises Stopped if a signal came."""
         with progress(what, total=self.pool.num_left) as bar:
 
             def on_wait(num_left: int) -> None:

@@ -111,7 +111,7 @@ class Engine:
         Stopped if a signal has come; the engine cannot sample any more then.
         """
         self.prepare(seed)
-        self.keeps_routes = sampling.router_replay
+        self.keeps_routes = sampling.keeps_routes
         rows_B = [row for row in rows for _ in range(sampling.num_samples)]
         # Whole groups: completions of a prompt share its keys and values in one engine's cache.
         indices_PG = np.arange(len(rows_B)).reshape(-1, sampling.num_samples)

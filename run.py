@@ -19,6 +19,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Literal, TextIO
 
@@ -149,8 +150,7 @@ def describe_completion(rollout: Rollout, b: int) -> dict[str, object]:
 def from_positions(rollout: Rollout, batch: Batch, values_N: Tensor) -> dict[int, np.ndarray]:
     """The reverse: index of each sequence of the batch -> its values per completion token."""
     per_token = {}
-    per_segment = values_N.cpu().split([segment.length for segment in batch.segments_S])
-    for segment, values in zip(batch.segments_S, per_segment, strict=True):
+    for segment, values in zip(batch.segments_S, values_N.cpu().split(batch.lengths_S), strict=True):
         if segment.index is not None:
             first = rollout.first_position(segment.index) - segment.start
             per_token[segment.index] = values[first:].numpy()
@@ -162,10 +162,9 @@ def own_values(
 ) -> dict[int, np.ndarray]:
     """Index of each sequence that this rank trains -> the values of its batch, where it has them, per token."""
     own = {}
-    for update in updates:
-        for batch in update.batches:
-            if (values_N := values_of(batch)) is not None:
-                own |= from_positions(rollout, batch, values_N)
+    for batch in chain.from_iterable(updates):
+        if (values_N := values_of(batch)) is not None:
+            own |= from_positions(rollout, batch, values_N)
     return own
 
 
@@ -213,6 +212,7 @@ class Run:
     lock: TextIO | None  # from `open_run_folder`, on the main process
     world: World
     total_steps: int
+    inputs: dict[str, str]  # what flags name, with files of one's own -> digest
     observers: list[Observer]  # those that add to the line of a step come before those that show it
     is_stopped: bool = False  # an observer has said "stop"
     step: int = 0  # the one that is trained, or was last
@@ -320,14 +320,11 @@ class Run:
         for observer in self.observers:
             observer.end(how)
 
-    def describe_start(self, resumed_from: int, inputs: Iterable[str]) -> None:
-        """Appends command, code, packages and hardware to starts.jsonl, and writes uncommitted changes to a patch.
-
-        `inputs`: what flags name, with files of one's own.
-        """
+    def describe_start(self, resumed_from: int) -> None:
+        """Appends command, code, packages and hardware to starts.jsonl, and writes uncommitted changes to a patch."""
         if not self.world.is_main:
             return
-        changes = _git("diff", "HEAD") + _own_files(inputs)
+        changes = _git("diff", "HEAD") + _own_files(self.inputs)
         stamp = time.strftime("%Y%m%dT%H%M%S")
         device = platform.processor() or platform.machine()
         if self.world.device.type == "cuda":

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from batch import Metrics, Rollout, Row, Update
-from flags import Sampling, Settings
+from flags import Sampling
 from run import StepRecord, own_values
 from runtime.parts import part
+from schedule import Plan
 from step_metrics import lag_metrics, rollout_metrics
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
@@ -38,19 +39,6 @@ MOST_ROUNDS = 10  # for a step; verl's recipe of DAPO sets max_num_gen_batches t
 AddHints = Callable[[Rollout, int], tuple[Rollout, Metrics]]
 
 
-class DrawSettings(Settings):
-    """The choice of the prompts that a step samples, and of the groups that it trains on."""
-
-    prompts_per_step: int
-    group_size: int
-    seed: int
-    keep_last: bool
-    drop_solved: float  # share of correct completions from which on a prompt is drawn no more; 0: none is dropped
-    dynamic_sampling: str  # "off"; a group has a signal if some completions are "correct", or if a "reward" differs
-    truncated: str  # "mask": what was cut is compared with like all, but left out of the loss
-    steps_ahead: int  # steps whose first round is sampled while an earlier one is trained
-
-
 @dataclass
 class Sampler:
     """Fills steps with graded groups. The same on every rank."""
@@ -58,7 +46,7 @@ class Sampler:
     engine: Engine
     grader: Grader
     data: PromptData
-    draws: DrawSettings
+    plan: Plan
     sampling: Sampling
     run: Run
     add_hints: AddHints | None = None  # makes hints of the completions, for the reference; None: nothing does
@@ -97,9 +85,9 @@ class Sampler:
 
         The bound is on what is begun, so no sampled token is thrown away.
         """
-        for ahead in range(step + 1, min(step + self.draws.steps_ahead, last_step) + 1):
+        for ahead in range(step + 1, min(step + self.plan.steps_ahead, last_step) + 1):
             first = self.num_drawn
-            rows = self.draw(ahead, 0, self.draws.prompts_per_step)
+            rows = self.draw(ahead, 0, self.plan.prompts_per_step)
             self.drawn_ahead.setdefault(ahead, first)  # after a resume it may be there already: the same prompts then
             self.engine.begin(rows, self.sampling, self.seed_of(ahead, 0))
 
@@ -111,22 +99,22 @@ class Sampler:
         self.drawn_ahead.pop(step, None)
         self.rollout = Rollout.concatenate(rounds)
         self.round_B = np.repeat(np.arange(len(rounds)), [len(rollout.rows) for rollout in rounds])
-        self.used_B, metrics = choose_groups(self.rollout, len(rounds), self.draws)
-        if self.draws.drop_solved:
+        self.used_B, metrics = choose_groups(self.rollout, len(rounds), self.plan)
+        if self.plan.drop_solved:
             metrics |= part("extras.samplers.solved", "--drop_solved").drop_solved(self)
         # Metrics of rewards and lengths count all that were sampled: dynamic sampling would flatter them.
         chosen = self.rollout.select(self.used_B)
         self.rollout = self.rollout.with_parts(routes=None)  # they are large, and the others' are not needed
         if self.add_hints:
-            chosen, hint_metrics = self.add_hints(chosen, self.draws.group_size)
+            chosen, hint_metrics = self.add_hints(chosen, self.plan.group_size)
             metrics |= hint_metrics
-        return chosen, metrics | rollout_metrics(self.rollout, self.draws.group_size) | lag_metrics(chosen)
+        return chosen, metrics | rollout_metrics(self.rollout, self.plan.group_size) | lag_metrics(chosen)
 
     def step_record(self, step: int, trained: Rollout, updates: list[Update]) -> StepRecord:
         """All that the last `collect` sampled. `trained`: what it returned, with its advantages, as in `updates`."""
         return StepRecord(
             step=step,
-            group_size=self.draws.group_size,
+            group_size=self.plan.group_size,
             rollout=self.rollout,
             round_B=self.round_B,
             used_B=self.used_B,
@@ -137,7 +125,7 @@ class Sampler:
     def rounds(self, step: int) -> list[Rollout]:
         """The graded completions of each round of the step."""
         rounds: list[Rollout] = []
-        while count := prompts_to_sample(rounds, self.draws):
+        while count := prompts_to_sample(rounds, self.plan):
             rollout = self.completions(step, len(rounds), count)
             self.seconds_RE.append(self.engine.seconds_E)
             with self.run.phase("reward"):  # short: most were graded while others were sampled
@@ -152,7 +140,8 @@ class Sampler:
 
     def as_training_data(self, rollout: Rollout, step: int) -> Rollout:
         """The rollout with `is_trained_B` and `lags`."""
-        is_trained_B = ~rollout.is_truncated_B if self.draws.truncated == "mask" else rollout.is_trained_B
+        # "mask": what was cut is compared with like all, but left out of the loss.
+        is_trained_B = ~rollout.is_truncated_B if self.grader.grading.truncated == "mask" else rollout.is_trained_B
         # The weights that are trained in this step were trained in all steps before it.
         versions_B = rollout.parts.get("versions")
         lags = versions_B and [step - 1 - versions for versions in versions_B]
@@ -160,14 +149,14 @@ class Sampler:
 
     def seed_of(self, step: int, number: int) -> tuple[int, ...]:
         """The seed of a round of sampling, which is also its name."""
-        return self.draws.seed, step, 0, number
+        return self.plan.seed, step, 0, number
 
     def draw(self, step: int, number: int, count: int) -> list[Row]:
         """The next `count` prompts, for round `number` of the step; those that it began with, if it was begun ahead."""
-        draws, is_begun = self.draws, number == 0 and step in self.drawn_ahead
+        plan, is_begun = self.plan, number == 0 and step in self.drawn_ahead
         first = self.drawn_ahead[step] if is_begun else self.num_drawn
-        if draws.dynamic_sampling == "off" and not draws.drop_solved:  # the step alone says which
-            indices_P, end = self.data.indices_of_step(step, count, draws.seed, draws.keep_last), first + count
+        if plan.dynamic_sampling == "off" and not plan.drop_solved:  # the step alone says which
+            indices_P, end = self.data.indices_of_step(step, count, plan.seed, plan.keep_last), first + count
         else:
             indices_P, end = self.unsolved_from(first, count)
         self.num_drawn = max(self.num_drawn, end)
@@ -180,7 +169,7 @@ class Sampler:
         """
         indices, number = [], first
         while len(indices) < count:
-            for index in self.data.indices_from(number, self.draws.prompts_per_step, self.draws.seed):
+            for index in self.data.indices_from(number, self.plan.prompts_per_step, self.plan.seed):
                 number += 1
                 if number <= self.solved.get(self.data.rows[index].where, math.inf):
                     indices.append(index)
@@ -189,38 +178,38 @@ class Sampler:
         return indices, number
 
 
-def has_signal_P(rollout: Rollout, draws: DrawSettings) -> np.ndarray:
+def has_signal_P(rollout: Rollout, plan: Plan) -> np.ndarray:
     """bool: some completions of the group are correct and some are not (DAPO, eq. 11), or its rewards differ."""
-    values_B = rollout.is_correct_B if draws.dynamic_sampling == "correct" else rollout.rewards_B
-    values_PG = values_B.reshape(-1, draws.group_size)
+    values_B = rollout.is_correct_B if plan.dynamic_sampling == "correct" else rollout.rewards_B
+    values_PG = values_B.reshape(-1, plan.group_size)
     return values_PG.max(axis=1) > values_PG.min(axis=1)
 
 
-def prompts_to_sample(rounds: list[Rollout], draws: DrawSettings) -> int:
+def prompts_to_sample(rounds: list[Rollout], plan: Plan) -> int:
     """The number of prompts of the step's next round, given the rounds so far; 0: the step is complete.
 
     As many as are expected to fill the gap, at the share of groups with a signal seen so far, but at most P.
     """
     if not rounds:
-        return draws.prompts_per_step
-    if draws.dynamic_sampling == "off" or len(rounds) == MOST_ROUNDS:
+        return plan.prompts_per_step
+    if plan.dynamic_sampling == "off" or len(rounds) == MOST_ROUNDS:
         return 0
-    is_kept_P = has_signal_P(Rollout.concatenate(rounds), draws)
+    is_kept_P = has_signal_P(Rollout.concatenate(rounds), plan)
     num_kept = int(is_kept_P.sum())
-    num_missing = max(draws.prompts_per_step - num_kept, 0)
+    num_missing = max(plan.prompts_per_step - num_kept, 0)
     expected = math.ceil(num_missing * len(is_kept_P) / max(num_kept, 1))
-    return min(expected, draws.prompts_per_step)
+    return min(expected, plan.prompts_per_step)
 
 
-def choose_groups(sampled: Rollout, num_rounds: int, draws: DrawSettings) -> tuple[np.ndarray, Metrics]:
+def choose_groups(sampled: Rollout, num_rounds: int, plan: Plan) -> tuple[np.ndarray, Metrics]:
     """The indices of the completions of the P groups to train on, and metrics of the choice."""
-    if draws.dynamic_sampling == "off":
+    if plan.dynamic_sampling == "off":
         return np.arange(len(sampled.rows)), {}
-    has_signal = has_signal_P(sampled, draws)
+    has_signal = has_signal_P(sampled, plan)
     with_signal, without_signal = np.flatnonzero(has_signal), np.flatnonzero(~has_signal)
-    kept = with_signal[: draws.prompts_per_step]
+    kept = with_signal[: plan.prompts_per_step]
     # Only after `MOST_ROUNDS`: they teach nothing, but the learning rate is for a step of this size.
-    filling = without_signal[: draws.prompts_per_step - len(kept)]
+    filling = without_signal[: plan.prompts_per_step - len(kept)]
     counts = {
         "sampling/rounds": num_rounds,
         "sampling/prompts": len(has_signal),
@@ -229,5 +218,5 @@ def choose_groups(sampled: Rollout, num_rounds: int, draws: DrawSettings) -> tup
         "sampling/groups_filled": len(filling),
     }
     groups = np.sort(np.concatenate([kept, filling]))
-    indices_B = (groups[:, None] * draws.group_size + np.arange(draws.group_size)).flatten()
+    indices_B = (groups[:, None] * plan.group_size + np.arange(plan.group_size)).flatten()
     return indices_B, {name: float(count) for name, count in counts.items()}

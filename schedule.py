@@ -9,11 +9,22 @@ import argparse
 import math
 from typing import NamedTuple
 
-from flags import Settings
+from flags import AdamW, Settings
+
+
+class Reference(Settings):
+    """The model that the KL compares the policy with."""
+
+    path: str
+    reference_every: int  # above 0: it moves, and is in the checkpoints
+    reference_mixup: float  # below 1: it is kept in fp32, because bf16 would round small moves away
+    reset_optimizer: bool
 
 
 class Plan(Settings, kw_only=True):
-    """The arithmetic of batches and steps. One step = one rollout; one update = one optimizer step."""
+    """The arithmetic of batches and steps, and which prompts fill them. One step = one rollout; one update = one
+    optimizer step.
+    """
 
     prompts_per_step: int
     group_size: int
@@ -25,32 +36,33 @@ class Plan(Settings, kw_only=True):
     total_steps: int
     total_updates: int
     warmup_updates: int
-    learning_rate: float
+    adamw: AdamW
     lr_schedule: str
-    max_grad_norm: float
     seed: int
     max_rollout_gaps: tuple[float, float]  # of the first update of a step, of a later one; 0: no bound
-    reference_every: int
-    reference_mixup: float
-    reset_optimizer: bool
+    reference: Reference | None  # None: no KL term
+    keep_last: bool
+    drop_solved: float  # share of correct completions from which on a prompt is drawn no more; 0: none is dropped
+    dynamic_sampling: str  # "off"; a group has a signal if some completions are "correct", or if a "reward" differs
+    steps_ahead: int  # steps whose first round is sampled while an earlier one is trained
 
     def update(self, step: int, i: int) -> UpdateStep:
         """The place of update i of step 1, 2, ... in the run, and its learning rate."""
         index = (step - 1) * self.updates_per_step + i
-        is_last = i + 1 == self.updates_per_step
-        is_moving = is_last and self.reference_every > 0 and step % self.reference_every == 0
+        is_last, reference = i + 1 == self.updates_per_step, self.reference
+        is_moving = is_last and reference and reference.reference_every and step % reference.reference_every == 0
         return UpdateStep(
             index=index,
             rate=self.rate(index),
             is_first=i == 0,
-            max_grad_norm=self.max_grad_norm,
+            max_grad_norm=self.adamw.max_grad_norm,
             seed=self.seed,
             step=step,
             number=i + 1,
             max_rollout_gap=self.max_rollout_gaps[i > 0],
             total_steps=self.total_steps,
-            reference_mixup=self.reference_mixup if is_moving else 0.0,
-            resets_optimizer=is_moving and self.reset_optimizer,
+            reference_mixup=reference.reference_mixup if is_moving else 0.0,
+            resets_optimizer=bool(is_moving) and reference.reset_optimizer,
         )
 
     def rate(self, update: int) -> float:
@@ -58,12 +70,13 @@ class Plan(Settings, kw_only=True):
 
         The last update is the last one above 0: none is wasted on a rate of 0.
         """
+        peak = self.adamw.learning_rate
         if update < self.warmup_updates:
-            return self.learning_rate * (update + 1) / self.warmup_updates
+            return peak * (update + 1) / self.warmup_updates
         progress = (update - self.warmup_updates) / max(self.total_updates - self.warmup_updates, 1)
         if self.lr_schedule == "cosine":
-            return self.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
-        return self.learning_rate * (1.0 - progress) if self.lr_schedule == "linear" else self.learning_rate
+            return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
+        return peak * (1.0 - progress) if self.lr_schedule == "linear" else peak
 
 
 class UpdateStep(NamedTuple):
@@ -106,8 +119,11 @@ def make_plan(args: argparse.Namespace, num_rows: int) -> Plan:
     # policy has moved.
     is_unknown = args.old_logprobs == "rollout"
     gaps = 0.0 if is_unknown and args.lora_dropout else bound, 0.0 if is_unknown else bound
+    path = args.reference or args.model
     return Plan.from_flags(
         args,
+        adamw=AdamW.from_flags(args),
+        reference=Reference.from_flags(args, path=path) if args.kl_coef > 0 else None,
         max_rollout_gaps=gaps,
         completions_per_step=completions_per_step,
         updates_per_pass=updates_per_pass,

@@ -134,7 +134,7 @@ def work_of_step(
     policy: Policy,
 ) -> Work:
     """The work of a step, the same on every rank; all ranks call it. `updates`: of one pass over `trained`."""
-    flops = torch.tensor(sum(update_flops(policy, update.batches) for update in updates), dtype=torch.float64)
+    flops = torch.tensor(sum(update_flops(policy, update) for update in updates), dtype=torch.float64)
     return Work(
         sampled_tokens=int(sampled.completion_lengths_B.sum()),
         completion_tokens=int(trained.completion_lengths_B.sum()),

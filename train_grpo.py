@@ -11,7 +11,6 @@ dimension key) to `grpo.py`. The same command again continues from the last chec
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,46 +21,20 @@ from gate import command
 ARGS = command.start() if __name__ == "__main__" else None
 
 from algorithm import algorithm_of, own_function
-from checkpoint import Writer, latest, load, load_generation_config, set_link
+from checkpoint import Writer, latest, load, set_link
 from command_line import exit_with_error
 from data import PromptData
-from engine.options import EngineDemand, largest_share, stop_ids
-from evaluate import Evaluator, calls_of
-from flags import (
-    AdamW,
-    EngineSettings,
-    Grading,
-    Lora,
-    Memory,
-    PromptFormat,
-    Sampling,
-    Saving,
-    Servers,
-    TurnLimits,
-)  # fmt: skip
+from evaluation import Evaluator
+from flags import EngineSettings, Lora, Memory, Sampling, Saving, Servers
 from fsdp_utils import World, close_world, init_world, is_main_process, set_allocator
 from gate.agreement import check_same_step, check_world
-from gate.checks import free_on_resume, ranks_per_engine, samplings_of
-from gate.describe import describe_algorithm, describe_plan, describe_policy, describe_world
-from gate.digests import digest, digest_of_config, digest_of_data, digest_of_weights, digests_of_files
-from gate.inputs import (
-    Inputs,
-    check_loaded,
-    check_template,
-    check_training,
-    describe_data,
-    describe_template,
-    image_options,
-    load_reader,
-    read_system_prompt,
-    start_grader,
-)
-from gate.keys import check_keys
+from gate.checks import free_on_resume, ranks_per_engine
+from gate.describe import describe_algorithm, describe_data, describe_plan, describe_policy, describe_world
+from gate.digests import digests_of_files, digests_of_inputs
+from gate.inputs import Inputs, check_replayed
 from gate.models import length_limits
 from gate.own import guarded
-from grpo import Algorithm
 from metrics import merge_updates
-from model.weights import load_config
 from policy import Policy, build_policy
 from run import Observer, Run, open_run_folder
 from runtime.files import run_and_step
@@ -70,7 +43,7 @@ from runtime.parts import part
 from runtime.rank import OwnCodeError, RunError, Stopped
 from runtime.signals import arm
 from runtime.start import NOT_FINISHED, leave, signal_name
-from sampling import DrawSettings, Sampler
+from sampling import Sampler
 from schedule import Plan, make_plan
 from step_metrics import throughput, work_of_step
 from update import UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy
@@ -90,12 +63,10 @@ if TYPE_CHECKING:
 
 
 def load_models(
-    args: Namespace, algorithm: Algorithm, inputs: Inputs, run: Run
+    args: Namespace, plan: Plan, inputs: Inputs, run: Run
 ) -> tuple[Policy, Policy | None, Optimizer, Engine | ServerEngine]:
     """The policy, the reference (None without a KL term), the policy's optimizer, and the engine."""
-    memory, lora, adamw = Memory.from_flags(args), Lora.from_flags(args), AdamW.from_flags(args)
-    # With LoRA the reference costs nothing: it is the policy with its adapter off.
-    teacher = args.reference or args.model if algorithm.kl_coef > 0 else None
+    memory, lora = Memory.from_flags(args), Lora.from_flags(args)
     try:
         with run.observed("load"):
             # First, so that a wrong key or model of a server ends the run before weights are loaded.
@@ -105,7 +76,7 @@ def load_models(
 
                 given = engine_settings(args), Servers.from_flags(args)
                 servers = build_servers(args.model, *given, inputs.tokenizer, inputs.turns, run, run.step)
-            policy, reference, optimizer = build_policy(args.model, memory, lora, adamw, teacher, args.seed, run.world)
+            policy, reference, optimizer = build_policy(args.model, memory, lora, plan, run.world)
             engine = servers or build_engine(args, inputs, run)
             if servers:
                 servers.weights = describe_weights(policy)
@@ -130,14 +101,12 @@ def build_engine(args: Namespace, inputs: Inputs, run: Run) -> Engine:
         return NoEngine()
     from rollout import Engine  # vLLM takes seconds to import: mistakes are reported before
 
-    images = image_options([*inputs.train_data, *inputs.eval_sets], inputs.vision)
     prompts, num_engines = args.prompts_per_step, run.world.num_engines
     if args.partial_rollouts:
         from extras.samplers.partial import num_unfinished_prompts
 
         prompts = num_unfinished_prompts(prompts, num_engines)
-    calls = [(prompts, args.group_size), *calls_of(inputs.eval_sets, inputs.eval_samplings)]
-    demand = EngineDemand(largest_share(calls, num_engines), images)
+    demand = inputs.engine_demand(num_engines, (prompts, args.group_size))
     play = inputs.turns.play if inputs.turns else None  # who says what comes after a completion; None: nobody
     engine = Engine(args.model, inputs.tokenizer, run.world, engine_settings(args), demand, play)
     engine.sleep()  # until the first sync: what that gathers and the engine's cache are never held together
@@ -145,18 +114,17 @@ def build_engine(args: Namespace, inputs: Inputs, run: Run) -> Engine:
 
 
 def build_sampler(
-    args: Namespace, inputs: Inputs, data: PromptData, engine: Engine | ServerEngine, run: Run
+    args: Namespace, plan: Plan, inputs: Inputs, data: PromptData, engine: Engine | ServerEngine, run: Run
 ) -> Sampler:
-    sampling = Sampling.from_flags(args, num_samples=args.group_size)
-    kind = Sampler
+    sampling = Sampling.from_flags(args, num_samples=args.group_size, keeps_routes=args.router_replay)
+    make_sampler = Sampler
     if args.partial_rollouts:
-        from extras.samplers.partial import PartialSampler as kind
+        make_sampler = part("extras.samplers.partial", "--partial_rollouts").PartialSampler
     if args.replay:
-        from extras.samplers.replay import ReplaySampler
-
-        kind = partial(ReplaySampler, folder=run_and_step(args.replay)[0])
+        folder = run_and_step(args.replay)[0]
+        make_sampler = partial(part("extras.samplers.replay", "--replay").ReplaySampler, folder=folder)
     add_hints = inputs.hints.add if inputs.hints else None
-    return kind(engine, inputs.grader, data, DrawSettings.from_flags(args), sampling, run, add_hints)
+    return make_sampler(engine, inputs.grader, data, plan, sampling, run, add_hints)
 
 
 def finish(run: Run, step: int) -> None:
@@ -196,77 +164,34 @@ def starting_point(args: Namespace, run: Run, last_step: int) -> tuple[int, Path
 
 
 def close(inputs: Inputs, engine: Engine | ServerEngine) -> None:
-    inputs.grader.close()
     engine.close()
-    if inputs.turns:  # after the servers, whose episodes go on
-        inputs.turns.close()
+    inputs.close()
     close_world()
 
 
-def load_inputs(args: Namespace) -> Inputs:
-    """Data, tokenizer and reward. Raises ValueError, OSError or RuntimeError for all that is wrong with them."""
-    check_training(args)
-    prompt_format = PromptFormat.from_flags(args, system_prompt=read_system_prompt(args.system_prompt))
-    config = load_config(args.model)
-    tokenizer, vision = load_reader(args.model, config, prompt_format)
-    check_template(prompt_format, tokenizer)
-    ends = stop_ids(tokenizer, args.stop_tokens)
-    generation = load_generation_config(args.model, config, ends)
-    hint_column, hints = args.hint_column, None
-    if hint_column and hint_column.startswith("@"):
-        make_hints = part("extras.teacher.hints", "--hint_column").Hints
-        hints = make_hints(tuple(hint_column.split(",")), replace(prompt_format, system_prompt=None), tokenizer)
-        hint_column = None
-    options = hint_column, args.shuffle == "on"
-    train_data = [
-        PromptData.load(each, prompt_format, tokenizer, args.seed, vision, *options) for each in args.train_data
-    ]
-    make_plan(args, len(PromptData.mix(train_data).rows))  # raises for data that fills no step
-    # The seed 0 draws #ROWS: held-out sets are the same problems whatever the seed of the run.
-    eval_sets = [PromptData.load(each, prompt_format, tokenizer, 0, vision) for each in args.eval_data]
-    eval_flags = args.eval_samples, args.eval_temperature, args.eval_max_completion_tokens, args.eval_top_p
-    samplings = samplings_of(args.eval_data, "eval_", eval_flags)
-    grading, limits, size = Grading.from_flags(args), TurnLimits.from_flags(args), ranks_per_engine(args)
-    grader, turns = start_grader(grading, limits, prompt_format, tokenizer, size, args.advantage != "zero")
-    # Flags that may change when a run continues, --eval_data and --after_step, have no digest.
-    digests = {source: digest_of_data(data) for source, data in zip(args.train_data, train_data, strict=True)}
-    named = [args.environment, args.tools, args.advantage, args.policy_loss, args.kl_estimator, args.optimizer]
-    digests |= digests_of_files([*grader.weights, *",".join(filter(None, named)).split(",")])
-    if prompt_format.system_prompt != args.system_prompt:  # the content of a file
-        digests["--system_prompt"] = digest([prompt_format.system_prompt.encode()])
-    if is_main_process():  # downloads weights that are not on the disk, while nobody waits in a collective
-        for line in describe_template(prompt_format, tokenizer):
-            print(line, flush=True)
-        for flag, path in {"--model": args.model, "--reference": args.reference}.items():
-            if path:
-                digests |= {flag: digest_of_weights(path), f"config of {flag}": digest_of_config(path, generation)}
-    companions = [vision.processor if vision else tokenizer, generation]
-    inputs = Inputs(
-        tokenizer, ends, vision, train_data, eval_sets, samplings, grader, turns, hints, companions, digests
-    )
-    check_loaded(args, inputs)
-    return inputs
-
-
-def open_run(args: Namespace, algorithm: Algorithm) -> tuple[Inputs, PromptData, list[PromptData], Plan, Run]:
+def open_run(args: Namespace) -> tuple[Inputs, PromptData, Plan, Run]:
     """The user's inputs, checked by all ranks together, and the run folder. A mistake ends with one sentence."""
     try:
-        inputs, out_dir = load_inputs(args), Path(args.out_dir)
-        described = vars(args), free_on_resume(args), inputs.digests
-        lock = open_run_folder(out_dir, *described) if is_main_process() else None
+        inputs, out_dir = Inputs.load(args), Path(args.out_dir)
+        digests = digests_of_inputs(args, inputs)
+        check_replayed(args, digests)
+        lock = open_run_folder(out_dir, vars(args), free_on_resume(args), digests) if is_main_process() else None
         read_metrics(out_dir)  # raises for a log that is damaged
         world = init_world(ranks_per_engine(args), args.timeout_minutes, args.shard_ranks, args.engine == "colocated")
         check_world(args, world)
-        train_data = PromptData.mix([check_keys(inputs.grader, data, world) for data in inputs.train_data])
-        eval_sets = [check_keys(inputs.grader, data, world) for data in inputs.eval_sets]
+        inputs = inputs.with_usable_keys(world)
+        train_data = PromptData.mix(inputs.train_data)
         plan = make_plan(args, len(train_data.rows))
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
-    run = Run(out_dir, lock, world, plan.total_steps, observers_of(args, inputs, world, plan.total_steps))
+    observers = observers_of(args, inputs, world, plan.total_steps)
+    files = digests | digests_of_files([args.after_step or ""])  # to be kept, but not compared
+    run = Run(out_dir, lock, world, plan.total_steps, files, observers)
     run.say(f"{describe_world(world)}; {describe_plan(plan)}\n{describe_algorithm(args)}")
     if world.is_main:
-        run.say("\n".join(describe_data([train_data, *eval_sets], inputs.tokenizer, out_dir / "excluded_rows.jsonl")))
-    return inputs, train_data, eval_sets, plan, run
+        file = out_dir / "excluded_rows.jsonl"
+        run.say("\n".join(describe_data([train_data, *inputs.eval_sets], inputs.tokenizer, file)))
+    return inputs, train_data, plan, run
 
 
 def observers_of(args: Namespace, inputs: Inputs, world: World, total_steps: int) -> list[Observer]:
@@ -288,13 +213,13 @@ def observers_of(args: Namespace, inputs: Inputs, world: World, total_steps: int
 
 def main(args: Namespace) -> None:
     algorithm = guarded(algorithm_of(args))
-    inputs, train_data, eval_sets, plan, run = open_run(args, algorithm)
+    inputs, train_data, plan, run = open_run(args)
     world, out_dir, memory = run.world, run.out_dir, Memory.from_flags(args)
     last_step = min(plan.total_steps, args.stop_after or plan.total_steps)
     saved_step, saved = starting_point(args, run, last_step)
     run.step = saved_step
     logged = run.logged([saved_step]).get(saved_step, {})
-    held_out = {"sets": eval_sets, "samplings": inputs.eval_samplings, "grader": inputs.grader}
+    held_out = {"sets": inputs.eval_sets, "samplings": inputs.eval_samplings, "grader": inputs.grader}
     evaluator = Evaluator.from_flags(args, **held_out, folder=out_dir / "eval")
     must_evaluate = evaluator.is_missing(saved_step, saved_step == last_step, logged)
     # The line of a step whose evaluation is missing comes again, below.
@@ -302,8 +227,8 @@ def main(args: Namespace) -> None:
     if (saved_step >= last_step or run.is_stopped) and not must_evaluate:
         end_complete(run, saved_step, last_step)
         return
-    policy, reference, optimizer, engine = load_models(args, algorithm, inputs, run)
-    sampler = build_sampler(args, inputs, train_data, engine, run)
+    policy, reference, optimizer, engine = load_models(args, plan, inputs, run)
+    sampler = build_sampler(args, plan, inputs, train_data, engine, run)
     writer = Writer(out_dir, inputs.companions, Saving.from_flags(args), world, run.say)
     guard = UpdateGuard(world)
     with run.observed("load"):
@@ -312,7 +237,7 @@ def main(args: Namespace) -> None:
             sampler.restore(state)
             guard.restore(state)
             run.say(f"continues from {saved}")
-        run.describe_start(saved_step, [*inputs.digests, *digests_of_files([args.after_step or ""])])
+        run.describe_start(saved_step)
         engine.sync(policy.full_weights())  # also a resumed run samples from the policy that it trains
     if must_evaluate:  # before training, or where a kill came between a step and its evaluation
         with run.phase("evaluate"):

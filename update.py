@@ -69,17 +69,16 @@ def pack_updates(
         add_parts.append(experts.add_routes)
     updates = []
     for indices, micros_of_ranks in zip(indices_of_updates, plans, strict=True):
-        batches = []
+        update, num_tokens = [], max(int(trained_lengths_B[indices].sum()), 1)
         for chosen in micros_of_ranks[world.trainer_rank]:
-            batch = pack(rollout, chosen, group_size)
+            batch = replace(pack(rollout, chosen, group_size), update_tokens=num_tokens)
             for add_part in add_parts:
                 batch = add_part(batch, rollout)
             batch = place(batch, world.device)
             if hinted:
                 batch = replace(batch, hinted=place(pack(hinted, chosen, group_size_of_hinted), world.device))
-            batches.append(batch)
-        num_tokens = max(int(trained_lengths_B[indices].sum()), 1)
-        updates.append(Update(batches, num_tokens))
+            update.append(batch)
+        updates.append(update)
     return updates
 
 
@@ -96,7 +95,7 @@ def add_logprobs(updates: list[Update], policy: Policy, reference: Policy | None
     reference that is followed over the vocabulary runs beside the update: the distributions of a step would not fit.
     """
     if algorithm.old_logprobs == "rollout":
-        updates = [update.map(lambda x: replace(x, old_logprobs_N=x.rollout_logprobs_N)) for update in updates]
+        updates = [[replace(x, old_logprobs_N=x.rollout_logprobs_N) for x in update] for update in updates]
     else:
         needs_all = policy.has_dropout or algorithm.num_iterations > 1 or algorithm.has_penalties
         # Until the first optimizer step the policy is the old one: its own pass has the old log-probs.
@@ -113,7 +112,7 @@ def add_reference(update: Update, reference: Policy, algorithm: Algorithm) -> Up
     if algorithm.kl_over == "vocabulary":
         teacher = part("extras.teacher.vocabulary", "--kl_over vocabulary")
         run_teacher = partial(teacher.run, reference, algorithm.kl_direction, algorithm.temperature)
-        return replace(update, run_teacher=run_teacher)
+        return [replace(batch, run_teacher=run_teacher) for batch in update]
     with reference.adapter_off():  # with LoRA: the same module as the policy
         return logprobs_under(reference, "ref_logprobs_N", update, algorithm)
 
@@ -122,18 +121,17 @@ def add_reference(update: Update, reference: Policy, algorithm: Algorithm) -> Up
 def logprobs_under(model: Policy, field: str, update: Update, algorithm: Algorithm) -> Update:
     """The update with `field` (old_logprobs_N or ref_logprobs_N) set to the model's log-probs of its tokens."""
 
-    def scored(batch: Batch) -> Batch:
+    scored = []
+    for batch in update:
         read = batch.reference_batch() if field == "ref_logprobs_N" else batch
         logprobs_N = model(read, algorithm.temperature).logprobs_N
         if read is batch.hinted:  # the same tokens in the same order, at other positions
             logprobs_K = logprobs_N.index_select(0, read.trained_K)
             logprobs_N = torch.zeros_like(batch.rollout_logprobs_N).index_copy(0, batch.trained_K, logprobs_K)
-        return replace(batch, **{field: logprobs_N})
-
-    update = update.map(scored)
+        scored.append(replace(batch, **{field: logprobs_N}))
     # FSDP keeps the last layer gathered for a backward pass that does not follow.
     release_gathered(model)
-    return update
+    return scored
 
 
 def add_advantages(
@@ -145,7 +143,7 @@ def add_advantages(
         gather = part("extras.teacher.penalties", "--kl_in reward").gather_penalties
         penalties = gather(rollout, updates, algorithm)
     rollout = replace(rollout, advantages=compute_advantages(rollout, penalties, algorithm, step, total_steps))
-    return rollout, [update.map(partial(with_advantages, rollout)) for update in updates]
+    return rollout, [[with_advantages(rollout, batch) for batch in update] for update in updates]
 
 
 def with_advantages(rollout: Rollout, batch: Batch) -> Batch:
@@ -233,7 +231,7 @@ def update_policy(
     optimizer.zero_grad()  # also of an update that was left out
     if step.reference_mixup:
         part("extras.teacher.moving", "--reference_every").move_references(policy, optimizer, step)
-    return metrics | {"perf/update_idle_frac": idle_share(update.batches, policy.parity_length, guard.world)}
+    return metrics | {"perf/update_idle_frac": idle_share(update, policy.parity_length, guard.world)}
 
 
 def add_gradients(
@@ -249,16 +247,15 @@ def add_gradients(
     trains_entropy = algorithm.entropy_coef != 0
     passes = []
     with policy.dropout_on((step.seed, step.index), world):
-        for i, batch in enumerate(update.batches):
-            is_last = i == len(update.batches) - 1
-            begin_micro_batch(policy, memory.communicate_once, is_last)
-            teacher = update.run_teacher and update.run_teacher(batch)
+        for i, batch in enumerate(update):
+            begin_micro_batch(policy, memory.communicate_once, is_last=i == len(update) - 1)
+            teacher = batch.run_teacher and batch.run_teacher(batch)
             scores = policy(batch, algorithm.temperature, trains_entropy, teacher)
             logprobs_N = scores.logprobs_N
             # Detached they are the same numbers, to the bit: a ratio of exactly 1, and a gradient all the same.
             old_logprobs_N = logprobs_N.detach() if is_unchanged else batch.old_logprobs_N
             if batch.old_logprobs_N is None:  # they are kept with the rollout
-                update.batches[i] = replace(batch, old_logprobs_N=old_logprobs_N)
+                update[i] = replace(batch, old_logprobs_N=old_logprobs_N)
             scored = batch
             if scores.distilled:
                 scored = replace(batch, ref_logprobs_N=scores.distilled.ref_logprobs_N, distilled=scores.distilled)
@@ -269,7 +266,7 @@ def add_gradients(
             beat()
             (total * world.num_trainers).backward()  # FSDP averages gradients; the weights are global already
             # They stay on the device: one transfer to the host for all, after the last pass.
-            metrics = pass_metrics(scored, t, loss, update.num_tokens, algorithm)
+            metrics = pass_metrics(scored, t, loss, algorithm)
             passes.append({"policy/loss": total.detach()} | metrics)
     if memory.communicate_once:
         release_gathered(policy)  # they are from before the optimizer step

@@ -25,7 +25,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from algorithm import algorithm_of
 from batch import Rollout, Row, Update
 from command_line import parse_flags
-from flags import AdamW, Lora, Memory
+from flags import Lora, Memory
 from fsdp_utils import World
 from grading import Grade
 from policy import build_policy
@@ -132,11 +132,8 @@ class Trainer:
     def __init__(self, args: argparse.Namespace, world: World) -> None:
         self.world, self.memory, self.plan = world, Memory.from_flags(args), make_plan(args, args.prompts_per_step)
         self.algorithm = replace(algorithm_of(args), group_size=1)  # the advantage is the reward: groups do not matter
-        lora, adamw = Lora.from_flags(args), AdamW.from_flags(args)
-        reference = (args.reference or args.model) if self.algorithm.kl_coef > 0 else None
-        self.policy, self.reference, self.optimizer = build_policy(
-            args.model, self.memory, lora, adamw, reference, args.seed, world
-        )
+        given = self.memory, Lora.from_flags(args), self.plan
+        self.policy, self.reference, self.optimizer = build_policy(args.model, *given, world)
 
     def prepare(self, rollout: Rollout) -> Update:
         """The rollout as one update: packed, with its advantages and the log-probs that the loss needs."""

@@ -137,7 +137,7 @@ def rung(size: Size, name: str, flags: str) -> Row:
             gc.collect()
             torch.cuda.reset_peak_memory_stats()
         seconds = seconds_of(lambda: trainer.train(update), rounds=2, warm_up=0)
-        useful = update_flops(trainer.policy, update.batches) / setup.hardware.flops  # seconds at the card's peak
+        useful = update_flops(trainer.policy, update) / setup.hardware.flops  # seconds at the card's peak
     planned, phases = phase_seconds(setup), gpu_phases(setup)
     parts = [without(phases[phase], *ENGINE) for phase in ("logprobs", "update", "optimizer") if phase in phases]
     return {

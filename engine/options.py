@@ -44,7 +44,7 @@ def engine_options(
         "enforce_eager": settings.enforce_eager or not is_cuda,
         "enable_sleep_mode": is_cuda,
         "logprobs_mode": "processed_logprobs",  # after the temperature: what the tokens were really drawn from
-        "seed": settings.seed,  # external_launcher wants the same one on every rank; Engine.sample sets its own
+        "seed": 0,  # external_launcher wants the same one on every rank; Engine.sample sets its own
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }

@@ -6,12 +6,11 @@ import argparse
 import importlib.util
 import os
 import re
-from collections.abc import Sequence
 from itertools import chain, cycle, product
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
-from flags import DRY_RUN, FLAGS, GROUPS, INF, TINY, Flag, Sampling, ks_of_pass
+from flags import DRY_RUN, FLAGS, GROUPS, INF, TINY, Flag, ks_of_pass
 from gate.models import check_path
 from runtime.cards import gpu_figures
 from runtime.files import run_and_step
@@ -27,7 +26,6 @@ FIXED_BY_ROLLOUTS = (
     "reward", "reward_timeout", "overlong_cache_tokens", "truncated", "dynamic_sampling",
     "environment", "tools", "max_turns", "max_turn_tokens",
 )  # fmt: skip
-SET_FLAGS = ("samples", "temperature", "max_completion_tokens", "top_p")  # one value for all sets or one for each
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 # Flags of the first column do not go together with those of the second: one with a value if it has that value, one
 # without if it has not its default.
@@ -100,11 +98,12 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
         num_ranks = launched_world_size()
     check_batches(args, num_ranks)
     check_turns(args)
-    flag = all_given(args)
+    flag = SimpleNamespace(**{name.removeprefix("--"): each.written(args) for name, each in FLAGS.items()})
     checks = check_loss, check_groups, check_reward, check_hints, check_servers, check_replay
     for check in (*checks, check_evaluation):
         check(args, flag)
-    check_tracker(args.track)
+    if args.track != "none" and importlib.util.find_spec(args.track) is None:
+        raise ValueError(f"--track {args.track}: its package is not installed; run `pip install {args.track}`.")
 
 
 # Contradictions, by topic: each check raises ValueError for the first. `flag.NAME`: as written.
@@ -220,7 +219,6 @@ def check_evaluation(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         raise ValueError(
             f"{flag.eval_data} is never evaluated; give --eval_every or --eval_before_training, or leave it out."
         )
-    samplings_of(args.eval_data, "eval_", [getattr(args, f"eval_{name}") for name in SET_FLAGS])
     if args.keep_best is None:
         return
     metrics = []
@@ -239,32 +237,6 @@ def check_evaluation(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         )
 
 
-def samplings_of(sources: list[str], prefix: str, flags: Sequence[list[int] | list[float]]) -> list[Sampling]:
-    """The sampling of each set, by the values of the flags --<prefix>samples, ... of `SET_FLAGS`. Raises ValueError."""
-    names, columns, samplings = [name_of_source(source) for source in sources], [], []
-    if len(set(names)) < len(names):
-        raise ValueError(f"the sets {', '.join(names)} are reported under their names, which must differ; rename one.")
-    for name, values in zip(SET_FLAGS, flags, strict=True):
-        if len(values) not in (1, len(names)):
-            wrong = f"--{prefix}{name} has {len(values)} values for {len(names)} sets"
-            raise ValueError(f"{wrong}; give one for all or one for each.")
-        columns.append(values * len(names) if len(values) == 1 else values)
-    for count, temperature, max_tokens, top_p in zip(*columns, strict=True):
-        if temperature < 0.01 and count > 1:
-            wrong = f"--{prefix}samples {count} at --{prefix}temperature {temperature:g} are {count} times the same"
-            raise ValueError(f"{wrong}; use --{prefix}samples 1.")
-        limits = {"max_completion_tokens": max_tokens, "top_p": top_p}
-        samplings.append(Sampling(num_samples=count, temperature=temperature, **limits))
-    return samplings
-
-
-def check_tracker(track: str) -> None:
-    if track == "none":
-        return
-    if importlib.util.find_spec(track) is None:
-        raise ValueError(f"--track {track}: its package is not installed; run `pip install {track}`.")
-
-
 def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> None:
     """Raises ValueError for a value out of its range, a flag without effect, `CONTRADICTIONS`, `NEEDS`."""
     for flag in chain.from_iterable(groups.values()):
@@ -278,14 +250,14 @@ def check_ranges(args: argparse.Namespace, groups: dict[str, list[Flag]]) -> Non
             raise ValueError(
                 f"{flag.written(args)} has no effect here, only with {needed}: leave it out, or change the other."
             )
-    for firsts, seconds, reason in CONTRADICTIONS:
-        for pair in product(firsts.split(), seconds.split()):
+    for flags, opposites, reason in CONTRADICTIONS:
+        for pair in product(flags.split(), opposites.split()):
             if all(is_given(each, args) for each in pair):
                 both = " with ".join(FLAGS[each.partition("=")[0]].written(args) for each in pair)
                 raise ValueError(f"{both}: {reason}; leave one of them out.")
-    for written, partners, reason in NEEDS:
-        if is_given(written, args) and not any(is_given(each, args) for each in partners.split()):
-            raise ValueError(f"{written.replace('=', ' ')} needs {partners.replace(' ', ' or ')}: {reason}.")
+    for choice, partners, reason in NEEDS:
+        if is_given(choice, args) and not any(is_given(each, args) for each in partners.split()):
+            raise ValueError(f"{choice.replace('=', ' ')} needs {partners.replace(' ', ' or ')}: {reason}.")
 
 
 def is_given(written: str, args: argparse.Namespace) -> bool:
@@ -310,12 +282,6 @@ def check_range(flag: Flag, number: float) -> None:
         bounds = "above 0" if low == TINY else f"at least {low:g}"
         bounds += " and finite" * (number == INF) if high == INF else f" and at most {high:.7g}"
         raise ValueError(f"{flag.name} {number:g}: must be {bounds}.")
-
-
-def all_given(args: argparse.Namespace) -> SimpleNamespace:
-    """All flags that there are, as they were written."""
-    names = [name.removeprefix("--") for name in FLAGS]
-    return SimpleNamespace(**{name: FLAGS[f"--{name}"].written(args) for name in names if hasattr(args, name)})
 
 
 def check_batches(args: argparse.Namespace, num_ranks: int) -> None:

@@ -1,14 +1,22 @@
-"""The first lines of a run's log."""
+"""The first lines of the log: flags, data and policy in words."""
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
 
 from algorithm import functions_of
 from command_line import first_sentence
-from flags import FLAGS
+from data import PromptData, template_variables
+from flags import FLAGS, PromptFormat
 from fsdp_utils import World
+from grading import alternatives
+from model.special_tokens import TAG, special_tokens
 from policy import Policy
+from runtime.files import best_effort, write
 from runtime.tables import counted
 from schedule import Plan
 
@@ -26,8 +34,9 @@ def describe_algorithm(args: Namespace) -> str:
     parts = []
     for name, function in functions_of(args).items():
         if name not in unused:
-            values = "".join(f" --{key} {value}" for key, value in function.keywords.items() if f"--{key}" in FLAGS)
-            parts.append(f"{FLAGS[name].written(args)}{values}: {first_sentence(function.func.__doc__)}")
+            words = [FLAGS[name].written(args)]
+            words += [f"--{key} {value}" for key, value in function.keywords.items() if f"--{key}" in FLAGS]
+            parts.append(f"{' '.join(words)}: {first_sentence(function.func.__doc__)}")
     parts.append(" ".join(FLAGS[name].written(args) for name in ALSO_DESCRIBED))
     return f"algorithm: {'; '.join(parts)}"
 
@@ -58,3 +67,51 @@ def describe_policy(policy: Policy) -> str:
     total = sum(parameter.numel() for parameter in policy.parameters())
     adapter = f": {policy.adapter.describe()}" if policy.adapter else ""
     return f"trainable: {trained:,} of {total:,} parameters{adapter}"
+
+
+def describe_template(prompt_format: PromptFormat, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Lines for the log: the variables that the chat template gets beside the messages, with their types."""
+    variables = template_variables(prompt_format, tokenizer)
+    return [f"template: {name} = {value!r} ({type(value).__name__})" for name, value in variables.items()]
+
+
+def describe_data(sets: list[PromptData], tokenizer: PreTrainedTokenizerBase, file: Path) -> list[str]:
+    """Lines that say what the sets hold. Excluded rows go to `file`.
+
+    Warns of prompts that the first set, which is trained on, has in common with others.
+    """
+    lines, excluded = [], ""
+    for data in sets:
+        lines += describe_set(data, file.name)
+        for row, reason in data.excluded:
+            excluded += json.dumps({"set": data.name, "row": row, "reason": reason}) + "\n"
+    if excluded:
+        with best_effort(str(file)):
+            write(file, excluded)
+    trained = {(row.ids.tobytes(), row.encoded_images) for row in sets[0].rows}
+    for data in sets[1:]:
+        count = sum((row.ids.tobytes(), row.encoded_images) in trained for row in data.rows)
+        if count:
+            lines.append(f"warning: {count} of {len(data.rows)} prompts of {data.name} are training prompts")
+    return [*lines, *describe_tags(tokenizer), f"first prompt: {sets[0].rows[0].text!r}"]
+
+
+def describe_set(data: PromptData, all_in: str = "") -> list[str]:
+    """Lines for the console. Of the excluded rows all, or five and the file `all_in`."""
+    dropped = f"{data.num_too_long} dropped (too many tokens), {len(data.excluded)} excluded"
+    lines = [f"data {data.name}: {len(data.rows)} rows; {dropped}"]
+    listed = data.excluded[:5] if all_in else data.excluded
+    lines += [f"  excluded: {where}: {reason}" for where, reason in listed]
+    if len(listed) < len(data.excluded):
+        lines.append(f"  excluded: {len(data.excluded) - len(listed)} more; all are in {all_in}")
+    num_several = sum(len(alternatives(row.answer)) > 1 for row in data.rows)
+    if num_several:
+        lines.append(f"  {num_several} rows have several answers, of which any is correct")
+    return lines
+
+
+def describe_tags(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """A line for the log, if there are special tokens that a reward may look for."""
+    shown = special_tokens(tokenizer)[0].values()
+    tags = [token for token in shown if TAG.search(token) or token.startswith("</")]
+    return [f"special tokens that the reward sees: {', '.join(tags)}"] if tags else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from pathlib import Path
@@ -13,6 +14,8 @@ from transformers import GenerationConfig
 from transformers.utils import cached_file
 
 from data import PromptData
+from fsdp_utils import is_main_process
+from gate.inputs import Inputs, read_system_prompt
 from grading.user_code import files_of
 
 ROOT = Path(__file__).parent.parent
@@ -84,3 +87,22 @@ def digests_of_files(named: Iterable[str]) -> dict[str, str]:
     files = [file for each in named if ".py:" in each for file in files_of(Path(each.partition(".py:")[0] + ".py"))]
     ours = {file.resolve() for file in files_of(ROOT / "train_grpo.py")} if files else ()
     return {str(file): digest([file.read_bytes()]) for file in files if file.resolve() not in ours}
+
+
+def digests_of_inputs(args: Namespace, inputs: Inputs) -> dict[str, str]:
+    """For the rows of each source, files of one's own, and on the main process models; by name.
+
+    Weights that are not on the disk are downloaded here, while nobody waits in a collective.
+    """
+    # Flags that may change when a run continues, --eval_data and --after_step, have no digest.
+    digests = {x: digest_of_data(data) for x, data in zip(args.train_data, inputs.train_data, strict=True)}
+    named = [args.environment, args.tools, args.advantage, args.policy_loss, args.kl_estimator, args.optimizer]
+    digests |= digests_of_files([*inputs.grader.weights, *",".join(filter(None, named)).split(",")])
+    system_prompt = read_system_prompt(args.system_prompt)
+    if system_prompt != args.system_prompt:  # the content of a file
+        digests["--system_prompt"] = digest([system_prompt.encode()])
+    *_, generation = inputs.companions
+    for flag, path in {"--model": args.model, "--reference": args.reference}.items():
+        if path and is_main_process():
+            digests |= {flag: digest_of_weights(path), f"config of {flag}": digest_of_config(path, generation)}
+    return digests

@@ -1,8 +1,10 @@
-"""The inputs of a run but weights; what the machine, models and servers that flags name cannot do is refused."""
+"""The inputs of a run but weights, for train_grpo.py and evaluate.py; what cannot be trained on is refused.
+
+`Inputs.load` is the door: the rest of this file checks what the flags name.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from argparse import Namespace
@@ -18,56 +20,159 @@ import numpy as np
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
+from checkpoint import load_generation_config
 from data import ImageReader, PromptData, Tokenizer, UnusableRow, render, template_variables
+from engine.options import EngineDemand, largest_share, stop_ids
 from flags import FLAGS, Grading, PromptFormat, Sampling, TurnLimits
+from fsdp_utils import World, is_main_process
 from gate.checks import LOOPBACK, ranks_per_engine
-from gate.keys import check_groups
+from gate.describe import describe_template
+from gate.keys import check_groups, check_keys, without_markers
 from gate.machine import check_launch
-from gate.models import check_model, check_path, check_trained, length_limits
-from grading import alternatives
-from model.special_tokens import TAG, special_tokens
+from gate.models import check_model, check_trained, length_limits
 from model.weights import load_config, load_tokenizer
 from reward import Grader, workers_per_engine
-from runtime.files import best_effort, run_and_step, write
+from runtime.files import run_and_step
 from runtime.history import digests_of
 from runtime.machine import choose_interface
 from runtime.parts import part
 from runtime.rank import local_world_size
+from runtime.sources import name_of_source
+from schedule import make_plan
 
 if TYPE_CHECKING:
     from extras.teacher.hints import Hints
     from extras.turns.turns import Turns
 
 
-@dataclass(frozen=True)
+SET_FLAGS = ("samples", "temperature", "max_completion_tokens", "top_p")  # one value for all sets or one for each
+
+
+@dataclass(frozen=True, kw_only=True)
 class Inputs:
+    """What the flags name, read and checked: tokenizer, data, reward, and how held-out sets are sampled."""
+
     tokenizer: PreTrainedTokenizerBase
     stop_ids: list[int]  # of --stop_tokens
     vision: ImageReader | None  # what reads images; None if the model sees none
-    train_data: list[PromptData]  # one for each source
+    train_data: list[PromptData]  # one for each source; empty: nothing is trained
     eval_sets: list[PromptData]
-    eval_samplings: list[Sampling]
+    eval_samplings: list[Sampling]  # one for each set
     grader: Grader
     turns: Turns | None  # who plays episodes; None: each completion has one turn
     hints: Hints | None  # what makes hints of a step's completions; None: they are in a column, or there are none
     companions: list[PreTrainedTokenizerBase | ProcessorMixin | GenerationConfig]  # files beside the exported policy
-    digests: dict[str, str]  # for models (main process), the rows of each source, files of one's own; by name
+
+    @staticmethod
+    def load(args: Namespace) -> Inputs:
+        """The inputs of these flags. The main process says what the chat template gets.
+
+        Raises ValueError, OSError or RuntimeError, with a sentence, for all that is wrong with them or the machine.
+        """
+        check_places(args)
+        config = load_config(args.model)
+        check_trained(args, config)
+        if args.reference:
+            check_reference(args)
+        prompt_format = PromptFormat.from_flags(args, system_prompt=read_system_prompt(args.system_prompt))
+        tokenizer, vision = load_reader(args.model, config, prompt_format)
+        check_template(prompt_format, tokenizer)
+        ends = stop_ids(tokenizer, args.stop_tokens)
+        hint_column, hints = args.hint_column, None
+        if hint_column and hint_column.startswith("@"):
+            make_hints = part("extras.teacher.hints", "--hint_column").Hints
+            hints = make_hints(tuple(hint_column.split(",")), replace(prompt_format, system_prompt=None), tokenizer)
+            hint_column = None
+        options = vision, hint_column, args.shuffle == "on"
+        train_data = [PromptData.load(x, prompt_format, tokenizer, args.seed, *options) for x in args.train_data]
+        # The seed 0 draws #ROWS: held-out sets are the same problems whatever the seed of the run.
+        eval_sets = [PromptData.load(x, prompt_format, tokenizer, 0, vision) for x in args.eval_data]
+        if not args.image_column:
+            train_data, eval_sets = ([without_markers(data) for data in sets] for sets in (train_data, eval_sets))
+        check_tokens(args.model, tokenizer, ends, [*train_data, *eval_sets])
+        if train_data:
+            make_plan(args, len(PromptData.mix(train_data).rows))  # raises for data that fills no step
+        samplings = samplings_of(args)
+        grader, turns = start_grader(args, prompt_format, tokenizer)
+        check_groups(grader, "--group_size", args.group_size)
+        check_groups(grader, eval_flag(args, "samples"), *(sampling.num_samples for sampling in samplings))
+        if is_main_process():
+            print(*describe_template(prompt_format, tokenizer), sep="\n", flush=True)
+        return Inputs(
+            tokenizer=tokenizer,
+            stop_ids=ends,
+            vision=vision,
+            train_data=train_data,
+            eval_sets=eval_sets,
+            eval_samplings=samplings,
+            grader=grader,
+            turns=turns,
+            hints=hints,
+            companions=[vision.processor if vision else tokenizer, load_generation_config(args.model, config, ends)],
+        )
+
+    def with_usable_keys(self, world: World) -> Inputs:
+        """The inputs without the rows whose answer key the reward cannot use. All ranks call it. Raises ValueError."""
+        train_data = [check_keys(self.grader, data, world) for data in self.train_data]
+        eval_sets = [check_keys(self.grader, data, world) for data in self.eval_sets]
+        return replace(self, train_data=train_data, eval_sets=eval_sets)
+
+    def engine_demand(self, num_engines: int, *calls: tuple[int, int]) -> EngineDemand:
+        """The most that one engine is asked for: by these calls, (prompts, samples of each), and by evaluations."""
+        sizes = zip(map(len, (data.rows for data in self.eval_sets)), self.eval_samplings, strict=True)
+        calls += tuple((count, sampling.num_samples) for count, sampling in sizes)
+        images = {}
+        if self.vision:
+            rows = chain.from_iterable(data.rows for data in [*self.train_data, *self.eval_sets])
+            images = self.vision.engine_options(max(len(row.images.encoded) if row.images else 0 for row in rows))
+        return EngineDemand(largest_share(list(calls), num_engines), images)
+
+    def close(self) -> None:
+        """Ends the workers. After the engine is closed: episodes of servers go on until then."""
+        self.grader.close()
+        if self.turns:
+            self.turns.close()
+
+
+def samplings_of(args: Namespace) -> list[Sampling]:
+    """The sampling of each held-out set, by the flags of `SET_FLAGS`. Raises ValueError."""
+    names, columns, samplings = [name_of_source(source) for source in args.eval_data], [], []
+    if len(set(names)) < len(names):
+        raise ValueError(f"the sets {', '.join(names)} are reported under their names, which must differ; rename one.")
+    given = args.eval_samples, args.eval_temperature, args.eval_max_completion_tokens, args.eval_top_p
+    for name, values in zip(SET_FLAGS, given, strict=True):
+        if len(values) not in (1, len(names)):
+            wrong = f"{eval_flag(args, name)} has {len(values)} values for {len(names)} sets"
+            raise ValueError(f"{wrong}; give one for all or one for each.")
+        columns.append(values * len(names) if len(values) == 1 else values)
+    for count, temperature, max_tokens, top_p in zip(*columns, strict=True):
+        if temperature < 0.01 and count > 1:
+            samples, at = eval_flag(args, "samples"), f"{eval_flag(args, 'temperature')} {temperature:g}"
+            raise ValueError(f"{samples} {count} at {at} are {count} times the same; use {samples} 1.")
+        limits = {"max_completion_tokens": max_tokens, "top_p": top_p}
+        samplings.append(Sampling(num_samples=count, temperature=temperature, **limits))
+    return samplings
+
+
+def eval_flag(args: Namespace, name: str) -> str:
+    """The flag of a held-out set's sampling, as train_grpo.py and evaluate.py call it."""
+    return f"--eval_{name}" if args.train_data else f"--{name}"
 
 
 def start_grader(
-    grading: Grading, limits: TurnLimits, prompt_format: PromptFormat, tokenizer: PreTrainedTokenizerBase,
-    num_ranks: int, is_needed: bool = True,
-) -> tuple[Grader, Turns | None]:  # fmt: skip
-    """The grader of an engine of so many ranks, and who plays episodes; the first rank has their workers.
+    args: Namespace, prompt_format: PromptFormat, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Grader, Turns | None]:
+    """The grader, and who plays episodes. The first rank of each engine has their workers.
 
     Raises ValueError if --reward and --environment both reward, or, where that is needed, neither does.
     """
-    is_engine_leader = int(os.environ.get("RANK", "0")) % num_ranks == 0
-    num_workers = workers_per_engine(num_ranks) if is_engine_leader else 0
-    if not (limits.environment or limits.tools):
+    grading, size = Grading.from_flags(args), ranks_per_engine(args)
+    is_engine_leader = int(os.environ.get("RANK", "0")) % size == 0
+    num_workers = workers_per_engine(size) if is_engine_leader else 0
+    if not (args.environment or args.tools):
         return Grader(grading, num_workers), None
     turns = part("extras.turns.turns", "--environment or --tools").Turns(
-        limits,
+        TurnLimits.from_flags(args),
         grading,
         replace(prompt_format, system_prompt=None),  # it is in the messages
         tokenizer,
@@ -78,34 +183,15 @@ def start_grader(
         if grading.reward not in ("none", Grading.reward):  # the default is not meant
             raise ValueError(f"{kind} has a reward(); leave one of them out.")
         grading = replace(grading, reward="none")
-    elif turns.environments and grading.reward == "none" and is_needed:
+    elif turns.environments and grading.reward == "none" and args.advantage != "zero":
         raise ValueError(f"{kind} has no reward(); give --reward.")
     return Grader(grading, num_workers), turns
-
-
-def check_training(args: Namespace) -> None:
-    """Raises ValueError or OSError for a run of train_grpo.py that cannot work here, or with this model."""
-    is_first_node = int(os.environ.get("RANK", "0")) < local_world_size()  # which has the servers
-    check_launch(ranks_per_engine(args), args.dtype, len(args.generation_gpus) if is_first_node else 0)
-    check_places(args)
-    check_trained(args, load_config(args.model))
-    if args.reference:
-        check_reference(args)
-
-
-def check_evaluation(args: Namespace) -> None:
-    """Raises ValueError or OSError for a run of evaluate.py that cannot work here, or with this model."""
-    check_launch(args.tensor_parallel_size, "bfloat16")
-    check_path(args.model)
-    limits = args.max_prompt_tokens, max(args.max_completion_tokens)
-    check_model(args.model, load_config(args.model), limits, args.tensor_parallel_size)
 
 
 def check_reference(args: Namespace) -> None:
     """Raises ValueError for a --reference that cannot score what the policy samples."""
     path = args.reference
     try:
-        check_path(path)
         theirs = load_config(path)
         check_model(path, theirs, length_limits(args), tensor_parallel_size=1)
         other = load_tokenizer(path)
@@ -120,7 +206,9 @@ def check_reference(args: Namespace) -> None:
 
 
 def check_places(args: Namespace) -> None:
-    """Raises ValueError if servers are to be started on what this machine lacks, or are out of its reach."""
+    """Raises ValueError if ranks or servers are to be started on what this machine lacks, or are out of its reach."""
+    is_first_node = int(os.environ.get("RANK", "0")) < local_world_size()  # which has the servers
+    check_launch(ranks_per_engine(args), args.dtype, len(args.generation_gpus) if is_first_node else 0)
     for host in [host for url in args.server_urls if (host := urlsplit(url).hostname) not in LOOPBACK]:
         choose_interface(host)  # weights go there; for the ranks of one node the loopback would be chosen
     if args.engine == "colocated" or args.server_urls or not torch.cuda.is_available():
@@ -133,18 +221,10 @@ def check_places(args: Namespace) -> None:
         raise ValueError(f"{FLAGS['--generation_gpus'].written(args)}: {taken}; use {num_ranks} and higher.")
 
 
-def check_loaded(args: Namespace, inputs: Inputs) -> None:
-    """Raises ValueError for data that its model or reward cannot use, or a replay of other weights."""
-    check_tokens(args.model, inputs.tokenizer, inputs.stop_ids, [*inputs.train_data, *inputs.eval_sets])
-    check_groups(inputs.grader, "--group_size", args.group_size)
-    check_groups(inputs.grader, "--eval_samples", *(sampling.num_samples for sampling in inputs.eval_samplings))
-    if "--model" in inputs.digests:  # on the main process
-        check_replayed(args, inputs.digests["--model"])
-
-
-def check_replayed(args: Namespace, weights: str) -> None:
-    """Raises ValueError if the run that --replay names began with other weights than --model."""
-    if args.replay and digests_of(run_and_step(args.replay)[0]).get("--model", weights) != weights:
+def check_replayed(args: Namespace, digests: dict[str, str]) -> None:
+    """Raises ValueError if the run that --replay names began with other weights than --model: on the main process."""
+    weights = digests.get("--model")
+    if weights and args.replay and digests_of(run_and_step(args.replay)[0]).get("--model", weights) != weights:
         raise ValueError(f"--replay {args.replay} began with other weights than --model {args.model}; give its model.")
 
 
@@ -198,27 +278,6 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokeni
         )
 
 
-def describe_data(sets: list[PromptData], tokenizer: PreTrainedTokenizerBase, file: Path) -> list[str]:
-    """Lines that say what the sets hold. Excluded rows go to `file`.
-
-    Warns of prompts that the first set, which is trained on, has in common with others.
-    """
-    lines, excluded = [], ""
-    for data in sets:
-        lines += describe_set(data, file.name)
-        for row, reason in data.excluded:
-            excluded += json.dumps({"set": data.name, "row": row, "reason": reason}) + "\n"
-    if excluded:
-        with best_effort(str(file)):
-            write(file, excluded)
-    trained = {(row.ids.tobytes(), row.encoded_images) for row in sets[0].rows}
-    for data in sets[1:]:
-        count = sum((row.ids.tobytes(), row.encoded_images) in trained for row in data.rows)
-        if count:
-            lines.append(f"warning: {count} of {len(data.rows)} prompts of {data.name} are training prompts")
-    return [*lines, *describe_tags(tokenizer), f"first prompt: {sets[0].rows[0].text!r}"]
-
-
 def read_system_prompt(text: str | None) -> str | None:
     """The text, or the content of the file that it names. Raises ValueError if that is not there or cannot be read."""
     if not text:
@@ -234,13 +293,6 @@ def read_system_prompt(text: str | None) -> str | None:
     return text
 
 
-def describe_tags(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """A line for the log, if there are special tokens that a reward may look for."""
-    shown = special_tokens(tokenizer)[0].values()
-    tags = [token for token in shown if TAG.search(token) or token.startswith("</")]
-    return [f"special tokens that the reward sees: {', '.join(tags)}"] if tags else []
-
-
 def load_reader(
     path: str, config: PretrainedConfig | None, prompt_format: PromptFormat
 ) -> tuple[Tokenizer, ImageReader | None]:
@@ -253,29 +305,3 @@ def load_reader(
         return load_tokenizer(path), None
     vision = part("extras.models.vision", "--image_column, or a model that sees images")
     return vision.load_processor(path, config, prompt_format)
-
-
-def image_options(sources: list[PromptData], vision: ImageReader | None) -> dict[str, object]:
-    """The engine's arguments for the images of these prompts; none for a model that sees none."""
-    rows = chain.from_iterable(source.rows for source in sources)
-    return vision.engine_options(max(len(row.images.encoded) if row.images else 0 for row in rows)) if vision else {}
-
-
-def describe_template(prompt_format: PromptFormat, tokenizer: Tokenizer) -> list[str]:
-    """Lines for the log: the variables that the chat template gets beside the messages, with their types."""
-    variables = template_variables(prompt_format, tokenizer)
-    return [f"template: {name} = {value!r} ({type(value).__name__})" for name, value in variables.items()]
-
-
-def describe_set(data: PromptData, all_in: str = "") -> list[str]:
-    """Lines for the console. Of the excluded rows all, or five and the file `all_in`."""
-    dropped = f"{data.num_too_long} dropped (too many tokens), {len(data.excluded)} excluded"
-    lines = [f"data {data.name}: {len(data.rows)} rows; {dropped}"]
-    listed = data.excluded[:5] if all_in else data.excluded
-    lines += [f"  excluded: {where}: {reason}" for where, reason in listed]
-    if len(listed) < len(data.excluded):
-        lines.append(f"  excluded: {len(data.excluded) - len(listed)} more; all are in {all_in}")
-    num_several = sum(len(alternatives(row.answer)) > 1 for row in data.rows)
-    if num_several:
-        lines.append(f"  {num_several} rows have several answers, of which any is correct")
-    return lines

@@ -1,12 +1,14 @@
-"""Which rows have an answer key that the reward cannot use; and whether functions of one's own can be called at all."""
+"""Rows that cannot be used: their answer key, or their images; and whether own functions can be called at all."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from batch import IMAGE
 from data import PromptData
 from fsdp_utils import World, gather_from_ranks
 from grading import Case
+from grading.pool import Failure
 from reward import Grader
 
 # Texts for a trial of one's own functions: all marks of an answer, the answer alone, nothing
@@ -28,9 +30,17 @@ def check_keys(grader: Grader, data: PromptData, world: World) -> PromptData:
     for any_problem in filter(None, gather_from_ranks(problem)):
         raise ValueError(f"--reward {grader.grading.reward}: {any_problem}.")
     parts = gather_from_ranks({share[i]: reason for i, reason in bad.items()})
-    reasons = {i: reason for part in parts for i, reason in part.items()}
-    excluded = data.excluded + [(data.rows[i].where, reason) for i, reason in sorted(reasons.items())]
-    return replace(data, rows=[row for i, row in enumerate(data.rows) if i not in reasons], excluded=excluded)
+    return data.exclude({i: reason for part in parts for i, reason in part.items()})
+
+
+def without_markers(data: PromptData) -> PromptData:
+    """The data without the rows whose text has a place for an image: --image_column names none."""
+    reasons = {}
+    for i, row in enumerate(data.rows):
+        count = sum(message["content"].count(IMAGE) for message in row.messages if message["role"] == "user")
+        if count:
+            reasons[i] = f"{count} {IMAGE} in the text, but no images; --image_column names their column"
+    return data.exclude(reasons)
 
 
 def bad_keys(grader: Grader, cases: list[Case]) -> dict[int, str]:
@@ -43,8 +53,10 @@ def bad_keys(grader: Grader, cases: list[Case]) -> dict[int, str]:
         for number, share in enumerate(shares):
             grader.pool.submit(number, ("check", [cases[i] for i in share]))
         for number, outcome in grader.outcomes("check keys").items():
-            if outcome.status == "ok" or size == 1:
-                reasons |= zip(shares[number], outcome.value or [outcome.status], strict=True)
+            if not isinstance(outcome, Failure):
+                reasons |= zip(shares[number], outcome, strict=True)
+            elif size == 1:
+                reasons[shares[number][0]] = outcome
     return {i: reason for i, reason in sorted(reasons.items()) if reason is not None}
 
 
@@ -57,21 +69,22 @@ def trial(grader: Grader, case: Case) -> str:
             ids = tuple(range(size))
             trial = replace(case, completion=text, token_ids=ids, num_tokens=size, max_tokens=size + 1)
             grader.pool.submit(b, (kind, trial if kind == "grade" else [trial, trial]))
-        statuses = [outcome.status for _, outcome in sorted(grader.pool.collect().items())]
-        for status in statuses:
-            _, is_wrong_return, reason = status.partition("WrongReturn: ")
+        outcomes = [outcome for _, outcome in sorted(grader.pool.collect().items())]
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failure)]
+        for failure in failures:
+            _, is_wrong_return, reason = failure.partition("WrongReturn: ")
             if is_wrong_return:
                 return f"{reason}. What it may return: docs/rewards.md"
-        if "ok" not in statuses:
+        if len(failures) == len(outcomes):
             return (
-                f"it fails for each text of a trial with {case.where}: {statuses[0]}. Completions and prompts are "
+                f"it fails for each text of a trial with {case.where}: {failures[0]}. Completions and prompts are "
                 "texts, not messages; a text that it cannot read should get 0.0: docs/rewards.md"
             )
     return ""
 
 
 def check_groups(grader: Grader, flag: str, *sizes: int) -> None:
-    """Raises ValueError if a reward that compares completions of a prompt would compare one with itgrader."""
+    """Raises ValueError if a reward that compares completions of a prompt would compare one with itself."""
     if grader.inputs.groups and 1 in sizes:
         raise ValueError(
             f"{flag} 1: --reward {grader.grading.reward!r} takes all completions of a prompt to compare them, "

@@ -45,14 +45,6 @@ def check_launch(tp_size: int, dtype: str, server_gpus: int = 0) -> None:
     check_divides("--tensor_parallel_size", tp_size, "the world size", world_size)
 
 
-def check_server(tp_size: int) -> bool:
-    """Whether a server runs on GPUs. Raises ValueError if these are too few or cannot be used."""
-    num_gpus = usable_gpus()
-    if 0 < num_gpus < tp_size:
-        raise ValueError(f"--tensor_parallel_size {tp_size}: only {num_gpus} GPUs are visible.")
-    return num_gpus > 0
-
-
 def usable_gpus() -> int:
     """The number of GPUs that this process sees. Raises ValueError if CUDA cannot use them: it would run on the CPU."""
     is_hidden = not torch.version.cuda or os.environ.get("CUDA_VISIBLE_DEVICES") == ""

@@ -32,10 +32,11 @@ def check_path(path: str) -> None:
 def check_model(
     path: str, config: PretrainedConfig, limits: tuple[int, int], tensor_parallel_size: int, router_replay: bool = False
 ) -> None:
-    """Raises ValueError for a model that these flags cannot train.
+    """Raises ValueError for a model that these flags cannot train, or only sample.
 
     `limits`: most tokens of a prompt, and of a completion in training or evaluation.
     """
+    check_path(path)
     text = config.get_text_config()
     kind = text.model_type
     is_mixture = any((getattr(text, name, None) or 1) > 1 for name in NUMBERS_OF_EXPERTS)

@@ -38,7 +38,7 @@ class Grade:
     """The grade of a completion. `reward` is the weighted sum of the scores, and 0.0 unless the status is "ok"."""
 
     reward: float
-    status: str  # "ok", "truncated", "timeout", "error: ..." or, with --reward none, NOT_GRADED
+    status: str = "ok"  # or "truncated", "timeout", "error: ..." or, with --reward none, NOT_GRADED
     parts: dict[str, float] = field(default_factory=dict)  # verifier -> its score; then sub-score -> its value
     answer: str | None = None  # what the first verifier that reads one read as the final answer
     feedback: str = ""  # what functions of one's own say about it in words

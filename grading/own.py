@@ -19,9 +19,8 @@ import threading
 from collections.abc import Iterable
 from dataclasses import replace
 from inspect import Parameter
-from typing import NamedTuple
 
-from grading import Case
+from grading import Case, Grade
 from grading.user_code import load_own
 
 # What a case may know beside text, answer and columns
@@ -43,14 +42,6 @@ def values_of(case: Case, form: str) -> dict[str, object]:
         "extra_info": case.columns.get("extra_info") or {},
     }
     return {f"{name}s": values[name] for name in values} if form == "solution_strs" else values
-
-
-class Score(NamedTuple):
-    """The score that a function of one's own returned for a completion."""
-
-    reward: float
-    parts: dict[str, float]  # sub-scores
-    feedback: str = ""  # in words, for --hint_column @feedback
 
 
 class WrongReturn(ValueError):
@@ -91,8 +82,8 @@ class OwnReward:
                 columns = ", ".join(case.columns) or "none"
                 raise ValueError(f"{self.name} takes {name!r}, but the row's columns are {columns}")
 
-    def __call__(self, cases: list[Case]) -> list[Score]:
-        """The score of each completion. Raises what the function raises, WrongReturn for no rewards."""
+    def __call__(self, cases: list[Case]) -> list[Grade]:
+        """The grade of each completion; its parts are sub-scores. Raises what the function raises, or WrongReturn."""
         # What it changes in a row is for no other function, and for no other completion of the prompt.
         cases = [replace(case, columns=copy.deepcopy(case.columns)) for case in cases]
         given = [case.columns | values_of(case, self.form) for case in cases]
@@ -114,8 +105,8 @@ class OwnReward:
         return [read_reward(0.0 if value is None else value, self.name) for value in results]  # None in TRL: no score
 
 
-def read_reward(result: object, name: str) -> Score:
-    """The score that the function of this name returned for one completion. Raises WrongReturn.
+def read_reward(result: object, name: str) -> Grade:
+    """The grade that the function of this name returned for one completion. Raises WrongReturn.
 
     A sub-score that is no finite number, or whose name is no text, is left out.
     """
@@ -134,7 +125,7 @@ def read_reward(result: object, name: str) -> Score:
     score = _number(result)
     if not math.isfinite(score):
         raise WrongReturn(f"{name} returned {result!r:.200}, not a finite number of 32 bits")
-    return Score(score, parts, feedback)
+    return Grade(score, parts=parts, feedback=feedback)
 
 
 def _number(value: object) -> float:

@@ -2,7 +2,7 @@
 
     pool = Pool("grading.score:RewardWorker", ("exact", None), num_workers=4, timeout=5.0)
     pool.submit(17, item)           # returns at once: a worker has the item while the caller goes on
-    outcomes = pool.collect()       # {17: Outcome(value, status)}, as soon as everything that was submitted is done
+    outcomes = pool.collect()       # {17: value or Failure}, as soon as everything that was submitted is done
     outcomes = pool.pop_done()          # what is done by now
 
 `pebble` starts the workers, kills late ones and replaces those that are gone. A worker calls
@@ -47,11 +47,8 @@ WORN_OUT = signal.SIGUSR2  # ends a worker that an earlier item has damaged, bef
 LIBRARIES = (*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(__file__).parent), "<")
 
 
-class Outcome(NamedTuple):
-    """The outcome of an item: `value` with status "ok", or None with status "timeout" or "error: ..."."""
-
-    value: object
-    status: str
+class Failure(str):
+    """Stands in the place of an item's value, and says why there is none: "timeout" or "error: ..."."""
 
 
 class Item(NamedTuple):
@@ -83,7 +80,7 @@ class Pool:
         self.shared_modules = ["grading.fork_server", factory.partition(":")[0], *shared_modules]
         self.queue: deque[Item] = deque()
         self.at_work: dict[Future, list[Item]] = {}  # the items that share a worker
-        self.outcomes: dict[int, Outcome] = {}
+        self.outcomes: dict[int, object] = {}  # value or Failure
         self.failure = ""  # why there can be no workers
         self.changed = changed or threading.Condition(threading.RLock())
         self.num_pools = 0
@@ -142,14 +139,14 @@ class Pool:
             status = f"error: it ended its process (exit status {error.exitcode % 256})" if is_dead else "timeout"
             for item in items:
                 if is_to_blame and item.has_failed:
-                    self.outcomes[item.key] = Outcome(None, status)
+                    self.outcomes[item.key] = Failure(status)
                 else:
                     self.queue.append(item._replace(has_failed=item.has_failed or is_to_blame))
             self._feed()
             self.changed.notify()
 
-    def collect(self, on_wait: Callable[[int], None] = lambda _: None) -> dict[int, Outcome]:
-        """The outcome of every item submitted since the last call; raises ValueError if there can be no workers.
+    def collect(self, on_wait: Callable[[int], None] = lambda _: None) -> dict[int, object]:
+        """The value, or Failure, of every item since the last call. Raises ValueError if there can be no workers.
 
         `on_wait` hears once a second how many items are left.
         """
@@ -158,8 +155,8 @@ class Pool:
                 on_wait(self.num_left)
             return self.pop_done()
 
-    def pop_done(self) -> dict[int, Outcome]:
-        """The outcomes that are there, each once; raises as `collect`."""
+    def pop_done(self) -> dict[int, object]:
+        """The values and failures that are there, each once; raises as `collect`."""
         if self.failure:
             self.close()
             raise ValueError(self.failure)
@@ -243,7 +240,7 @@ class _Worker(ForkServerProcess):
 
 # In a worker ----------------------------------------------------------------------------------------------------------
 
-OWN = types.SimpleNamespace(loaded=Outcome(None, ""), is_worn_out=False, pid=0)  # what this worker has
+OWN = types.SimpleNamespace(loaded=Failure(), is_worn_out=False, pid=0)  # what this worker has
 
 
 def _load(factory: str, arguments: tuple, memory_gib: float) -> None:
@@ -264,30 +261,30 @@ def _load(factory: str, arguments: tuple, memory_gib: float) -> None:
     OWN.loaded = _outcome(lambda _: pkgutil.resolve_name(factory)(*arguments), None)
 
 
-def _work(items: list[object], timeout: float) -> list[Outcome]:
-    """The outcome of each item. Raises ValueError if the function could not be loaded."""
+def _work(items: list[object], timeout: float) -> list[object]:
+    """The value, or Failure, of each item. Raises ValueError if the function could not be loaded."""
     if OWN.is_worn_out:
         signal.signal(WORN_OUT, signal.SIG_DFL)
         os.kill(os.getpid(), WORN_OUT)  # the items go to another worker
-    if OWN.loaded.status != "ok":
-        raise ValueError(OWN.loaded.status.removeprefix("error: "))
+    if isinstance(OWN.loaded, Failure):
+        raise ValueError(OWN.loaded.removeprefix("error: "))
     if len(items) == 1:
-        return [_outcome(OWN.loaded.value, items[0])]
+        return [_outcome(OWN.loaded, items[0])]
     threads = ThreadPoolExecutor(len(items))
-    futures = [threads.submit(_outcome, OWN.loaded.value, item) for item in items]
+    futures = [threads.submit(_outcome, OWN.loaded, item) for item in items]
     OWN.is_worn_out |= bool(wait(futures, timeout).not_done)
-    return [future.result() if future.done() else Outcome(None, "timeout") for future in futures]
+    return [future.result() if future.done() else Failure("timeout") for future in futures]
 
 
-def _outcome(function: Callable[[object], object], item: object) -> Outcome:
-    """Calls the user's code."""
+def _outcome(function: Callable[[object], object], item: object) -> object:
+    """What the user's code returns, or the Failure that it ends in."""
     try:
-        outcome = Outcome(function(item), "ok")
+        outcome = function(item)
     except BaseException as error:  # noqa: BLE001  the user's code: the caller counts and names it
         if isinstance(error, MemoryError):
             OWN.is_worn_out, limit = True, resource.getrlimit(resource.RLIMIT_DATA)[1]
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        outcome = Outcome(None, f"error: {_describe(error)}")
+        outcome = Failure(f"error: {_describe(error)}")
     if os.getpid() != OWN.pid:
         os._exit(0)  # a child that the user's code has forked and let return
     signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that it has left behind

@@ -111,12 +111,12 @@ class RewardWorker:
                 score, answer = built_in(name, case)
                 grades.append(Grade(weight * score, "ok", {name: score}, answer[:500] if answer else None))
             return grades
-        for score, parts, feedback in self.own[name](cases):
-            named = {name: score}
-            for part, value in parts.items():
+        for grade in self.own[name](cases):
+            parts = {name: grade.reward}
+            for part, value in grade.parts.items():
                 is_taken = len(self.own) > 1 or part in self.weights  # another verifier may have a part of this name
-                named[f"{name}/{part}" if is_taken else part] = value
-            grades.append(Grade(weight * score, "ok", named, feedback=feedback))
+                parts[f"{name}/{part}" if is_taken else part] = value
+            grades.append(replace(grade, reward=weight * grade.reward, parts=parts))
         return grades
 
     def problem(self, case: Case) -> str | None:

@@ -16,10 +16,10 @@ from pathlib import Path
 from transformers import AutoConfig, PretrainedConfig
 
 from engine.options import stop_ids
-from flags import EngineSettings, Lora, Memory, PromptFormat, Saving
+from flags import EngineSettings, Lora, Memory, PromptFormat, Saving, Servers
 from gate.checks import check_flags, launched_world_size
 from gate.choices import check_choices
-from gate.inputs import check_template, read_system_prompt
+from gate.inputs import check_template, read_system_prompt, samplings_of
 from gate.models import check_trained, length_limits
 from grading.score import parse_reward
 from model.weights import load_config, load_tokenizer
@@ -102,7 +102,8 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     has_kl = args.kl_coef != 0
     needs_first = args.num_iterations > 1 or (has_kl and args.kl_in == "reward") or lora.lora_dropout > 0
     run = RunShape.from_flags(
-        args, num_rows=num_rows, has_kl=has_kl, over_vocabulary=args.kl_over == "vocabulary",
+        args, num_rows=num_rows, longest_prompt=args.max_prompt_tokens, longest_completion=args.max_completion_tokens,
+        has_kl=has_kl, over_vocabulary=args.kl_over == "vocabulary",
         mean_prompt_tokens=mean_tokens("prompt", args.plan_prompt_tokens, args.max_prompt_tokens),
         mean_completion_tokens=mean_tokens("completion", args.plan_completion_tokens, args.max_completion_tokens),
         needs_first_logprobs=needs_first,
@@ -126,7 +127,8 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     if has_kl and args.reference and args.reference != args.model:
         teacher = shape_of(config_of(args.reference), args.reference)
     return Setup(
-        model=model, memory=Memory.from_flags(args), lora=lora, engine=engine, plan=plan, run=run, hardware=hardware,
+        model=model, memory=Memory.from_flags(args), lora=lora, engine=engine,
+        servers=Servers.from_flags(args), plan=plan, run=run, hardware=hardware,
         teacher=teacher,
     )  # fmt: skip
 
@@ -137,6 +139,7 @@ def check_inputs(args: argparse.Namespace) -> None:
     What depends on a tokenizer is checked where the folder of --model has one.
     """
     parse_reward(args.reward)
+    samplings_of(args)
     prompt_format = PromptFormat.from_flags(args, system_prompt=read_system_prompt(args.system_prompt))
     tokenizer = None
     if Path(args.model).is_dir():

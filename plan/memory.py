@@ -80,7 +80,7 @@ def gpu_phases(setup: Setup) -> dict[str, Parts]:
         del phases["rollout"]
         phases = {name: without(parts, *ENGINE) for name, parts in phases.items()}
         # A server takes a tensor at a time, and keeps the layer that it is in.
-        arriving = setup.table_bytes + setup.compute_bytes * m.layer_parameters / setup.run.tensor_parallel_size
+        arriving = setup.table_bytes + setup.compute_bytes * m.layer_parameters / setup.servers.tensor_parallel_size
         phases["server"] = awake | {"weights arriving": arriving + padded}
     if (not setup.run.has_kl or setup.run.over_vocabulary) and not setup.old_logprob_passes:
         del phases["logprobs"]
@@ -112,7 +112,7 @@ def shards_from_host(setup: Setup) -> Parts:
 
 def engine_parts(setup: Setup) -> Parts:
     """Bytes on one GPU of the awake engine. It takes its whole share of the GPU: the rest of it is KV cache."""
-    weights = setup.weight_bytes / setup.run.tensor_parallel_size
+    weights = setup.weight_bytes / setup.servers.tensor_parallel_size
     working = ENGINE_WORKING[setup.engine.enforce_eager]
     share = setup.engine.gpu_memory_utilization * setup.hardware.gpu_bytes
     cache = max(share - weights - working, 0.0)
@@ -121,13 +121,13 @@ def engine_parts(setup: Setup) -> Parts:
 
 def cache_bytes_per_token(setup: Setup) -> float:
     """Keys and values of a token on one GPU of its engine, which divides them by heads."""
-    parts = min(setup.run.tensor_parallel_size, setup.model.kv_heads)
+    parts = min(setup.servers.tensor_parallel_size, setup.model.kv_heads)
     return setup.model.kv_per_token * setup.compute_bytes / parts
 
 
 def sequence_bytes(setup: Setup, length: float) -> float:
     """Bytes that a sequence of this length takes of the cache on one GPU of its engine."""
-    return length * cache_bytes_per_token(setup) + setup.model.state_bytes / setup.run.tensor_parallel_size
+    return length * cache_bytes_per_token(setup) + setup.model.state_bytes / setup.servers.tensor_parallel_size
 
 
 def sequences_at_once(setup: Setup) -> float:
@@ -389,10 +389,5 @@ def checkpoint_bytes(setup: Setup) -> float:
     reference that moves.
     """
     adapter = setup.gradient_bytes if setup.has_lora else 0  # once more, in peft's format
-    reference = setup.reference_bytes if setup.memory.reference_every else 0
+    reference = setup.reference_bytes if setup.plan.reference and setup.plan.reference.reference_every else 0
     return setup.weight_bytes + setup.gradient_bytes + setup.state_bytes + adapter + reference
-
-
-def disk_bytes(setup: Setup) -> float:
-    """On disk, for all checkpoints that are there at a time."""
-    return setup.run.num_checkpoints * checkpoint_bytes(setup)

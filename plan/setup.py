@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 from transformers import PretrainedConfig
 
-from flags import EngineSettings, Lora, Memory, Settings
+from flags import EngineSettings, Lora, Memory, Servers, Settings
 from model.sizes import (
     HYBRIDS,
     MIXTURES,
@@ -127,21 +127,18 @@ def num_parameters(module: nn.Module) -> int:
 
 
 class RunShape(Settings, kw_only=True):
-    """A step as the flags describe it, beside `Plan`, `Memory` and `EngineSettings`."""
+    """A step as the flags describe it, beside `Plan`, `Memory`, `EngineSettings` and `Servers`."""
 
     num_rows: int | None  # usable training rows; None: not known
-    max_prompt_tokens: int
-    max_completion_tokens: int
+    longest_prompt: int  # tokens
+    longest_completion: int
     mean_prompt_tokens: float  # assumed, as --plan_prompt_tokens and --plan_completion_tokens say
     mean_completion_tokens: float
-    tensor_parallel_size: int
     has_kl: bool
     over_vocabulary: bool  # the KL is taken over all tokens: the reference runs beside the update
     needs_first_logprobs: bool  # old log-probs are computed for the first update, too
     old_logprobs: str
-    steps_ahead: int
     partial_rollouts: bool
-    in_flight: bool
     num_checkpoints: int  # on the disk at a time, at most
 
 
@@ -175,6 +172,7 @@ class Setup:
     memory: Memory
     lora: Lora
     engine: EngineSettings
+    servers: Servers
     plan: Plan
     run: RunShape
     hardware: Hardware
@@ -232,7 +230,7 @@ class Setup:
     @property
     def num_engines(self) -> int:
         """Engines in the ranks, or generation servers."""
-        return (self.hardware.generation_gpus or self.hardware.gpus) // self.run.tensor_parallel_size
+        return (self.hardware.generation_gpus or self.hardware.gpus) // self.servers.tensor_parallel_size
 
     @property
     def completions_per_engine(self) -> float:
@@ -292,7 +290,8 @@ class Setup:
 
     @property
     def reference_itemsize(self) -> int:
-        return self.compute_bytes if self.memory.reference_mixup == 1 else 4
+        reference = self.plan.reference
+        return self.compute_bytes if reference is None or reference.reference_mixup == 1 else 4
 
     @property
     def reference_setup(self) -> Setup:
@@ -335,6 +334,6 @@ class Setup:
 
         The most are made where completions have one token.
         """
-        prompt = self.run.max_prompt_tokens
+        prompt = self.run.longest_prompt
         sharers = self.plan.group_size if self.memory.share_prompts else 1
         return sharers * (prompt + 1) / (prompt + sharers)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from plan import memory as memory
-from plan import time as time
+from plan import memory, time
 from plan.memory import Parts, total
 from plan.setup import GIB, Setup
 from runtime.tables import counted, in_columns
@@ -66,7 +65,7 @@ def report_of(setup: Setup) -> dict[str, object]:
     report |= {
         "model": setup.model.name,
         "machines": f"{h.gpus}{servers} x {h.name}, {counted(h.nodes, 'node')}",
-        "engines": f"{engines} of {counted(run.tensor_parallel_size, 'GPU')}",
+        "engines": f"{engines} of {counted(setup.servers.tensor_parallel_size, 'GPU')}",
         "completions_per_update": per_update,
         "completions_per_update_and_gpu": per_update / h.gpus,
         "completions_per_engine": setup.completions_per_engine,
@@ -88,7 +87,7 @@ def report_of(setup: Setup) -> dict[str, object]:
         "host_peak_gib": gib(max(map(total, on_host.values()))),
         "host_capacity_gib": gib(h.host_bytes),
         "checkpoint_gib": gib(memory.checkpoint_bytes(setup)),
-        "disk_gib": gib(memory.disk_bytes(setup)),
+        "disk_gib": gib(run.num_checkpoints * memory.checkpoint_bytes(setup)),
         "step_seconds": None,
         "total_hours": None,
         "total_gpu_hours": None,
@@ -130,9 +129,12 @@ def text_of(report: dict) -> str:
         "gpu_table": table_of(report["gpu_gib"]),
         "host_table": table_of(report["host_gib"]),
         "times": ", ".join(f"{name} {seconds:.1f}" for name, seconds in report["seconds"].items()),
-        "verdict": verdict_of(report),
+        "time": NO_TIME,
+        "verdict": "\n".join(["does not fit:", *report["misfits"]]),
     }
-    words["time"] = TIME.format_map(words) if report["fits"] else NO_TIME
+    if report["fits"]:
+        spare = 1 - report["gpu_needed_gib"] / report["gpu_capacity_gib"]
+        words |= {"time": TIME.format_map(words), "verdict": FITS.format(**report, spare=spare)}
     return TEXT.format_map(words)
 
 
@@ -144,10 +146,3 @@ def table_of(columns: dict[str, Parts]) -> str:
         cells = [f"{parts[name]:10.1f}" if name in parts else "" for parts in columns.values()]
         rows.append([f"  {name}  ", *cells])
     return "\n".join(in_columns(rows))
-
-
-def verdict_of(report: dict) -> str:
-    """Lines that say whether the run fits; if not, which flags to change."""
-    if report["misfits"]:
-        return "\n".join(["does not fit:", *report["misfits"]])
-    return FITS.format(**report, spare=1 - report["gpu_needed_gib"] / report["gpu_capacity_gib"])

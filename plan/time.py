@@ -115,7 +115,7 @@ def rollout_seconds(setup: Setup) -> float:
     which makes fewer steps, is never slower.
     """
     plan, run, h, m = setup.plan, setup.run, setup.hardware, setup.model
-    tp = run.tensor_parallel_size
+    tp = setup.servers.tensor_parallel_size
     prompt, completion = run.mean_prompt_tokens, run.mean_completion_tokens
     flops = setup.flops * tp
     memory = h.memory_speed * MEMORY_SHARE
@@ -123,9 +123,9 @@ def rollout_seconds(setup: Setup) -> float:
     tokens = sequences * completion
     prompts = sequences / plan.group_size * prompt
     steps = tokens / running_sequences(setup)
-    alone = max(run.max_completion_tokens - completion, 0)
+    alone = max(run.longest_completion - completion, 0)
     # Servers sample the next steps meanwhile; a partial rollout waits for groups, not for the longest of all.
-    if run.partial_rollouts or (run.in_flight and run.steps_ahead > 1):
+    if run.partial_rollouts or (setup.servers.in_flight and plan.steps_ahead > 1):
         alone = 0
     weights = setup.weight_bytes / tp / memory
     lone = m.active_parameters * setup.compute_bytes / tp / memory  # a token reads its experts alone
@@ -151,7 +151,7 @@ def step_seconds(setup: Setup) -> float:
     """The phases one after the other; with --steps_ahead the servers sample a coming step while the ranks train."""
     seconds = phase_seconds(setup)
     total = sum(seconds.values())
-    if setup.run.steps_ahead:
+    if setup.plan.steps_ahead:
         training = total - seconds["rollout"] - seconds["sync"]
         total -= min(seconds["rollout"], training)
     return total

@@ -1,1 +1,1 @@
-"""The page and the comparison of `report.py`. This folder may be deleted."""
+"""What `report.py` shows of runs: page, curves, comparison, verdict. This folder may be deleted."""

@@ -29,18 +29,20 @@ const namesOf = (runs) => [...runs].map((index) => RUNS[index].name).join(", ");
 /** The metric that is the standard error of this one. */
 const errorOf = (name) => (/\/avg@\d+$/.test(name) ? name.replace(/avg@\d+$/, "stderr") : `${name}_stderr`);
 
-/** The lines of a metric that are shown: {label, color, points: step -> [value, low, high]}. */
+/** The lines of a metric that are shown: {label, color, swatch, dash, points: step -> [value, low, high]}. */
 function linesOf(name) {
   const shown = [...RUNS.keys()].filter((index) => !view.hidden.has(index) && known(RUNS[index], name).length);
   const groups = view.together ? GROUPS : [...RUNS.keys()].map((index) => [index]);
   const lines = groups.map((group) => group.filter((index) => shown.includes(index))).filter((group) => group.length);
   const own = lines.map((runs) => ({
-    label: `${runs.length > 1 ? "mean of " : ""}${namesOf(runs)}`, color: colorOf(runs[0]),
+    label: `${runs.length > 1 ? "mean of " : ""}${namesOf(runs)}`,
+    color: colorOf(runs[0]), swatch: swatchOf(runs[0]), dash: dashOf(runs[0]),
     points: smoothed(together(runs.map((index) => pointsOf(RUNS[index], name)))),
   }));
   const published = new Map(shown.map((index) => RUNS[index].published[name]).filter(Boolean)
     .map(({ label, points }) => [label, new Map(points.map(([step, value]) => [step, [value, null, null]]))]));
-  return [...own, ...[...published].map(([label, points]) => ({ label, color: "var(--muted)", dash: [6, 4], points }))];
+  const muted = { color: "var(--muted)", swatch: "var(--muted)", dash: [6, 4] };
+  return [...own, ...[...published].map(([label, points]) => ({ label, points, ...muted }))];
 }
 
 /** A run's values, with one standard error to each side where it is measured. */
@@ -122,7 +124,7 @@ function showValues(plot, lines) {
     const step = plot.data[0][idxs[line.index]], [value, low, high] = line.points.get(step);
     const range = isNumber(low) ? ` (${short(low)} to ${short(high)})` : "";
     const other = step === plot.data[0][idx] ? "" : `, step ${step}`;
-    return make("div", {}, swatch(line.color), ` ${line.label}: `, make("b", {}, short(value)), range + other);
+    return make("div", {}, swatch(line.swatch), ` ${line.label}: `, make("b", {}, short(value)), range + other);
   });
   const area = plot.over.getBoundingClientRect();
   showTip([make("div", { className: "muted" }, `step ${plot.data[0][idx]}`), ...rows], area.left + left, area.top + 8);
@@ -169,11 +171,13 @@ function showCurves() {
     section.append(make("p", { className: "note" }, "No step is logged yet."));
     return;
   }
-  const seeds = GROUPS.filter((group) => group.length > 1).map((group) => `${namesOf(group)} differ by their seed `
-    + "alone: one line, their mean where all have a value; the shade goes from the lowest to the highest of them. ");
-  section.append(controlsOfCurves(seeds.length > 0), make("p", { className: "muted" }, ...seeds,
-    "The shade of a single run is ± one standard error, where it is measured. All curves go over steps. ",
-    "Dashed: what was published of the set-up. Drag in a chart to zoom into steps, double-click to see all."), grid);
+  const seeds = GROUPS.filter((group) => group.length > 1).map(namesOf);
+  const together = "Runs that differ by their seed alone are one line, their mean where all have a value; the shade goes "
+    + `from the lowest to the highest of them: ${seeds.join("; ")}. `;
+  section.append(controlsOfCurves(seeds.length > 0), make("details", {}, make("summary", {}, "How to read the curves"),
+    make("p", { className: "muted" }, seeds.length ? together : "",
+      "The shade of a single run is ± one standard error, where it is measured. All curves go over steps. ",
+      "Grey dashes: what was published of the set-up. Drag in a chart to zoom into steps, double-click to see all.")), grid);
   for (const [pattern, title, unit] of PANELS) {
     for (const metric of metricNames(pattern)) {
       const of = metric.match(pattern)[1];

@@ -6,11 +6,13 @@ function showDifferences() {
     ...Object.entries(code).map(([name, value]) => [name, String(value ?? "not known")]),
   ]));
   const names = [...new Set(facts.flatMap((each) => [...each.keys()]))];
-  const differing = names.filter((name) => new Set(facts.map((each) => each.get(name))).size > 1);
-  const cells = (name) => facts.map((each) => (each.has(name) ? make("code", {}, each.get(name)) : null));
-  const rows = (chosen) => table(chosen.map((name) => [make("code", {}, name), ...cells(name)]));
+  const isShared = (name) => facts.every((each) => each.get(name) === facts[0].get(name));
+  const code = (text) => (text == null ? null : make("code", {}, text));
+  const differing = names.filter((name) => !isShared(name)).map((name) => [code(name), ...facts.map((each) => code(each.get(name)))]);
+  const shared = names.filter(isShared).map((name) => [code(name), code(facts[0].get(name))]);
   if (!names.length) return byId("differences").append(make("p", { className: "note" }, "There is no config.json."));
-  if (RUNS.length > 1) byId("differences").append(differing.length ? rows(differing) : "Flags, code, data and weights are the same.");
-  byId("differences").append(make("details", {}, make("summary", {}, "All flags, code, data and weights"), rows(names)),
+  if (RUNS.length > 1) byId("differences").append(differing.length ? tableOfRuns(differing) : "Flags, code, data and weights are the same.");
+  byId("differences").append(
+    make("details", {}, make("summary", {}, "Flags, code, data and weights that the runs share"), table([["", "all runs"], ...shared])),
     make("p", { className: "muted" }, "Uncommitted changes are shown as a hash of their patch, changes_*.patch."));
 }

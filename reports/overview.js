@@ -26,7 +26,8 @@ function timeOf(run, name) {
 function showOverview() {
   document.title = `Report: ${namesOf(RUNS.keys())}`;
   byId("title").textContent = RUNS.length === 1 ? `Run ${RUNS[0].name}` : `${RUNS.length} runs, side by side`;
-  byId("subtitle").textContent = RUNS.map((run) => run.folder).join(" · ");
+  const parents = new Set(RUNS.map((run) => run.folder.replace(/[^/]*$/, "")).filter(Boolean));
+  byId("subtitle").textContent = parents.size ? `in ${[...parents].join(", ")}` : "";
   const average = (name, show = short, last = 0) => (run) => show(meanOf(known(run, name).slice(-last)));
   const longest = (name) => Math.max(...RUNS.map((run) => secondsOf(run, name) / secondsOf(run, "time/step_s") || 0));
   const phases = metricNames(/^time\/(?!step_s|rollout_tail_s).*_s$/).sort((a, b) => longest(b) - longest(a));
@@ -42,7 +43,7 @@ function showOverview() {
   ];
   const inRows = (chosen) => chosen.map(([name, value]) => [name, ...RUNS.map((run) => value(run) ?? null)])
     .filter(([, ...cells]) => cells.some(isNumber));
-  byId("overview").append(table(inRows(lines), "numbers"));
+  byId("overview").append(tableOfRuns(inRows(lines), "numbers"));
   if (phases.length) byId("overview").append(make("details", {}, make("summary", {}, "Seconds of each phase"),
-    table(inRows(phases.map((name) => [name.slice(5, -2), (run) => timeOf(run, name)])), "numbers")));
+    tableOfRuns(inRows(phases.map((name) => [name.slice(5, -2), (run) => timeOf(run, name)])), "numbers")));
 }

@@ -35,13 +35,19 @@ function visible(text) {
   return text.replace(/[\u202a-\u202e\u2066-\u2069]/g, (control) => `\\u${control.charCodeAt(0).toString(16)}`);
 }
 
-/** A table with a column for each run. The first cell of a row is its heading; `null` is an empty cell. */
-function table(rows, className = "") {
-  const head = ["", ...RUNS.map((_, index) => runName(index))].map((name) => make("th", { scope: "col" }, name));
+/** A table. Its first row, and the first cell of each other one, are headings; `null` is an empty cell. */
+function table([head, ...rows], className = "") {
   const body = rows.map(([first, ...rest]) => make("tr", {}, make("th", { scope: "row" }, first),
     ...rest.map((content) => make("td", {}, content ?? "–"))));
   return make("div", { className: "scroll", tabIndex: 0 }, make("table", { className },
-    make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...body)));
+    make("thead", {}, make("tr", {}, ...head.map((name) => make("th", { scope: "col" }, name)))),
+    make("tbody", {}, ...body)));
+}
+
+/** A table of facts, each [heading, a cell for each run]. Up to three runs stand side by side, more below each other. */
+function tableOfRuns(facts, className) {
+  const rows = [["", ...RUNS.map((_, index) => runName(index))], ...facts];
+  return table(RUNS.length < 4 ? rows : rows[0].map((_, column) => rows.map((row) => row[column])), className);
 }
 
 /** A labelled select. `options`: [value, text] pairs. */
@@ -74,14 +80,23 @@ const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const colorOf = (index) => `var(--color${index})`;
-const swatch = (color) => make("i", { className: "swatch", style: `background: ${color}` });
-const runName = (index) => make("span", { className: "run" }, swatch(colorOf(index)), RUNS[index].name);
+const swatchOf = (index) => `var(--swatch${index})`;
+const swatch = (background) => make("i", { className: "swatch", style: `background: ${background}` });
+const runName = (index) => make("span", { className: "run" }, swatch(swatchOf(index)), RUNS[index].name);
 
-/** Eight colours, for the runs or for the groups that are drawn as one line. */
+/** The number of the run's line: its own, or that of the group that is drawn as one. */
+const lineOf = (index) => (view.together ? GROUPS.findIndex((group) => group.includes(index)) : index);
+
+/** Eight colours; each further eight lines have the same ones in dashes: [length, gap] in pixels. */
+const DASHES = [[], [11, 4], [5, 3], [2, 3]];
+const dashOf = (index) => DASHES[Math.floor(lineOf(index) / 8) % DASHES.length];
+
 function assignColors() {
   RUNS.forEach((_, index) => {
-    const unit = view.together ? GROUPS.findIndex((group) => group.includes(index)) : index;
-    document.documentElement.style.setProperty(`--color${index}`, `var(--run${unit % 8})`);
+    const color = `var(--run${lineOf(index) % 8})`, [length, gap] = dashOf(index);
+    const dashed = `repeating-linear-gradient(90deg, ${color} 0 ${length}px, transparent 0 ${length + gap}px)`;
+    document.documentElement.style.setProperty(`--color${index}`, color);
+    document.documentElement.style.setProperty(`--swatch${index}`, length ? dashed : color);
   });
 }
 

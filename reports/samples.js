@@ -181,6 +181,7 @@ function fillTokens(body, step, row, most) {
     span.className = logprob == null ? "said" : `l${levelOf(logprob)}`;
     if (marked.subarray(at, at + text.length).includes(1)) span.classList.add("found");
     if (text.includes("\n")) span.classList.add("newline");
+    if (/^<[^\s<>]+>$/.test(text)) span.classList.add("special"); // <eos>, which stays on one line
     return span;
   });
   body.replaceChildren();

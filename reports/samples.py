@@ -60,11 +60,13 @@ def pack_samples(folder: Path, num_bytes: int) -> tuple[dict, dict[int, str]]:
         table = read(file, COLUMNS)
         if not table:
             continue
+        groups = pc.unique(table["group"])
         if not chunks:
-            num_groups = len(pc.unique(table["group"]))
+            num_groups = len(groups)
             share = num_bytes / min(STEPS, len(files)) / len(pack_step(table, tokens))
             kept = max(1, int(min(share, 1) * num_groups))
-        chunk = pack_step(take_groups(table, kept), tokens)
+        spaced = groups.take([i * len(groups) // kept for i in range(kept)])
+        chunk = pack_step(table.filter(pc.is_in(table["group"], spaced)), tokens)
         if chunks and sum(map(len, chunks.values())) + len(chunk) > num_bytes:
             break
         chunks[step] = chunk
@@ -90,13 +92,6 @@ def read(file: Path, columns: set[str]) -> pa.Table | None:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         print(f"warning: {file} cannot be read and is left out: {reason}", flush=True)
         return None
-
-
-def take_groups(table: pa.Table, count: int) -> pa.Table:
-    """The completions of `count` groups, evenly spaced."""
-    groups = pc.unique(table["group"])
-    kept = groups.take([i * len(groups) // count for i in range(count)])
-    return table.filter(pc.is_in(table["group"], kept))
 
 
 def pack_step(table: pa.Table, tokens: pa.Table | None) -> str:

@@ -113,6 +113,12 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     return [line_by_step[step] for step in sorted(line_by_step)]
 
 
+def seconds_of_phases(metrics: dict[str, float]) -> dict[str, float]:
+    """Phase -> seconds, from the `time/<phase>_s` of a step."""
+    no_phases = ("time/step_s", "time/rollout_tail_s")
+    return {name[5:-2]: x for name, x in metrics.items() if name.startswith("time/") and name not in no_phases}
+
+
 def read_run(run_dir: Path) -> History:
     """The run as comparisons take it. Raises ValueError if the folder holds no step of a run."""
     run = History(run_dir, read_config(run_dir), read_metrics(run_dir))

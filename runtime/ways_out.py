@@ -19,6 +19,8 @@ WAYS_OUT = {
     "update": (f"{PASSES}, or {STATE}", f"{PASSES}, or {BF16}"),
     "optimizer": (STATE, BF16),
     "server": (f"{SHARE}, or raise --tensor_parallel_size", RANKS),
+    # Of evaluate.py:
+    "engine": (f"{SHARE}, or raise --tensor_parallel_size", f"lower --max_completion_tokens, or {RANKS}"),
     "checkpoint": (BATCH, RANKS),
     "host": (f"use less of --offload, or {RANKS}", RANKS),
 }

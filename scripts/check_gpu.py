@@ -41,11 +41,12 @@ from transformers.utils import logging
 
 from bench_common import GIB, PROGRAM_SECONDS, apart, seconds_of
 from bench_gpu import LADDER, Size, head_growth, heads, rung
+from command_line import parse_flags
 from compare_weights import Comparison
 from data import PromptData
 from engine.options import engine_options
 from extras.servers.start import SERVER
-from flags import AdamW, EngineSettings, Lora, Memory, PromptFormat, Sampling
+from flags import EngineSettings, Lora, Memory, PromptFormat, Sampling
 from fsdp_utils import World, init_world
 from gate.machine import INSTALLED, check_device
 from model.attention import make_packing, packed_attention
@@ -54,6 +55,7 @@ from plan.dry_run import config_of, setup_of
 from plan.memory import CONTEXT, ENGINE_ASLEEP, gpu_phases, needed
 from policy import build_policy
 from runtime.history import read_metrics
+from schedule import make_plan
 from smoke_inputs import SETUPS, make_config, make_tokenizer
 
 if TYPE_CHECKING:
@@ -271,7 +273,8 @@ def make_engine(folder: Path, dtype: str, world: World, **options: object) -> En
 def compare_weights(folder: Path, is_cuda: bool) -> tuple[int, list[str], list[str], list[str]]:
     """(number of tensors that are compared, those that cannot be, those that differ after a first and a later sync)."""
     world, dtype = init_world(tp_size=1, timeout_minutes=5), "bfloat16" if is_cuda else "float32"
-    policy, *_ = build_policy(str(folder), Memory(dtype=dtype), Lora(), AdamW(), None, 0, world)
+    plan = make_plan(parse_flags(["--model", str(folder), "--train_data", "-", "--out_dir", "-"]), num_rows=1024)
+    policy, *_ = build_policy(str(folder), Memory(dtype=dtype), Lora(), plan, world)
     engine = make_engine(folder, dtype, world)
     comparison = Comparison(policy, world, engine.llm.apply_model)
     different = []

@@ -7,12 +7,14 @@ run survive; `minimal.py` needs none of `ROOMS`, and `train_grpo.py` gate/ and w
 import ast
 import re
 import sys
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BESIDE = {"tests", "scripts", "benchmarks", "docs", ".venv", "runs"}
 ROOMS = ("gate", "extras", "watch", "plan", "reports")
+PROGRAMS = ("train_grpo", "evaluate", "report")  # which may enter the rooms
 STEP = ("train_grpo", "sampling", "rollout", "batch", "update", "grpo", "policy", "fsdp_utils")
 
 
@@ -38,17 +40,29 @@ def room_of(module: str) -> str:
     return top if top in ROOMS else "core"
 
 
-def imports_of(body: list[ast.stmt]) -> set[str]:
-    """The program's modules that are imported when this code is loaded: not in functions, nor for types alone."""
-    names: set[str] = set()
+def loaded(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that run when this code is loaded: not in functions, nor for types alone."""
     for node in body:
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.With):
+            is_for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            yield from loaded(getattr(node, "orelse", []) if is_for_types else node.body + getattr(node, "orelse", []))
+
+
+def imported(nodes: Iterable[ast.AST]) -> set[str]:
+    """The modules that these nodes import, and what is taken out of them."""
+    names: set[str] = set()
+    for node in nodes:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.If | ast.Try | ast.With):
-            is_for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-            names |= imports_of([] if is_for_types else node.body) | imports_of(getattr(node, "orelse", []))
+    return names
+
+
+def imports_of(body: list[ast.stmt]) -> set[str]:
+    """The program's modules that are imported when this code is loaded."""
+    names = imported(loaded(body))
     parents = {".".join(name.split(".")[:i]) for name in names for i in range(1, name.count(".") + 2)}
     return (names | parents) & files().keys()
 
@@ -77,7 +91,7 @@ def crossings() -> list[str]:
     """The imports from the core to `ROOMS`, when a module loads; the two programs may enter them."""
     found = []
     for module in files():
-        if room_of(module) == "core" and module not in ("train_grpo", "report"):
+        if room_of(module) == "core" and module not in PROGRAMS:
             targets = sorted(name for name in imports_of(tree_of(module).body) if room_of(name) != "core")
             found += [f"{module} imports {target}" for target in targets]
     return found

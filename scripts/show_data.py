@@ -23,7 +23,9 @@ from extras.turns.turns import Turns
 from flags import FLAGS as TRAINING_FLAGS
 from flags import GROUPS, INF, Grading, PromptFormat, TurnLimits, flag
 from gate.checks import check_ranges, check_turns
-from gate.inputs import check_template, describe_set, describe_template, load_reader, read_system_prompt
+from gate.describe import describe_set, describe_template
+from gate.inputs import check_template, load_reader, read_system_prompt
+from grading.pool import Failure
 
 # fmt: off
 DATA = [
@@ -48,9 +50,9 @@ def play(turns: Turns, data: PromptData) -> None:
         texts.append(text.rstrip("\n"))
         turn = Turn(0, columns_for(row.columns, row.answer), tuple(texts), is_last=number == max_turns)
         turns.environments.submit(turn)
-        reply, status = turns.environments.pop_replies(LONGEST_WAIT)[0]
-        if reply is None:
-            sys.exit(f"error: this ends the episode, in training with reward 0: {status.removeprefix('error: ')}")
+        reply = turns.environments.pop_replies(LONGEST_WAIT)[0]
+        if isinstance(reply, Failure):
+            sys.exit(f"error: this ends the episode, in training with reward 0: {reply.removeprefix('error: ')}")
         print(*(f"[{message['role']}] {message['content']}" for message in reply.messages), sep="\n", flush=True)
         if not reply.messages:
             print(f"--- the episode is over: {reply.grade or 'graded by --reward'}")

@@ -27,7 +27,7 @@ for ignored in (signal.SIGINT, signal.SIGHUP):  # by a suite in the background, 
 LONGEST = [
     "test_kills", "test_compile", "test_setups", "test_main_job", "test_servers", "test_real_model", "test_train",
     "test_turns", "test_lora", "test_pool", "test_benchmarks", "test_reshard", "test_owner", "test_families",
-    "test_partial", "test_math", "test_contract", "test_fsdp", "test_own", "test_launch", "test_teacher", "test_page",
+    "test_partial", "test_math", "test_cuda", "test_fsdp", "test_own", "test_launch", "test_teacher", "test_page",
     "test_verifiers", "test_memory", "test_sync", "test_rollout", "test_core", "test_hacks", "test_evaluate",
     "test_check_gpu", "test_minimal", "test_console", "test_replay", "test_router_replay", "test_start",
 ]  # fmt: skip

@@ -79,12 +79,8 @@ def test_a_missing_useless_or_failing_choice_is_refused(given, said, own, monkey
     assert "\n" not in text and (is_quoted or text.endswith((".", ",...")))
 
 
-def test_what_goes_together_is_accepted(own):
+def test_own_functions_give_an_effect_to_the_flags_that_they_read(own):
     for given in (
-        "--policy_loss gspo --clip_low 3e-4 --clip_high 4e-4 --dual_clip 3",
-        "--kl_coef 0.1 --kl_estimator k3+ --kl_clamp 0",
-        "--advantage reinforce++ --policy_loss gspo_token --kl_coef 0.1 --kl_estimator k1 --kl_in reward",
-        "--rollout_correction sequence_mask:smallest=0.1,largest=3",
         # A flag that only a function of one's own uses has an effect.
         f"--policy_loss {own}:good --advantage rloo --clip_low 0.3",
         f"--policy_loss {own}:no_reference --kl_coef 0.1",
@@ -93,14 +89,12 @@ def test_what_goes_together_is_accepted(own):
         algorithm_with(given)
 
 
-def test_the_log_states_every_choice_in_words():
-    """And nothing that has no effect."""
-    said = describe_algorithm(
-        checked(
-            "--advantage reinforce++ --policy_loss cispo --clip_low 1 --clip_high 4 --kl_coef 0.01 --kl_in reward "
-            "--loss_aggregation seq_mean_token_sum_norm --max_completion_tokens 77 --rollout_correction token_mask"
-        )
+def test_the_log_states_every_choice_in_words_of_a_whole_sentence():
+    given = checked(
+        "--advantage reinforce++ --policy_loss cispo --clip_low 1 --clip_high 4 --kl_coef 0.01 --kl_in reward "
+        "--loss_aggregation seq_mean_token_sum_norm --max_completion_tokens 77 --rollout_correction token_mask"
     )
+    said = describe_algorithm(given)
     for chosen in (
         "--advantage reinforce++ --advantage_ddof 1 --advantage_eps 1e-06", "--kl_estimator k3 --kl_clamp 10.0",
         "--policy_loss cispo --clip_low 1.0 --clip_high 4.0",
@@ -112,15 +106,11 @@ def test_the_log_states_every_choice_in_words():
     assert "--kl_coef 0.01 --kl_in reward" in said
     by_default = describe_algorithm(checked(""))
     assert "--kl_estimator" not in by_default and "--rollout_correction" not in by_default
-
-
-def test_each_choice_has_a_whole_first_sentence():
     for sentence in (sentence for flag in NAMES for sentence in choices_in_words(flag)):
         assert len(sentence) > 15 and sentence.count("(") == sentence.count(")"), sentence
 
 
 def test_the_name_of_a_function_sets_what_is_no_flag(own):
-    """For a sweep; the log says so."""
     given = "--policy_loss kl_cov:share=0.5,penalty=2 --advantage pass_at_k:k=4"
     algorithm = algorithm_with(given)
     assert algorithm.policy_loss.keywords == {"share": 0.5, "penalty": 2} and algorithm.advantage.keywords == {"k": 4}
@@ -145,7 +135,6 @@ def test_a_users_loss_takes_flags_and_may_return_values_alone(own):
 
 
 def test_a_users_advantage_is_of_completions_or_of_tokens(own):
-    """A KL estimate may be the user's own, too."""
     lengths_B, returns_T, mask_T = torch.tensor([2, 1]), torch.tensor([1.0, 1.0, 0.0]), torch.ones(3).bool()
     graded = Groups(rewards_PG=torch.tensor([[1.0, 0.0]]), returns_T=returns_T, lengths_B=lengths_B, mask_T=mask_T)
     for function, expected in (("of_completions", [[2.5, 0.5]]), ("of_tokens", [3, 3, 0])):

@@ -14,11 +14,12 @@ import show_data
 from command_line import parse_flags
 from gate.checks import check_flags, free_on_resume
 from gate.choices import check_choices
+from gate.digests import digests_of_inputs
 from gate.inputs import Inputs
 from helpers.made_up import write_lines
 from helpers.runs import GUARD_SECONDS, ROOT, run_command, run_ranks, training_flags
 from run import open_run_folder
-from train_grpo import load_inputs, open_run
+from train_grpo import open_run
 
 IMAGE_ROW = b'{"problem": "<image>1+1", "answer": "2"}\n'
 
@@ -28,7 +29,7 @@ def check(policy: Path, out_dir: Path, **changes: object) -> None:
     args = parse_flags(training_flags(policy, out_dir, **changes))
     check_flags(args)
     check_choices(args)
-    load_inputs(args).grader.close()
+    Inputs.load(args).grader.close()
 
 
 @pytest.mark.parametrize(("changes", "words"), [
@@ -39,7 +40,6 @@ def check(policy: Path, out_dir: Path, **changes: object) -> None:
     ({"prompts_per_step": 128, "prompts_per_update": 128}, ["64 usable rows", "--prompts_per_step 128"]),
     ({"eval_temperature": 0, "eval_samples": 4}, ["--eval_samples 4", "--eval_temperature 0", "--eval_samples 1"]),
     ({"image_column": "image"}, ["--image_column 'image'", "of the type 'qwen2'", "qwen2_5_vl"]),
-    ({"max_pixels": 4000}, ["--max_pixels 4000 has no effect here, only with --image_column"]),
     ({"stop_tokens": ""}, ["--stop_tokens '': no token of the tokenizer"]),
     ({"stop_tokens": "<|im_end|>"}, ["--stop_tokens '<|im_end|>'", "no token of the tokenizer", "special ones are"]),
     ({"reward": "absent.py:score"}, ["--reward", "FOLDER/absent.py", "does not exist"]),
@@ -96,14 +96,11 @@ def test_an_environment_on_the_terminal_fails_as_in_training(given, words, tmp_p
     assert ending.value.code.startswith("error: ") and words in ending.value.code, ending.value.code
 
 
-def test_without_docstrings_a_sentence_says_why_nothing_starts():
+def test_a_start_without_docstrings_or_of_a_damaged_replay_says_a_sentence(tmp_path):
     done = run_command([sys.executable, "-OO", "train_grpo.py", "--help"], dict(os.environ), timeout=GUARD_SECONDS)
     assert done.returncode == 1 and done.stderr == (
         "error: python -OO takes away the docstrings that transformers reads; leave -OO and PYTHONOPTIMIZE out.\n"
     )
-
-
-def test_a_replay_of_a_damaged_run_is_refused_in_a_sentence(tmp_path):
     (tmp_path / "config.json").write_text('{"seed": 1')
     given = f"train_grpo.py --model m --train_data d --total_steps 1 --out_dir {tmp_path}/o --replay {tmp_path}"
     done = run_command([sys.executable, *given.split()], timeout=GUARD_SECONDS)
@@ -172,7 +169,7 @@ def test_an_empty_value_or_an_unexpanded_home_is_refused(given, capsys):
 @pytest.mark.parametrize(("given", "ours"), [
     ("--num_generations=8", "--group_size"), ("--num-generations", "--group_size"), ("--beta", "--kl_coef"),
     ("--lr", "--learning_rate"), ("actor_rollout_ref.actor.optim.lr=1e-6", "--learning_rate"),
-    ("--epsilon", "--clip_low"), ("--max_completion_length", "--max_completion_tokens"),
+    ("--epsilon", "--clip_low"), ("--top_p", "--eval_samples"), ("--max_completion_length", "--max_completion_tokens"),
     ("--goup-size", ""),  # of no library
 ])  # fmt: skip
 def test_a_name_of_another_library_or_a_mistyped_one_is_answered_with_ours(given, ours, capsys):
@@ -198,9 +195,9 @@ def test_texts_that_are_no_paths_may_be_empty_or_have_a_tilde():
 def start(policy: Path, folder: Path, **changes: object) -> Inputs:
     """What a start reads, and keeps in its folder, in which a step was trained."""
     args = parse_flags(training_flags(policy, folder, max_prompt_tokens=16, **changes))
-    inputs = load_inputs(args)
+    inputs = Inputs.load(args)
     inputs.grader.close()
-    open_run_folder(folder, vars(args), free_on_resume(args), inputs.digests).close()
+    open_run_folder(folder, vars(args), free_on_resume(args), digests_of_inputs(args, inputs)).close()
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     return inputs
 
@@ -266,9 +263,9 @@ def test_a_log_that_is_damaged_ends_a_resume_in_a_sentence(line, said, policy, t
     inputs = start(policy, run)
     with (run / "metrics.jsonl").open("a") as log:
         log.write(f"{line}\n")
-    monkeypatch.setattr("train_grpo.load_inputs", lambda _: inputs)
+    monkeypatch.setattr("train_grpo.Inputs.load", lambda _: inputs)
     with pytest.raises(SystemExit):
-        open_run(parse_flags(training_flags(policy, run, max_prompt_tokens=16)), None)
+        open_run(parse_flags(training_flags(policy, run, max_prompt_tokens=16)))
     shown = capsys.readouterr().err
     assert shown.startswith("error: ") and f"{run}/metrics.jsonl{' ' * (said[0] == 'i')}{said}" in shown
 

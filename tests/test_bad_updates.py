@@ -12,10 +12,10 @@ import torch
 from torch import nan
 
 from algorithm import algorithm_of
-from batch import Update, pack
+from batch import pack
 from flags import Memory
 from helpers.made_up import ALONE, flags, load_policy, make_rollout
-from helpers.runs import PROGRAMS, run_ranks, training_flags
+from helpers.runs import CALL, name_of, run_program, run_ranks, training_flags
 from runtime.rank import RunError
 from schedule import UpdateStep
 from update import MOST_SKIPPED, UpdateGuard, check_gap, update_policy, with_advantages
@@ -31,8 +31,7 @@ def at(step: int, number: int = 1) -> UpdateStep:
     return UpdateStep(2 * step + number - 3, 1e-3, number == 1, 1.0, 1, step, number)
 
 
-def test_too_many_bad_updates_in_a_row_end_the_run():
-    """Also across a resume."""
+def test_too_many_bad_updates_in_a_row_end_the_run_and_first_ones_blame_the_model():
     guard, steep = UpdateGuard(ALONE), GOOD | {"optim/grad_norm": math.inf}
     found = [guard.judge(metrics, at(3))["optim/skipped_updates"] for metrics in (NAN, FAR, NAN, steep, NAN)]
     assert found == [1, 0, 1, 1, 1]
@@ -41,9 +40,6 @@ def test_too_many_bad_updates_in_a_row_end_the_run():
     said = "step 4, update 2 is left out, as 3 before it: the loss is nan, the gradient norm 1; lower --learning_rate"
     with pytest.raises(RunError, match=said):
         resumed.judge(NAN, at(4, 2))
-
-
-def test_a_first_update_that_is_not_finite_blames_the_model():
     for first, blamed in ((1, "--model, --reference or a loss of your own is not finite"), (3, "--learning_rate")):
         with pytest.raises(RunError, match=blamed):
             UpdateGuard(ALONE, num_skipped=MOST_SKIPPED).judge(NAN, at(first, 2))
@@ -69,7 +65,8 @@ def test_a_bad_update_changes_no_bit_and_the_next_one_is_made(policy):
         with torch.no_grad():
             batches = [replace(batch, old_logprobs_N=model(batch, 1.0)[0].clone()) for batch in batches]
         batches[2].old_logprobs_N[batches[2].trained_K[1]] -= change
-        update = Update(batches, sum(rollout.completion_lengths_B))
+        tokens = sum(rollout.completion_lengths_B)
+        update = [replace(batch, update_tokens=tokens) for batch in batches]
         metrics = update_policy(model, optimizer, update, algorithm, at(step, 2), memory, guard)
         return metrics["optim/skipped_updates"]
 
@@ -97,9 +94,22 @@ def test_no_update_is_made_if_log_probs_are_beyond_the_bound(gap):
     check_gap(metrics | {"policy/loss": nan}, bounded)  # then log-probs say nothing of the sampler
 
 
+def cooler(*flags: str) -> None:
+    """train_grpo.py with an engine that samples the training prompts at 0.8 times the temperature that it is told."""
+    import rollout
+
+    play = rollout.play_one_turn
+
+    def cooler(engine: rollout.Engine, rows: list, sampling: object, description: str) -> object:
+        is_training = not description.startswith("evaluate")
+        return play(engine, rows, replace(sampling, temperature=0.8) if is_training else sampling, description)
+
+    rollout.play_one_turn = cooler
+    run_program(["train_grpo.py", *flags])
+
+
 def test_a_sampler_at_another_temperature_ends_the_run(policy, tmp_path):
-    """The sentence is the last thing that the program says; its file has the tokens of the step."""
-    done = run_ranks(2, PROGRAMS, ["cooler", *training_flags(policy, tmp_path / "run")])
+    done = run_ranks(2, CALL, [name_of(cooler), *training_flags(policy, tmp_path / "run")])
     file = tmp_path / "run" / "rollouts" / "step_1.parquet"
     said = done.stderr.strip().splitlines()[-1]
     assert done.returncode != 0 and "error: step 1, update 1 is not made" in said and "Traceback" not in done.stderr

@@ -22,7 +22,6 @@ STEP = "--prompts 2 --group_size 2 --max_tokens 4"
 
 
 def run(script: str, arguments: str = "", num_ranks: int = 1) -> dict[str, object]:
-    """The JSON line."""
     return json.loads(torchrun(num_ranks, f"benchmarks/{script}", *arguments.split()).stdout.strip().splitlines()[-1])
 
 
@@ -50,7 +49,6 @@ class WarmProgram(psutil.Process):
 
 
 def test_bench_step(monkeypatch, capsys):
-    """On two ranks, without TRL."""
     monkeypatch.setattr(psutil, "Popen", WarmProgram)
     monkeypatch.setattr(sys, "argv", f"bench_step.py {TINY} {STEP} --steps 3".split())
     bench_step.main()
@@ -95,7 +93,6 @@ def test_random_models_end_a_completion_at_the_given_rate(hidden, layers, mean_t
 
 
 def test_the_plans_of_published_runs_stay_within_their_bounds():
-    """The errors are of all runs, and of those held out."""
     found = run("plan_vs_published.py")
     assert (found["goal"], found["runs"]) == ([0.15, 0.3], 17)
     assert found["all_median"] <= 0.15 and found["all_worst"] <= 0.3 and found["held_out_median"] <= 0.15

@@ -147,8 +147,6 @@ def test_the_shape_fits_the_smallest_gpu(gib, shape, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("held", "is_same", "wrong"), [(2.5, True, 0), (5.0, True, 1), (2.5, False, 1)])
 def test_the_memory_of_a_sleeping_engine_is_reported(held, is_same, wrong, monkeypatch):
-    """With and without its graphs."""
-
     def found(find: partial) -> tuple[float, float, bool]:
         return (held - 1.75, 2.0, is_same) if find.keywords["is_offloaded"] else (held, 1.0, True)
 

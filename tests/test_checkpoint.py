@@ -63,7 +63,6 @@ def latest(out_dir, say=print):
 
 @pytest.mark.parametrize("name", ["policy", "qwen3_policy", "untied_qwen3_policy"])
 def test_the_exported_policy_is_the_trained_one(name, request, tokenizer, tmp_path):
-    """In the dtype of the engine."""
     model, optimizer = trained(request.getfixturevalue(name))
     writer(tmp_path, tokenizer).save(1, model, optimizer, {})
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "step_1")

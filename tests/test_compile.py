@@ -1,11 +1,11 @@
 """--compile: an update is that of eager mode, whatever it goes with; a few graphs serve all layers and lengths; packed
 as on GPUs a layer is one graph; a run begins as the golden curve.
-
-Kernels stay in torch's own folder: a second run of the suite finds them.
 """
 
 import re
+from argparse import Namespace
 from functools import partial
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,24 +15,81 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
 import model.head
-from batch import pack
+from batch import Rollout, pack
 from extras.models.compiled import compile_layers
 from extras.models.experts import add_routes
-from helpers.distributed import COMPILED, TRACED, on_ranks
-from helpers.made_up import load_policy, make_model_of_family, make_rollout, make_vision_model
+from fsdp_utils import World
+from helpers import made_up
+from helpers.distributed import Metrics, Tensors, on_ranks, recorded, scored, weights_of
+from helpers.made_up import build, flags, load_policy, make_model_of_family, make_rollout, make_vision_model
 from helpers.runs import ROOT, lines, metrics_of, run_script, without_times
-from helpers.varlen import pack_as_on_cuda
 from model import sizes
 from model.head import chunked_logprobs
+from test_cuda import pack_as_on_cuda
 from test_main_job import POLICY, run_job
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 
 
+COMPILED = {  # name -> flags
+    "kernels": {},
+    "all weights": {"kl_coef": 0.1, "num_iterations": 2},
+    "prompts shared": {"share_prompts": True},
+    "teacher": {"kl_coef": 0.5, "kl_over": "vocabulary"},
+    "LoRA, recomputed": {
+        "lora_rank": 3, "kl_coef": 0.1, "gradient_checkpointing": True, "communicate_once": True,
+        "lora_targets": "v_proj",
+    },
+    "images": {"kl_coef": 0},
+}  # fmt: skip
+
+
+TRACED = {*COMPILED} - {"kernels"}
+
+
+def compiled(world: World, path: str, vision: str) -> dict[str, object]:
+    """Case -> (graphs that were compiled, update in eager mode, compiled update); "counts": those of the benchmark.
+
+    An update: metrics, gradients, new weights. The backend of `TRACED` traces and differentiates as inductor does, and
+    leaves the arithmetic to torch: their kernels would be half a minute of the C++ compiler each.
+    """
+    from torch._dynamo.utils import counters
+
+    from bench_common import Trainer, flags_of
+    from bench_update import count_compilations
+
+    def train_one(args: Namespace, rollout: Rollout) -> tuple[Metrics, Tensors, Tensors]:
+        policy, reference, _ = build(args, world)
+        names = list(policy.state_dict())
+        # Adam makes a step of a gradient that is rounding.
+        result = recorded(policy, scored(rollout, policy, reference, args, world), args, world, rate=0.1)
+        assert names == list(policy.state_dict()) and not any("_orig_mod" in name for name in names)
+        return *result, weights_of(policy)
+
+    torch._dynamo.config.disable = True  # as an engine on CPUs does
+    lengths = np.random.default_rng(0).permutation(np.arange(2, 100, 12)).tolist()
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        trainer = Trainer(flags_of(path, "--dtype", "float32", "--compile"), world)
+        found = {"counts": count_compilations(trainer, 64, lengths)}
+    common = {"dtype": "float32", "group_size": 2, "prompts_per_step": 4, "micro_batch_tokens": 40}
+    for name, changes in COMPILED.items():
+        args, rollout = flags(model=path, **common | changes), make_rollout(group_size=2)
+        if name == "images":
+            args = made_up.vision_flags(vision, **changes)
+            rollout = made_up.vision_rollout(made_up.vision_data(args))
+        eager, before = train_one(args, rollout), counters["stats"]["unique_graphs"]
+        args.compile = True
+        backend = "aot_eager" if name in TRACED else "inductor"
+        with patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+            update = train_one(args, rollout)
+        found[name] = counters["stats"]["unique_graphs"] - before, eager, update
+    return found
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     vision = make_vision_model(tmp_path_factory.mktemp("vision"))
-    return on_ranks(1, "distributed:compiled", "scripts/tiny_policy", vision)
+    return on_ranks(1, compiled, "scripts/tiny_policy", vision)
 
 
 @pytest.mark.parametrize("case", COMPILED)
@@ -58,9 +115,7 @@ def test_a_few_graphs_serve_all_layers_and_lengths(found):
 
 @pytest.mark.parametrize("replays", [False, True], ids=["own routes", "replayed routes"])
 def test_experts_compile_in_bfloat16_without_a_break(replays, tmp_path, monkeypatch):
-    """A layer of experts, packed as on GPUs, is cut nowhere, and serves 8 batches of other lengths. It computes what
-    eager mode does, here to the bit: the backend leaves the arithmetic to torch.
-    """
+    """Packed as on GPUs. The same as eager mode to the bit: the backend leaves the arithmetic to torch."""
     pack_as_on_cuda(monkeypatch)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     make_model_of_family(tmp_path, "qwen3_moe", num_hidden_layers=1, **EXPERTS)
@@ -85,9 +140,7 @@ def test_experts_compile_in_bfloat16_without_a_break(replays, tmp_path, monkeypa
 
 
 def test_the_head_compiles_to_one_kernel_in_each_direction(monkeypatch):
-    """The head is one kernel forwards, and one backwards, in place. In bf16, with chunks of 9 and 4 tokens. Values
-    of eager mode within 1e-5, gradients within a rounding.
-    """
+    """In bf16, with chunks of 9 and 4 tokens. Values of eager mode within 1e-5, gradients within a rounding."""
     monkeypatch.setattr(sizes, "HEAD_CHUNK_LOGITS", 9 * 1000)
     # What these find has no source.
     monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", False)
@@ -114,9 +167,7 @@ def test_the_head_compiles_to_one_kernel_in_each_direction(monkeypatch):
 
 
 def test_a_compiled_run_begins_as_the_golden_curve(tmp_path, found):
-    """Step 1 within the tolerance of test_main_job.py. `found` has made most of its kernels. A run of its own: no other
-    one compiles beside an engine, which turns compilation off in the whole process.
-    """
+    """No other run compiles beside an engine, which turns compilation off in the whole process."""
     flags = ["--compile", "--stop_after", "1", "--eval_data", f"{POLICY}/heldout.jsonl#4"]
     done = run_job(run_script, tmp_path / "run", *flags)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 from batch import Completion
 from extras.turns.turns import Episode, Turns
 from flags import Grading, PromptFormat, TurnLimits
-from gate.inputs import describe_tags
+from gate.describe import describe_tags
 from grading import Case
 from grading.verifiers import load_verifier
 from helpers.made_up import byte_tokenizer
@@ -23,7 +23,6 @@ TEMPLATE = (
 
 
 def tokenizer_of(tags: list[str] = TAGS) -> PreTrainedTokenizerFast:
-    """One token per byte, and special ones."""
     tokenizer = byte_tokenizer(TEMPLATE)
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in [*tags, *OTHERS]])
     tokenizer.pad_token = "<pad>"
@@ -35,7 +34,6 @@ def ids_of(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 
 def read(text: str, reason: str = "stop") -> str:
-    """The text of a completion with the tokens of this text."""
     tokenizer = tokenizer_of()
     return Completion(ids_of(tokenizer, text), finish_reason=reason).read(tokenizer)
 

@@ -16,7 +16,8 @@ from data import PromptData, order_of_epoch, render
 from extras.models.vision import Vision
 from extras.sources.variables import template_value
 from flags import PromptFormat
-from gate.inputs import describe_set, describe_template
+from gate.describe import describe_set, describe_template
+from gate.keys import without_markers
 from helpers.made_up import (
     TOKENIZER,
     VISION_TEMPLATE,
@@ -49,9 +50,6 @@ def assert_whole(loaded: PromptData) -> None:
 
 
 WITH_IMAGES = {"tokenizer": byte_tokenizer(VISION_TEMPLATE), "image_column": "image"}
-
-
-# Columns
 
 
 def problems(folder: Path, *values: object, **changes: object) -> PromptData:
@@ -149,9 +147,6 @@ def test_a_column_name_is_literal_first_and_then_a_path(tmp_path):
     assert loaded.excluded == [(f"{tmp_path}/rows.jsonl, line 2", "column 'a.c.d' is null")]
 
 
-# Images
-
-
 def load_images(folder: Path, values: list[object], problem: object = "q", **changes: object) -> PromptData:
     (folder / "a.png").write_bytes(png(1))
     rows = [{"problem": problem, "answer": "1", "image": value} for value in values]
@@ -193,7 +188,7 @@ def test_images_that_do_not_open_are_excluded_and_listed(tmp_path):
     assert all(reason.startswith("column 'image' cannot be read as an image (") for _, reason in loaded.excluded)
 
 
-def test_image_markers_are_the_places_of_the_images(tmp_path):
+def test_image_markers_are_the_places_of_the_images_and_never_text(tmp_path):
     loaded = load_images(tmp_path, [["a.png"] * 2, ["a.png"], ["a.png"] * 3, None], problem="<image>Is it <image>?\n")
     assert texts(loaded) == ["[user]<pic>Is it <pic>?\n[assistant]"] and prompts(loaded) == ["<image>Is it <image>?\n"]
     assert [part["type"] for part in loaded.rows[0].messages[0]["content"]] == ["image", "text", "image", "text"]
@@ -202,11 +197,8 @@ def test_image_markers_are_the_places_of_the_images(tmp_path):
     talk = [*user("<image>What?"), {"role": "assistant", "content": "A <image> tag."}, *user("Why?")]
     loaded = load_images(tmp_path, ["a.png"], problem=talk)
     assert texts(loaded) == ["[user]<pic>What?[assistant]A <image> tag.[user]Why?[assistant]"]
-
-
-def test_an_image_marker_without_images_is_not_read_as_text(tmp_path):
     reason = "1 <image> in the text, but no images; --image_column names their column"
-    loaded = problems(tmp_path, "q", "What is in <image>?")
+    loaded = without_markers(problems(tmp_path, "q", "What is in <image>?"))
     assert prompts(loaded) == ["q"] and loaded.excluded == [(f"{tmp_path}/rows.jsonl, line 2", reason)]
 
 
@@ -222,9 +214,6 @@ def test_a_template_without_a_place_for_images_is_refused(message, reason, tmp_p
     )  # fmt: skip
     with pytest.raises(ValueError, match=f"no row can be used.*{reason}"):
         load_images(tmp_path, ["a.png"], tokenizer=tokenizer, vision=vision)
-
-
-# Rendering
 
 
 def test_prompts_are_rendered_and_dropped_by_token_count(policy, tmp_path):
@@ -291,22 +280,16 @@ def test_nothing_that_a_tokenizer_puts_behind_a_raw_prompt_stays(template, befor
     assert [tokenizer.decode(row.ids.tolist()) for row in loaded.rows] == [before + text for text in given]
 
 
-def test_a_missing_chat_template_is_refused_where_needed(tmp_path):
+def test_a_missing_chat_template_is_refused_and_a_row_that_one_refuses_is_excluded(tmp_path):
     bare = byte_tokenizer(chat_template=None)
     assert_refused("has no chat template; .*--prompt_format raw", tmp_path, "1+1", tokenizer=bare)
     loaded = problems(tmp_path, "1+1", tokenizer=bare, prompt_format="raw")
     assert texts(loaded) == ["1+1"] and bare.decode(loaded.rows[0].ids.tolist()) == "<bos>1+1"
-
-
-def test_a_row_that_the_template_refuses_is_excluded(tmp_path):
     lone = "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system') }}{% endif %}"
     talk = [{"role": "system", "content": "s"}, *user("q")]
     loaded = problems(tmp_path, talk, "q", tokenizer=byte_tokenizer(lone + WITH_TOKENS))
     assert texts(loaded) == ["<bos>[system]s<eos>[user]q<eos>[assistant]<think>"]
     assert loaded.excluded == [(f"{tmp_path}/rows.jsonl, line 2", "the chat template refuses it (no system)")]
-
-
-# Order
 
 
 def permutations(seed: int, size: int, count: int) -> list[list[int]]:
@@ -337,7 +320,6 @@ def test_a_mixture_draws_every_row_of_every_source_once(tmp_path):
 
 
 def test_unshuffled_rows_keep_their_order_in_each_epoch(tmp_path):
-    """By steps, by steps over the end of an epoch, and one by one, as dynamic sampling draws."""
     loaded = replace(numbered(tmp_path, 10), is_shuffled=False)
     epoch = list(range(10))
     assert sum([loaded.indices_of_step(step, 3, 5).tolist() for step in range(1, 7)], []) == epoch[:9] * 2
@@ -387,9 +369,6 @@ def test_prompt_and_answer_stay_together_from_draw_to_resume(seed, tmp_path):
         assert resumed == whole[17:], "a resumed run goes on as the uninterrupted one would"
 
 
-# What it tells
-
-
 def test_the_description_counts_and_names(tmp_path):
     rows = [{"problem": f"q{i}", "answer": "1" if i < 2 else None} for i in range(9)]
     loaded = load_rows(tmp_path, [*rows, {"problem": "q" * 99, "answer": "1"}], max_prompt_tokens=40)
@@ -415,7 +394,7 @@ def test_the_command_shows_the_data_without_importing_datasets(tmp_path):
     assert "What is 1?" not in shown
 
 
-def test_known_variables_reach_the_chat_template(tmp_path):
+def test_known_variables_reach_the_chat_template_and_the_same_date_each_day(tmp_path):
     template = TOKENIZER.chat_template + "{% if enable_thinking is defined and not enable_thinking %}none{% endif %}"
     tokenizer = byte_tokenizer(template + "{{ style | default('') }}")
     found = [
@@ -426,6 +405,8 @@ def test_known_variables_reach_the_chat_template(tmp_path):
     for given in ("enable_thoughts=false", "enable_thinking", "add_generation_prompt=false"):
         with pytest.raises(ValueError, match=f"--template_args {given}: give NAME=VALUE, with a variable that"):
             load_values(tmp_path, "problem", ["q"], tokenizer=tokenizer, template_args=(given,))
+    tokenizer = byte_tokenizer("{{ strftime_now('%d %b %Y %H:%M') }}" + TOKENIZER.chat_template)
+    assert render(user("q"), PromptFormat(), tokenizer) == "01 Jan 2026 00:00[user]q[assistant]"
 
 
 @pytest.mark.parametrize(("texts", "value"), [
@@ -460,8 +441,3 @@ def test_a_number_for_a_boolean_of_the_template_is_refused():
     with pytest.raises(ValueError, match="--template_args enable_thinking=0: .* asks for true or false"):
         describe_template(PromptFormat(template_args=("enable_thinking=0",)), tokenizer)
     assert describe_template(PromptFormat(template_args=("depth=0",)), tokenizer)
-
-
-def test_a_template_that_writes_the_date_gets_the_same_one_each_day():
-    tokenizer = byte_tokenizer("{{ strftime_now('%d %b %Y %H:%M') }}" + TOKENIZER.chat_template)
-    assert render(user("q"), PromptFormat(), tokenizer) == "01 Jan 2026 00:00[user]q[assistant]"

@@ -14,7 +14,8 @@ import pytest
 
 from batch import Rollout, Row
 from data import PromptData
-from evaluate import Evaluator, Result, figures_of, main, majority_score, new_folder, parse_arguments, pass_at_k, table
+from evaluate import main, new_folder, parse_arguments, table
+from evaluation import Evaluator, Result, figures_of, majority_score, pass_at_k
 from flags import Sampling
 from grading import Case, Grade
 from grading.verifiers import load_verifier
@@ -27,13 +28,10 @@ def grade(score: float, answer: str | None = None, status: str = "ok") -> Grade:
     return Grade(score, status, {"math": score} if status == "ok" else {}, answer)
 
 
-def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one():
+def test_pass_at_k_and_the_majority_are_those_of_counting():
     for num_correct, k in itertools.product(range(6), range(1, 6)):
         subsets = list(itertools.combinations([i < num_correct for i in range(5)], k))
         assert pass_at_k(num_correct, 5, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
-
-
-def test_the_majority_is_the_most_frequent_answer_and_ties_count_in_part():
     right, other, third, none = grade(1.0, "1/2"), grade(0.0, "2"), grade(0.0, "3"), grade(0.0, None)
     for grades, score in (
         ([right, right, other], 1.0), ([right, other, other], 0.0), ([right, other, third], pytest.approx(1 / 3)),
@@ -43,8 +41,7 @@ def test_the_majority_is_the_most_frequent_answer_and_ties_count_in_part():
         assert majority_score(grades) == score
 
 
-def test_every_figure_has_its_standard_error_over_problems():
-    """One problem gives none, and one sample no pass@k."""
+def test_every_figure_has_its_standard_error_and_the_published_number_beside_it():
     grades = [grade(float(score), score) for score in "110000001111"]
     grades[4] = grade(0.0, None, "timeout")
     figures = figures_of(replace(make_rollout([2, 4, 6, 8] * 3), grades=grades), 4)
@@ -59,9 +56,6 @@ def test_every_figure_has_its_standard_error_over_problems():
     one = figures_of(replace(make_rollout([3]), grades=[grade(1.0, "1")]), 1)
     assert one["avg@1"][0] == 1.0 and math.isnan(one["avg@1"][1])
     assert list(one) == ["avg@1", "frac_truncated", "tokens_mean", "frac_failed"]
-
-
-def test_the_table_has_the_published_numbers_beside_ours():
     figures = {"avg@1": (0.7825, 0.0185), "frac_truncated": (0.0, 0.0), "tokens_mean": (512.4, 3.06)}
     shown = table([Result(held_out("math500", *["1"] * 500), Sampling(1, 1.0, 10), figures)], ["78.2"])
     head, row = (" ".join(line.split()) for line in shown.splitlines())
@@ -108,7 +102,6 @@ def test_the_command_tells_mistakes_in_one_line(given, words, policy, tmp_path, 
 
 
 def test_like_a_run_is_evaluated_as_it_trains(tmp_path, monkeypatch):
-    """And the results are not in the checkpoint."""
     run = vars(flags(reward="math:2,length", prompt_suffix=" Go.", max_completion_tokens=7, eval_samples=2))
     write_lines(tmp_path / "config.json", [run])
     (tmp_path / "step_3").mkdir()
@@ -126,7 +119,6 @@ SHORT = ["--max_prompt_tokens", "100", "--max_completion_tokens", "12"]
 
 
 def test_the_script_of_six_sets_reports_its_completions(policy, tmp_path):
-    """On two ranks, which share the problems; each completion has its own grade."""
     problems = lines(policy / "heldout.jsonl")
     for name in ("math500", "gsm8k", "minerva", "olympiadbench", "aime24", "amc23"):
         write_lines(tmp_path / f"{name}.jsonl", problems)

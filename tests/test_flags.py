@@ -34,7 +34,7 @@ def test_the_schedule_warms_up_and_falls_without_a_wasted_update(changes, expect
     assert [plan.rate(u) for u in range(len(expected))] == pytest.approx(expected)
 
 
-def test_an_update_knows_its_place_in_the_run():
+def test_an_update_knows_its_place_and_the_last_of_a_step_moves_the_reference():
     args = flags(prompts_per_update=8, num_iterations=2, total_steps=2, lr_schedule="linear", learning_rate=1, seed=7)
     plan = make_plan(args, num_rows=64)
     assert (plan.updates_per_pass, plan.updates_per_step, plan.total_updates) == (4, 8, 16)
@@ -43,9 +43,6 @@ def test_an_update_knows_its_place_in_the_run():
     assert [each.rate for each in found] == pytest.approx([1 - i / 16 for i in range(16)])
     assert [each.is_first for each in found] == ([True] + [False] * 7) * 2
     assert {(each.seed, each.max_grad_norm) for each in found} == {(7, 1.0)}
-
-
-def test_a_moving_reference_moves_once_in_its_step_after_the_last_update():
     args = flags(prompts_per_update=16, num_iterations=2, kl_coef=1, reference_every=2, reset_optimizer=True)
     plan = make_plan(args, num_rows=64)
     assert plan.updates_per_step == 4
@@ -54,12 +51,18 @@ def test_a_moving_reference_moves_once_in_its_step_after_the_last_update():
     assert [plan.update(2, i).resets_optimizer for i in range(4)] == [False, False, False, True]
 
 
-def test_defaults_that_depend_on_other_flags():
+def test_defaults_depend_on_other_flags_and_lists_are_of_their_type():
     command = "--model M --train_data D --out_dir O --total_steps 1 --prompts_per_step 3"
     args, lora = parse_flags(command.split()), parse_flags(f"{command} --lora_rank 1 --engine server".split())
     assert (args.learning_rate, lora.learning_rate) == (1e-6, 1e-5)
     assert (args.gpu_memory_utilization, lora.gpu_memory_utilization) == (0.6, 0.9)
     assert args.prompts_per_update == 3
+    absent = {"eval_data": [], "stop_tokens": [], "eval_samples": [1], "lora_targets": None}
+    assert (absent | {"eval_max_completion_tokens": [1024]}).items() <= vars(flags()).items()
+    given = "--model m --train_data a b --out_dir o --eval_data c d --eval_temperature 1 0.5"
+    args = parse_flags(f"{given} --eval_samples 4 8 --lora_targets q_proj v_proj".split())
+    assert (args.train_data, args.eval_data, args.eval_temperature) == (["a", "b"], ["c", "d"], [1.0, 0.5])
+    assert (args.eval_samples, args.lora_targets) == ([4, 8], ["q_proj", "v_proj"])
 
 
 FREE = """
@@ -90,15 +93,6 @@ def test_each_flag_is_declared_once_with_a_default_in_its_range():
         values = each.default if isinstance(each.default, list) else [each.default]
         assert not each.within or all(value is None or low <= value <= high for value in values), each.name
         assert set(each.only_with.split()) <= FLAGS.keys(), each.name
-
-
-def test_lists_are_lists_of_their_type():
-    absent = {"eval_data": [], "stop_tokens": [], "eval_samples": [1], "lora_targets": None}
-    assert (absent | {"eval_max_completion_tokens": [1024]}).items() <= vars(flags()).items()
-    given = "--model m --train_data a b --out_dir o --eval_data c d --eval_temperature 1 0.5"
-    args = parse_flags(f"{given} --eval_samples 4 8 --lora_targets q_proj v_proj".split())
-    assert (args.train_data, args.eval_data, args.eval_temperature) == (["a", "b"], ["c", "d"], [1.0, 0.5])
-    assert (args.eval_samples, args.lora_targets) == ([4, 8], ["q_proj", "v_proj"])
 
 
 @pytest.mark.parametrize(("settings", "given", "expected"), [

@@ -10,18 +10,22 @@ import torch
 from torch import nn
 
 from batch import pack
+from fsdp_utils import World
 from gate.machine import check_alignment
-from helpers.distributed import check_same_training, on_ranks
+from helpers.distributed import GAP, Trial, on_ranks
 from helpers.made_up import RAGGED, load_policy, make_hybrid, make_model_of_family, make_rollout
-from helpers.runs import ENVIRONMENT, copy_at, metrics_of, torchrun, training_flags, without_times
+from helpers.runs import ENVIRONMENT, NO_EVAL, copy_at, metrics_of, torchrun, training_flags, without_times
 from model.head import chunked_logprobs
+from test_rollout import samples
+from tests.extras.test_router_replay import RATE, SAMPLING, SIZES, begin, replayed
+from tests.model.test_memory_policies import check_same_training, memory_policies
 from update import with_advantages
 
 DEVICE = "cuda"
 IS_MISSING = DEVICE == "cuda" and not torch.cuda.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(IS_MISSING, reason="needs a CUDA device")]
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
-THREE_STEPS = {"eval_data": None, "eval_every": 0, "eval_before_training": None, "total_steps": 3}
+THREE_STEPS = NO_EVAL | {"total_steps": 3}
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +53,6 @@ def test_varlen_attention_agrees_with_the_cpu_path(group_size, policy):
 
 
 def test_fp32_logits_on_a_gpu_are_those_of_an_fp64_head():
-    """On the same bf16 numbers."""
     torch.manual_seed(0)
     hidden, head = torch.randn(40, 512), nn.Linear(512, 3000, bias=False)
     labels, exact = torch.randint(3000, (40,)), (hidden.bfloat16().double() @ head.weight.bfloat16().double().T)
@@ -60,7 +63,7 @@ def test_fp32_logits_on_a_gpu_are_those_of_an_fp64_head():
 
 
 def test_the_engine_agrees_with_the_trainer_and_follows_a_sync(policy):
-    found = on_ranks(1, "engines:samples", policy, "bfloat16", "bfloat16")
+    found = on_ranks(1, samples, policy, "bfloat16", "bfloat16")
     assert max(found["gap_before"], found["gap_after"]) < 0.005
     assert found["gap_of_stale_engine"] > 4 * found["gap_after"]
 
@@ -70,22 +73,37 @@ def test_the_engine_returns_the_routes_that_the_trainer_replays(tmp_path):
     are longer than a block of the cache, where their completions find them. Wrong experts are another policy.
     """
     make_model_of_family(tmp_path, "qwen3_moe", **EXPERTS)
-    found = on_ranks(1, "routes:replayed", tmp_path, "bfloat16")
+    found = on_ranks(1, replayed, tmp_path, "bfloat16")
     shapes = [(each.shape, each.dtype) for each in found["routes"]]
     assert shapes == [((length, 2, 2), np.uint8) for length in found["lengths"]]
     assert found["clean"] < 1.2 * found["clean, free"] and found["clean"] < 0.01 < found["wrong"] / 3
-
-
-def test_routes_come_again_when_a_token_ends_half_of_the_completions(tmp_path):
-    """The prefix cache is emptied before each call, with nothing in flight that still writes routes."""
-    make_model_of_family(tmp_path, "qwen3_moe", **EXPERTS)
-    found = on_ranks(1, "routes:stopped", tmp_path, "bfloat16")
+    # A token ends half of the completions: the cache is emptied, with nothing in flight that still writes routes.
+    found = on_ranks(1, stopped, tmp_path, "bfloat16")
     assert all(0.1 < share < 0.9 for share in found["ended"])
     assert max(found["gaps"]) < 0.01
 
 
+def stopped(world: World, path: str, dtype: str) -> dict[str, list[float]]:
+    """Three steps in which a token that half of the completions draw ends them: the shares so ended, and gaps.
+
+    The last completion of a call may end so, while the engine prepares one token more.
+    """
+    trial = Trial(world, path, **SIZES, dtype=dtype)
+    rows, engine = begin(trial), trial.engine
+    drawn = [set(completion.tolist()) for completion in engine.sample(rows, SAMPLING, (1, 0)).completions]
+    shares = {token: np.mean([token in each for each in drawn]) for token in set.union(*drawn)}
+    engine.stop_ids = [min(shares, key=lambda token: abs(shares[token] - 0.5))]
+    found: dict[str, list[float]] = {"ended": [], "gaps": []}
+    for step in range(3):
+        rollout = engine.sample(rows, SAMPLING, (1, step))
+        found["ended"].append(1 - rollout.is_truncated_B.mean().item())
+        found["gaps"].append(trial.train(rollout, rate=RATE)[GAP])
+        engine.sync(trial.policy.full_weights())
+    engine.close()
+    return found
+
+
 def trained(policy, out_dir, **changes) -> dict:
-    """Metrics of a run of `train_grpo.py`."""
     torchrun(1, "train_grpo.py", *training_flags(policy, out_dir, gpu_memory_utilization=0.3, **changes))
     return metrics_of(out_dir)
 
@@ -135,7 +153,7 @@ def test_a_run_goes_on_from_its_checkpoint(policy, tmp_path):
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 def test_offloading_trains_the_same_policy(param_dtype, policy):
     """State that streams through the GPU changes no bit; updates on the host are made by another kernel."""
-    results = on_ranks(1, "distributed:memory_policies", policy)
+    results = on_ranks(1, memory_policies, policy)
     resident, streamed, on_host = (
         results[f"--param_dtype {param_dtype} --offload {words}"][-1]
         for words in ("none", "optimizer", "all --offload_reference")

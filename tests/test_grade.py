@@ -86,7 +86,6 @@ def test_the_command_compares_groups_and_grades_truncated_rows_0(tmp_path):
 
 
 def test_messages_as_a_prompt_are_a_column_of_the_row(tmp_path):
-    """Prompts that are messages are a column, and empty fields count as missing."""
     code = (
         "def score(completion, columns, max_tokens):\n    return len(columns['prompt'][-1]['content']) + max_tokens\n"
     )

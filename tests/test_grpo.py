@@ -99,19 +99,16 @@ def tokens_of(*fields: Tensor | None) -> Tokens:
     return Tokens(**dict(zip(TOKENS, fields, strict=True)))
 
 
-def groups_of(rewards_PG: Tensor) -> Groups:
-    """A group in each row, of completions of one token."""
-    ones_B = torch.ones(rewards_PG.numel(), dtype=torch.int64)
-    return Groups(rewards_PG=rewards_PG, returns_T=rewards_PG.flatten(), lengths_B=ones_B, mask_T=ones_B.bool())
-
-
 def call(flag: str, kind: str, argument: object, **values: float) -> object:
     function, values = choose(flag, kind), VALUES | values
     return function(argument, **{name: values[name] for name in parameters_of(function)})
 
 
 def advantages(rewards_PG: Tensor, kind: str, ddof: int, eps: float) -> Tensor:
-    return call("--advantage", kind, groups_of(rewards_PG), advantage_ddof=ddof, advantage_eps=eps)
+    """A group in each row, of completions of one token."""
+    ones_B = torch.ones(rewards_PG.numel(), dtype=torch.int64)
+    graded = Groups(rewards_PG=rewards_PG, returns_T=rewards_PG.flatten(), lengths_B=ones_B, mask_T=ones_B.bool())
+    return call("--advantage", kind, graded, advantage_ddof=ddof, advantage_eps=eps)
 
 
 def loss_of(case: Case, logprobs_N: Tensor, kind: str, **values: float) -> Loss:
@@ -341,7 +338,6 @@ def test_weighted_token_losses_add_up_to_the_papers_aggregation(constant, kind, 
 @pytest.mark.parametrize("kind", ADVANTAGES)
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1])  # 0.1 * 7 / 7 is not 0.1 in float32
 def test_a_group_of_equal_rewards_has_exactly_zero_advantage(kind, reward):
-    """Alone, and beside a group with signal."""
     for ddof, eps in product((0, 1), (1e-6, 0.0)):
         assert advantages(torch.full((3, 7), reward), kind, ddof, eps).eq(0).all()
         first, second = advantages(torch.tensor([[reward] * 7, [reward] * 6 + [5.0]]), kind, ddof, eps)
@@ -350,7 +346,6 @@ def test_a_group_of_equal_rewards_has_exactly_zero_advantage(kind, reward):
 
 @pytest.mark.parametrize("outside", [5.0, 1e6, -math.inf, math.nan])
 def test_whitening_does_not_look_outside_the_mask(outside):
-    """Equal values within it become exactly zero."""
     found = whitened(torch.tensor([1.0, 2.0, 3.0, outside]), torch.arange(4) < 3, 1, 1e-6)
     assert_near(found, [-1.0, 0.0, 1.0, 0.0], tolerance=1e-5)
     assert found[3].item() == 0.0
@@ -410,7 +405,6 @@ def test_a_sequence_ratio_has_no_gradient_at_masked_positions(function, is_old, 
 @each_seed
 @pytest.mark.parametrize("kind", LOSSES)
 def test_on_policy_the_ratio_is_exactly_1(kind, seed):
-    """And the gradient is minus the advantage."""
     single, case = make_case(seed, torch.float32), make_case(seed)
     assert loss_of(single, single.old_logprobs_N, kind).ratio.eq(1).all()
     case.advantages_N = case.advantages_N[case.sequence_ids_N]  # one for each sequence
@@ -469,7 +463,6 @@ def test_prompts_count_the_same_whatever_their_lengths():
 
 @pytest.mark.parametrize("kind", CORRECTIONS)
 def test_a_correction_has_no_gradient_and_reads_trained_tokens_alone(kind):
-    """A ratio at its bound is within it."""
     old, packing = torch.zeros(5, requires_grad=True), (torch.ones(5).bool(), torch.tensor([0, 0, 1, 2, 3]))
     weights, is_outside = correction(old, torch.zeros(5), packing, kind, 1.0, 1.0)
     assert weights.tolist() == [1.0] * 5 and not is_outside.any() and not weights.requires_grad

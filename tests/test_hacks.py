@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.runs import ROOT, metrics_of, run_copy, succeeded, training_flags
+from helpers.runs import NO_EVAL, ROOT, metrics_of, run_copy, succeeded, training_flags
 
 QUARTER = '''def quarter(t: Tokens) -> Loss:
     """A quarter for every token."""
@@ -72,10 +72,15 @@ def copied(folder: Path) -> Path:
     return Path(shutil.copytree(ROOT, folder / "repository", ignore=left_out))
 
 
-def test_a_hack_is_at_most_15_lines_in_at_most_2_files():
+def test_hacks_have_at_most_15_lines_in_2_files_and_those_that_the_readme_counts():
     for name, parts in HACKS.items():
         assert len({file for file, _, _ in parts}) <= 2, name
         assert sum(len(lines.splitlines()) for _, _, lines in parts) <= 15, name
+    row = r"^\|.*\]\(docs/hacks.md#(.*)\) \| (.*) \| (\d+) \|$"
+    rows = re.findall(row, (ROOT / "README.md").read_text(), re.MULTILINE)
+    for (anchor, files, lines), (title, num_lines, parts) in zip(rows, hacks_of_page(), strict=True):
+        assert (anchor, int(lines)) == (title.lower().replace(" ", "-"), num_lines)
+        assert re.findall(r"`(.+?)`", files) == list(dict.fromkeys(file for file, _, _ in parts)), title
 
 
 def run(copy: Path, *command: str) -> str:
@@ -119,7 +124,7 @@ def test_all_hacks_together_train_a_step_and_need_no_further_place(tmp_path, pol
     said = run(copy, "checks.py")
     assert re.search(r"quarter = A\s+quarter\s+for\s+every\s+token", said) and "--rloo_scale float" in said
     (tmp_path / "sums.lines").write_text("3+4|7\n1+2|3\n" * 4)
-    changes = dict.fromkeys(["eval_data", "eval_every", "eval_before_training", "save_every"]) | {
+    changes = NO_EVAL | {"save_every": None} | {
         "policy_loss": "quarter", "advantage": "rloo", "rloo_scale": 2.0, "kl_coef": 0, "total_steps": 1,
         "reward": "threes,my_reward.py:score:2.0", "train_data": tmp_path / "sums.lines",
     }  # fmt: skip
@@ -145,16 +150,7 @@ def hacks_of_page() -> list[tuple[str, int, list[tuple[str, str, str]]]]:
     return found
 
 
-def test_the_readme_counts_files_and_lines_of_the_hacks():
-    row = r"^\|.*\]\(docs/hacks.md#(.*)\) \| (.*) \| (\d+) \|$"
-    rows = re.findall(row, (ROOT / "README.md").read_text(), re.MULTILINE)
-    for (anchor, files, lines), (title, num_lines, parts) in zip(rows, hacks_of_page(), strict=True):
-        assert (anchor, int(lines)) == (title.lower().replace(" ", "-"), num_lines)
-        assert re.findall(r"`(.+?)`", files) == list(dict.fromkeys(file for file, _, _ in parts)), title
-
-
 def test_the_hacks_of_the_page_train_together(tmp_path, policy):
-    """Two steps of four."""
     copy = copied(tmp_path)
     for file, before, after in sum((parts for _, _, parts in hacks_of_page()), []):
         replace(copy / file, f"{before}\n", f"{after}\n")

@@ -67,7 +67,6 @@ def covariances_of(case: SimpleNamespace) -> dict[int, float]:
 
 
 def assert_trained(found: Tensor, expected: dict[int, float]) -> None:
-    """Equal at the trained tokens."""
     assert {t: found[t].item() for t in TOKENS} == pytest.approx(expected, abs=1e-9, rel=1e-9)
 
 
@@ -115,7 +114,7 @@ def test_the_80_20_rule_trains_the_tokens_of_highest_entropy():
     assert_trained(loss.per_token, {t: naive_clip(case, t) if t in chosen else 0.0 for t in TOKENS})
 
 
-def test_clip_cov_leaves_out_some_tokens_of_high_covariance():
+def test_clip_cov_leaves_out_some_tokens_of_high_covariance_that_are_not_clipped():
     case = make_case(scale=0.05)
     loss, _ = loss_of(case, "clip_cov:ratio=0.16,low=0.1,high=1", **CLIP)
     window = {t for t, covariance in covariances_of(case).items() if 0.1 < covariance < 1.0}
@@ -125,18 +124,12 @@ def test_clip_cov_leaves_out_some_tokens_of_high_covariance():
     # By default: no covariance is above 1. And 0.13 tokens are one.
     for given, count in (("clip_cov", 0), ("clip_cov:ratio=0.01,low=0.1,high=1", 1)):
         assert (loss_of(case, given, **CLIP)[0].per_token[TOKENS] == 0).sum() == count
-
-
-def test_clip_cov_draws_among_tokens_that_are_not_clipped():
-    """Tokens that the clip has left without a gradient are no part of the share."""
+    # Tokens that the clip has left without a gradient are no part of the share.
     case, tight = make_case(), CLIP | {"clip_low": 0.01, "clip_high": 0.01}
     plain, _ = loss_of(case, "clip", **tight)
     is_clipped = (plain.is_low | plain.is_high)[TOKENS]
     loss, _ = loss_of(case, "clip_cov:ratio=1,low=-100,high=100", **tight)
     assert is_clipped.any() and (loss.per_token[TOKENS] == 0).equal(~is_clipped) and not is_clipped.all()
-
-
-# Advantages -----------------------------------------------------------------------------------------------------------
 
 
 def advantages(given: str, rewards: list[list[float]], **fields: object) -> list[float]:
@@ -164,7 +157,6 @@ def test_gdpo_compares_each_part_of_the_reward_by_itself():
 
 
 def test_pass_at_k_is_the_mean_advantage_over_subsets():
-    """Over those that contain the completion."""
     rewards, expected = [[1.0, 0.0, 0.0, 0.0, 1.0, 0.0], [0.0] * 6, [1.0] * 6, [1.0] + [0.0] * 5], []
     for group in rewards:
         values = {subset: max(group[i] for i in subset) for subset in combinations(range(6), 4)}
@@ -191,10 +183,7 @@ def test_gigpo_compares_turns_that_began_in_the_same_state():
     expected = [standardised(reward, rewards[0]) + standardised(x, among) for reward, x, among in turns]
     expected += [*(standardised(x, other) for x in other), 0.0]
     assert advantages("gigpo", rewards, **fields) == pytest.approx(expected, abs=1e-5)
-
-
-def test_gigpo_takes_an_episode_without_replies_as_one_turn():
-    """Also where no episode of the step has a reply: each is its first turn, and compared twice."""
+    # Without any reply each episode is its first turn, and compared twice.
     grades = [Grade(reward, "ok", {"tools": reward}) for reward in (1.0, 0.0)]
     rollout = replace(make_rollout([2, 3], group_size=2), grades=grades)
     algorithm = algorithm_of(flags(advantage="gigpo", group_size=2, tools=TOOLS))
@@ -209,15 +198,12 @@ def test_gpg_scales_the_gradient_up_for_groups_without_one():
     assert advantages("gpg", [[1.0, 1.0]]) == [0.0, 0.0]
 
 
-def test_a_star_po_takes_off_a_value_from_rewards_of_the_start():
+def test_a_star_po_is_a_regression_of_the_log_ratio_with_a_value_from_rewards_of_the_start():
     """beta log(mean of exp(r / beta)) of completions of the starting policy, which are in a column."""
     columns = [{"start_rewards": [1.0, 0.0, 0.0, 1.0]}, {"start_rewards": 0.25}]
     value = 0.5 * math.log((2 * math.exp(2.0) + 2) / 4)
     found = advantages("a_star_po", [[1.0, 0.0], [0.0, 1.0]], columns=columns)
     assert found == pytest.approx([1 - value, -value, -0.25, 0.75], abs=1e-6)
-
-
-def test_a_star_po_is_a_regression_of_the_log_ratio_to_the_reference():
     case, expected, slopes = make_case(), {}, {}
     loss, gradient = loss_of(case, "a_star_po:beta_2=0.1", kl_coef=1.0, kl_estimator="none")
     for own in SEQUENCES:

@@ -31,7 +31,6 @@ def job(tmp_path_factory):
 
 
 def test_the_policy_learns_to_think_on_the_main_job(job):
-    """And sampler and trainer agree."""
     metrics = metrics_of(job)
     before, after = metrics[0], metrics[max(metrics)]
     assert before["eval/heldout/avg@4"] <= 0.45 and after["eval/heldout/avg@4"] >= 0.90
@@ -42,10 +41,8 @@ def test_the_policy_learns_to_think_on_the_main_job(job):
 
 
 def test_the_first_twelve_steps_are_those_of_the_golden_curve(job):
-    """In fp32. The file has a line a step with floats of 9 digits; after a wanted change, write `found` to it.
-
-    Other kernels than those of the file (AVX2) sum in another order. That is seen in no figure of the first step, and
-    draws other tokens later. Then the curves may be two steps apart: what two steps change at most is the tolerance.
+    """In fp32. After a wanted change, write `found` to the file: a line a step with floats of 9 digits. Kernels that
+    sum in another order draw other tokens after the first step: the tolerance is then what two steps change at most.
     """
     found = [without_times(metrics) for step, metrics in metrics_of(job).items() if step <= 12]
     golden = lines(ROOT / "tests" / "golden_curve.jsonl")
@@ -59,9 +56,7 @@ def test_the_first_twelve_steps_are_those_of_the_golden_curve(job):
 
 
 def test_the_stored_policy_is_that_of_its_program(tmp_path):
-    """And its held-out problems are never trained on. Two updates of 650, which take minutes: the weights are others,
-    and all else is the same.
-    """
+    """Two updates of 650, which take minutes: the weights are others, and all else is the same."""
     command = f"python scripts/warm_start.py --out_dir {tmp_path}/policy --num_updates 2"
     succeeded(as_user(run_script, "-c", command, OMP_NUM_THREADS=1))
     for file in POLICY.iterdir():
@@ -93,7 +88,7 @@ def test_a_recipe_of_the_page_trains_on_the_main_job(name, tmp_path):
         assert metrics[1]["sampling/prompts"] == 8 + num_left_out
 
 
-def test_two_nodes_train_together(tmp_path):
+def test_two_nodes_train_together_and_one_without_its_place_says_what_is_missing(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -105,8 +100,5 @@ def test_two_nodes_train_together(tmp_path):
     assert "step" not in second.stdout, "only the first node's first rank speaks"
     assert list(metrics := metrics_of(tmp_path / "run")) == [0, 1, 2]
     assert max(metrics[step]["policy/rollout_gap_mean"] for step in (1, 2)) < 0.005
-
-
-def test_a_node_that_is_not_told_its_place_says_what_is_missing(tmp_path):
     done = run_job(run_script, tmp_path / "run", NNODES=2)
     assert done.returncode != 0 and "NNODES=2 needs NODE_RANK" in done.stderr

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import metrics
-from batch import Update, pack
+from batch import pack
 from grading import Grade
 from helpers.made_up import ALONE, flags, load_policy, make_grade, make_rollout, policy_of
 from metrics import merge_updates
@@ -66,7 +66,6 @@ def test_ungraded_completions_are_counted_and_parts_averaged():
 
 
 def test_updates_of_a_step_are_merged_by_what_a_number_means():
-    """Mean, maximum, minimum, last or sum."""
     names = ("policy/loss", "policy/ratio_max", "policy/ratio_min", "optim/lr", "optim/skipped_updates")
     values = (1.0, 2.0, 0.5, 0.1, 1.0), (3.0, 1.5, 0.7, 0.2, 1.0), (2.0, 2.0, 0.5, 0.2, 2.0)
     *updates, merged = (dict(zip(names, each, strict=True)) for each in values)
@@ -74,16 +73,14 @@ def test_updates_of_a_step_are_merged_by_what_a_number_means():
 
 
 def test_the_work_of_a_step_counts_prompts_and_discarded_samples():
-    """Prompts for the trainer, and what was thrown away for the sampler."""
-
     policy = SimpleNamespace(adapter=None, flops_per_token=100, parity_length=10.0)
-    updates = [Update([pack(ROLLOUT, [0, 1])], 8), Update([pack(ROLLOUT, [2]), pack(ROLLOUT, [3])], 12)]
+    updates = [[pack(ROLLOUT, [0, 1])], [pack(ROLLOUT, [2]), pack(ROLLOUT, [3])]]
     sampled, costs = make_rollout([6, 2, 8, 4, 10], group_size=1), 32 + (81 + 25 + 121 + 49) / 10
     work = work_of_step(sampled, ROLLOUT, updates, 2, policy)
     assert (work.sampled_tokens, work.completion_tokens, work.update_tokens) == (30, 20, 32 * 2)
     assert work.update_flops == pytest.approx(3 * 100 * costs * 2)
     # Positions that are shared count as tokens and not as FLOPs: 2 x 3 of the prompts' 4 tokens.
-    together = [Update([pack(ROLLOUT, [0, 1, 2, 3], group_size=2)], num_tokens=20)]
+    together = [[pack(ROLLOUT, [0, 1, 2, 3], group_size=2)]]
     work = work_of_step(ROLLOUT, ROLLOUT, together, 1, policy)
     assert work.update_tokens == 32
     assert work.update_flops == pytest.approx(3 * 100 * (26 + (81 + 25 + 121 + 49 - 2 * 3**2) / 10))

@@ -16,9 +16,9 @@ from gate.checks import check_flags
 from gate.choices import check_choices
 from grading.user_code import load_reference
 from grpo import Tokens, k3
-from helpers.distributed import on_ranks
-from helpers.made_up import flags
-from helpers.runs import ROOT, copy_at, metrics_of, run_ranks, torchrun, training_flags, without_times
+from helpers.distributed import Metrics, Tensors, on_ranks, parsed, train, weights_of
+from helpers.made_up import build, flags
+from helpers.runs import NO_EVAL, ROOT, copy_at, metrics_of, run_ranks, torchrun, training_flags, without_times
 from model.optimizer import make_optimizer, set_rate
 from run import Run
 from runtime.rank import RunError
@@ -76,8 +76,7 @@ def stopped(policy, tmp_path_factory) -> list[str]:
     """What a run on two ranks says, which its hook ends after step 3; the start after that, and one after a kill."""
     folder = tmp_path_factory.mktemp("stopped")
     (folder / "mine.py").write_text(OWN.format(stop="step == 3"))
-    changes = {"advantage": f"{folder}/mine.py:noted", "after_step": f"{folder}/mine.py:hook", "eval_every": 0}
-    changes |= dict.fromkeys(["eval_data", "eval_before_training"])
+    changes = {"advantage": f"{folder}/mine.py:noted", "after_step": f"{folder}/mine.py:hook"} | NO_EVAL
     said = []
     for name in ("run", "run", "killed"):
         if name == "killed":
@@ -88,10 +87,11 @@ def stopped(policy, tmp_path_factory) -> list[str]:
     return said
 
 
-def test_a_hook_ends_the_run_on_every_rank(stopped):
-    """The run ends as after its last step, and is complete for the same command."""
+def test_a_hook_ends_the_run_on_every_rank_and_shares_its_file_with_another_flag(stopped):
     assert all("done, step 3/4" in said for said in (stopped[0], stopped[2]))
     assert "is complete: it has a checkpoint of step 3. It was ended by --after_step" in stopped[1]
+    assert stopped[0].count("1, -1, 2, -2, 3, -3]") == 2, "each rank"
+    assert stopped[2].count("-1, -2, 3, -3]") == 2, "after a kill the hook gets steps 1 and 2 from the log"
 
 
 FAILS = """
@@ -115,8 +115,7 @@ def advantage(g):
 def test_where_own_code_ends_the_run_the_steps_completions_are_kept(flag, said, policy, tmp_path):
     """Also where it fails on one rank alone, whose collectives the others wait for."""
     (tmp_path / "fails.py").write_text(FAILS)
-    changes = {flag: f"{tmp_path}/fails.py:{flag.removeprefix('policy_')}"}
-    changes |= dict.fromkeys(["eval_data", "eval_every", "eval_before_training"])
+    changes = {flag: f"{tmp_path}/fails.py:{flag.removeprefix('policy_')}"} | NO_EVAL
     done = run_ranks(2, "train_grpo.py", training_flags(policy, tmp_path / "run", **changes))
     file = tmp_path / "run" / "rollouts" / "step_2.parquet"
     *_, last = done.stderr.splitlines()
@@ -125,7 +124,7 @@ def test_where_own_code_ends_the_run_the_steps_completions_are_kept(flag, said, 
     assert len(pq.read_table(file)) == 32 and not [*file.parent.glob(".*")]
 
 
-def test_a_hook_that_fails_ends_the_run_with_a_sentence():
+def test_a_hook_gives_metrics_to_the_line_and_ends_the_run_where_it_fails():
     hook = AfterStep(lambda step, metrics: metrics["eval/x/avg@1"] > 0.5)
     said = "--after_step fails after step 3: KeyError: 'eval/x/avg@1'; mend it. A step that is not evaluated"
     with pytest.raises(RunError, match=said):
@@ -135,8 +134,6 @@ def test_a_hook_that_fails_ends_the_run_with_a_sentence():
     with pytest.raises(RunError, match="could not convert string to float: 'high'"):
         AfterStep(lambda *_: {"mine/x": "high"}).step(1, {})
 
-
-def test_a_hook_gets_a_copy_and_gives_metrics_to_the_line():
     def hook(step, metrics):
         metrics["reward/mean"] = 9.0
         return {"step": 7, "mine/x": step, 3: step}
@@ -146,16 +143,23 @@ def test_a_hook_gets_a_copy_and_gives_metrics_to_the_line():
     assert AfterStep(hook).step(0, metrics) is None, "an evaluation before training"
 
 
+def with_optimizer(world: World, path: str, optimizer: str) -> tuple[list[Metrics], Tensors]:
+    """(metrics, weights) of three updates by an optimizer of the user's."""
+    args = parsed(f"--model {path} --group_size 2 --optimizer {optimizer}", world.num_trainers)
+    trained = build(args, world)
+    return train(trained, args, world, 3), weights_of(trained[0])
+
+
 @pytest.mark.parametrize("name", ["reward/mean", "time/step_s", "eval/x/avg@1", "eval/other"])
 def test_a_hook_may_not_overwrite_a_metric(name, tmp_path):
     """Nor give one of evaluation, by which --keep_best chooses. Its own are there when a line comes again."""
     metrics, hook = {"reward/mean": 1.0}, AfterStep(lambda *_: {"mine/x": 2.0, name: 9.0})
     world = World(trainer_rank=0, num_trainers=1, tp_size=1, device=torch.device("cpu"))
-    run = Run(tmp_path, None, world, 3, [hook])
+    run = Run(tmp_path, None, world, 3, {}, [hook])
     for step in run.steps(1, 1):
         with pytest.raises(RunError, match=f"--after_step returned {name}, a metric of the run's own; give it another"):
             run.log(step, metrics)
-    again = Run(tmp_path, None, world, 3, [AfterStep(lambda *_: {"mine/x": 3.0})])
+    again = Run(tmp_path, None, world, 3, {}, [AfterStep(lambda *_: {"mine/x": 3.0})])
     again.log(1, metrics | {"mine/x": 2.0})
     again.recall(1)
     for step in again.steps(2, 2):
@@ -171,7 +175,7 @@ def test_a_file_that_two_flags_name_is_one_module(stopped):
 
 def test_an_own_optimizer_trains_on_two_ranks_as_on_one(policy):
     """Muon, whose matrices are sharded; it orthogonalises in bf16, whose rounding may fall another way."""
-    (alone, weights), (together, sharded) = (on_ranks(n, "distributed:with_optimizer", policy, MUON) for n in (1, 2))
+    (alone, weights), (together, sharded) = (on_ranks(n, with_optimizer, policy, MUON) for n in (1, 2))
     for a, b in zip(together, alone, strict=True):
         b["perf/update_idle_frac"] = a["perf/update_idle_frac"]
         assert a == pytest.approx(b, abs=1e-3)
@@ -182,18 +186,13 @@ def test_an_own_optimizer_trains_on_two_ranks_as_on_one(policy):
 @pytest.mark.parametrize(("changes", "words"), [
     ({"optimizer": "adam"}, "--optimizer adam: use adamw, FILE.py:FUNCTION"),
     ({"optimizer": "FOLDER/mine.py:none"}, "mine.py has no function or class 'none'; it has hook"),
-    ({"optimizer": MUON, "param_dtype": "bfloat16"}, "with --param_dtype bfloat16: the latter is for adamw alone"),
-    ({"optimizer": MUON, "offload": "optimizer"}, "with --offload optimizer: the latter is for adamw alone"),
-    ({"optimizer": MUON, "kl_coef": "1", "reference_every": "1", "reset_optimizer": True},
-     "with --reset_optimizer: the latter is for adamw alone"),
     ({"after_step": "FOLDER/mine.py"}, "mine.py: use FILE.py:FUNCTION"),
     ({"after_step": "FOLDER/dot.py:hook"}, "dot.py is in no package: import its neighbours without a dot"),
 ])  # fmt: skip
 def test_what_cannot_work_is_refused_with_a_sentence(changes, words, tmp_path):
     (tmp_path / "mine.py").write_text("def hook(step): pass\n")
     (tmp_path / "dot.py").write_text("from .mine import hook\n")
-    texts = {name: value.replace("FOLDER", str(tmp_path)) for name, value in changes.items() if value is not True}
-    args = flags(**changes | texts)
+    args = flags(**{name: value.replace("FOLDER", str(tmp_path)) for name, value in changes.items()})
     with pytest.raises(ValueError, match=words):
         check_flags(args, num_ranks=1)
         check_choices(args)
@@ -212,7 +211,7 @@ def test_the_entropy_bonus_falls_over_the_run_to_none():
     assert entropies.grad.tolist() == pytest.approx([0.15, 0.15])
 
 
-def test_the_kl_coefficient_follows_its_target():
+def test_the_hooks_of_the_docs_follow_a_target_or_stop_at_an_accuracy():
     adapt = load_reference(f"{ROOT}/docs/hooks/adaptive_kl.py:adapt")
     x, scales = torch.tensor([0.5]), []
     plain = k3(x, kl_clamp=10.0).item()
@@ -220,9 +219,6 @@ def test_the_kl_coefficient_follows_its_target():
         adapt(step, {"policy/kl_ref": kl})
         scales.append(load_reference(f"{ROOT}/docs/hooks/adaptive_kl.py:scaled")(x, kl_clamp=10.0).item() / plain)
     assert scales == pytest.approx([1.002, 1.002 * 1.001, 1.002 * 1.001 * 0.998])
-
-
-def test_the_hook_that_stops_at_an_accuracy_wants_it_of_every_set():
     stop_at = load_reference(f"{ROOT}/docs/hooks/stop_at.py:stop_at")
     high, low = {"eval/a/avg@1": 0.9, "eval/a/stderr": 0.1}, {"eval/b/avg@4": 0.89}
     assert (stop_at(1, high), stop_at(2, high | low), stop_at(3, {"reward/mean": 1.0})) == ("stop", None, None)

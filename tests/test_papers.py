@@ -27,7 +27,6 @@ TINY = "--prompts_per_step 2 --prompts_per_update 1 --group_size 8 --learning_ra
 
 
 def test_the_page_names_every_method_and_every_loss_has_one():
-    """In order."""
     row = r"^\| `(\S+)` \| (?:\[([^|]+)\]\(([^|]+)\)|([^|]+)) \| [^|]+ \|$"
     rows = re.findall(row, (ROOT / "docs" / "papers.md").read_text(), re.M)
     named = {name: (method or plain, link or None) for name, method, link, plain in rows if name != "paper.sh"}

@@ -16,6 +16,7 @@ from gate.checks import check_flags
 from grading import Case
 from grading.score import RewardWorker
 from helpers.runs import ROOT, run_script
+from other_libraries import PAGE, with_tables
 from plan.dry_run import dry_run
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
@@ -79,7 +80,6 @@ def test_every_link_leads_somewhere(page):
 
 
 def test_every_page_is_named_in_the_readme():
-    """And the program names only pages that exist."""
     names = {page.relative_to(ROOT).as_posix() for page in PAGES[1:]}
     assert {name for name in names if f"]({name}" not in README} == set()
     for path in [*PROGRAM, *ROOT.glob("scripts/*.sh")]:
@@ -93,21 +93,25 @@ def is_made(metric: str) -> bool:
     return bool(re.search(r"\{[^{}]*\}".join(map(re.escape, texts)), SOURCE)) or f'.phase("{phase}")' in SOURCE
 
 
-@pytest.mark.parametrize("page", [SYMPTOMS, OTHERS], ids=lambda page: page.stem)
-def test_every_flag_that_the_page_names_exists(page):
-    for line in page.read_text().splitlines():
+def test_the_tables_of_other_libraries_are_those_of_their_json():
+    """And the page has no other one of this form: `python scripts/other_libraries.py` writes them."""
+    tables, page = json.loads(PAGE.with_suffix(".json").read_text()), PAGE.read_text()
+    assert with_tables(page, tables) == page
+    head, *_ = next(iter(tables.values()))
+    assert page.count(f"| {' | '.join(head)} |") == len(tables)
+
+
+def test_every_flag_that_a_page_names_exists():
+    for line in (SYMPTOMS.read_text() + OTHERS.read_text()).splitlines():
         beside = "".join((ROOT / script).read_text() for script in re.findall(r"python (scripts/\w+\.py)", line))
         wrong = [flag for flag in re.findall(r"--\w+", line) if flag not in FLAGS and f'"{flag}"' not in beside]
         assert set(wrong) <= {"--help", "--rlhf_type"}, line
 
 
-@pytest.mark.parametrize("page", [SYMPTOMS, RUNS], ids=lambda page: page.stem)
-def test_every_metric_that_the_page_names_is_made_by_the_program(page):
-    named = METRIC.findall(page.read_text())
-    assert len(set(named)) > 30 and [name for name in named if not is_made(name)] == []
-
-
-def test_the_files_that_the_page_on_symptoms_names_exist():
+def test_every_metric_and_file_that_a_page_names_is_made_by_the_program():
+    for page in (SYMPTOMS, RUNS):
+        named = METRIC.findall(page.read_text())
+        assert len(set(named)) > 30 and [name for name in named if not is_made(name)] == []
     files = set(re.findall(r"`(\w+\.(?:jsonl|png)|\w+/)`", SYMPTOMS.read_text()))
     assert len(files) >= 5 and [file for file in files if f"`{file}`" not in RUNS.read_text()] == []
 
@@ -164,8 +168,9 @@ def lines_of(file: str, names: list[str]) -> int:
     return sum(sizes[name] for name in names)
 
 
-def test_what_is_to_be_read_has_the_lines_that_the_readme_says():
-    heading, section = re.search(r"^## Read ([\d,]+) lines$(.*?)^## ", README, re.M | re.S).groups()
+def test_what_is_to_be_read_is_about_a_thousand_lines():
+    """Within 10 %."""
+    section = re.search(r"^## Read about a thousand lines$(.*?)^## ", README, re.M | re.S)[1]
     rows = re.findall(r"^\| `(\S+\.py)` \| (.*) \|$", section, re.M)
     total = sum(lines_of(file, re.findall("`(.+?)`", names)) for file, names in rows)
-    assert len(rows) == 10 and int(heading.replace(",", "")) == total
+    assert len(rows) == 10 and 900 <= total <= 1100

@@ -148,7 +148,6 @@ def test_sampler_trainer_and_transformers_agree(runs, base):
 
 
 def test_what_was_killed_repeats_its_step_bit_for_bit(runs):
-    """Also its evaluation after the update."""
     *before, killed, repeated = map(without_times, lines(runs[0] / "metrics.jsonl"))
     assert killed == repeated and killed["step"] == 2 and before[-1]["step"] == 1
     assert killed["reward/std"] > 0 and killed["optim/grad_norm"] > 0 and killed["policy/entropy"] > 1

@@ -1,5 +1,6 @@
 """The pictures of a run, and the command line: what is printed, and which folders are refused."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import report
 from helpers.made_up import write_run
 from helpers.runs import ENVIRONMENT
 from helpers.runs import said as output_of
-from watch.curves import plot
-from watch.reference import load
+from reports.curves import plot
+from reports.reference import load
 
 RECORDS = [
     {"step": 0, "eval/heldout/avg@4": 0.3, "time/evaluate_s": 1.0, "time/step_s": 1.0},
@@ -64,6 +65,17 @@ def test_the_command_prints_what_it_has_found(tmp_path, monkeypatch, capsys):
     assert drawn == [Path(run)] * 2
 
 
+def test_curves_are_drawn_again_only_where_the_log_is_newer(tmp_path, monkeypatch):
+    runs, drawn = [write_run(tmp_path / name, {"seed": 1}, RECORDS) for name in "abc"], []
+    monkeypatch.setattr(report, "plot", drawn.append)
+    for run, age in zip(runs[:2], (10, -10), strict=True):
+        (run / "curves.png").touch()
+        logged = (run / "curves.png").stat().st_mtime - age
+        os.utime(run / "metrics.jsonl", (logged, logged))
+    report.write_pages(runs, tmp_path / "page.html")
+    assert drawn == runs[1:], "the second has a newer log, the third no picture"
+
+
 COMPARED = "--compare RUN -- RUN"
 
 
@@ -77,7 +89,6 @@ COMPARED = "--compare RUN -- RUN"
     ("config.json", "{}", "--compare a b", "on both sides"),
 ])  # fmt: skip
 def test_what_is_no_run_is_told(file, content, arguments, said, tmp_path, monkeypatch, capsys):
-    """Or is damaged; in a sentence."""
     run = write_run(tmp_path / "run", {"seed": 1}, RECORDS)
     (run / file).write_text(content) if content else (run / file).unlink()
     if said == "is no run":

@@ -31,14 +31,13 @@ from runtime.history import read_metrics
 
 def make_run(folder, *observers: Observer, rank: int = 0) -> Run:
     world = World(trainer_rank=rank, num_trainers=4, tp_size=1, device=torch.device("cpu"))
-    return Run(folder, None, world, 10, list(observers))
+    return Run(folder, None, world, 10, {}, list(observers))
 
 
 # Whose folder it is -------------------------------------------------------------------------------------------------
 
 
 def opened(folder: Path, **changes: object) -> TextIO:
-    """The lock of the folder, as a run with these flags takes it."""
     args = flags(**changes)
     return open_run_folder(folder, vars(args), free_on_resume(args), {})
 
@@ -94,7 +93,6 @@ HELD = {"--model": "1", "--system_prompt": "2", "a.jsonl": "3", "b.jsonl#5": "4"
 
 
 def moved(change: dict[str, str]) -> dict[str, str]:
-    """What the flags hold, under other paths."""
     return {change.get(name, name): digest for name, digest in HELD.items()}
 
 
@@ -142,7 +140,6 @@ def test_paths_are_compared_by_what_they_hold(flags, inputs, said, tmp_path):
 
 
 def test_a_run_continues_that_is_older_than_some_flags(tmp_path):
-    """As if it had their defaults. Flags that are gone are not compared."""
     opened(tmp_path).close()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     config = json.loads((tmp_path / "config.json").read_text())
@@ -163,7 +160,7 @@ def test_folders_of_something_else_are_refused(tmp_path):
     refused(file / "run", "cannot be written")
 
 
-def test_two_runs_cannot_share_a_folder_and_the_holder_is_named(tmp_path, monkeypatch, capsys):
+def test_two_runs_cannot_share_a_folder_and_the_second_names_the_first_or_waits(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runtime.files, "LOCK_SECONDS", 0.5)
     monkeypatch.setattr(sys, "argv", ["train_grpo.py", "--seed", "1"])
     lock = opened(tmp_path)
@@ -172,9 +169,6 @@ def test_two_runs_cannot_share_a_folder_and_the_holder_is_named(tmp_path, monkey
     assert capsys.readouterr().out.count("waiting up to 0.5 s for its end") == 2
     lock.close()
     opened(tmp_path).close()
-
-
-def test_a_start_waits_for_a_run_that_is_ending(tmp_path):
     lock = opened(tmp_path)
     with subprocess.Popen(["sleep", "60"], close_fds=False) as child:
         threading.Timer(0.5, lock.close).start()
@@ -190,13 +184,19 @@ def test_a_start_is_described_with_its_code_and_hardware(tmp_path, monkeypatch):
     run, patches = make_run(tmp_path), ["+changed\n", ""]
     monkeypatch.setattr(run_module, "_git", lambda what, *_: "abc\n" if what == "rev-parse" else patches.pop(0))
     for resumed_from in (4, 8):
-        run.describe_start(resumed_from, [])
+        run.describe_start(resumed_from)
     first, second = lines(tmp_path / "starts.jsonl")
     assert (first["resumed_from"], first["commit"], first["has_uncommitted_changes"]) == (4, "abc", True)
     assert (second["resumed_from"], second["has_uncommitted_changes"]) == (8, False)
     assert first["packages"]["numpy"] == np.__version__
     assert {"time", "command", "world_size", "tensor_parallel_size", "device", "cores", "python"} <= first.keys()
     assert [patch.read_text() for patch in tmp_path.glob("changes_*.patch")] == ["+changed\n"]
+    monkeypatch.undo()  # and without git there is no commit, and no error
+    monkeypatch.setattr(run_module, "__file__", str(tmp_path / "run.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert run_module._git("rev-parse", "HEAD") == ""
+    monkeypatch.setenv("PATH", "")
+    assert run_module._git("rev-parse", "HEAD") == ""
 
 
 def test_a_reward_file_unknown_to_git_is_in_the_patch(tmp_path, monkeypatch):
@@ -204,7 +204,9 @@ def test_a_reward_file_unknown_to_git_is_in_the_patch(tmp_path, monkeypatch):
     (tmp_path / "mine" / "my_reward.py").write_text("def score(completion):\n    return 0.5\n")
     monkeypatch.chdir(tmp_path)
     inputs = {"--model": "0a1b", "owner/name@train": "2c3d", "mine/my_reward.py": "4e5f"}
-    make_run(tmp_path).describe_start(0, inputs)
+    run = make_run(tmp_path)
+    run.inputs = inputs
+    run.describe_start(0)
     (patch,) = tmp_path.glob("changes_*.patch")
     (tmp_path / "elsewhere").mkdir()
     subprocess.run(["git", "apply", "--include=my_reward.py", patch], cwd=tmp_path / "elsewhere", check=True)
@@ -213,15 +215,7 @@ def test_a_reward_file_unknown_to_git_is_in_the_patch(tmp_path, monkeypatch):
     assert run_module._own_files(inputs) == "", "git knows it"
 
 
-def test_without_git_there_is_no_commit_and_no_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_module, "__file__", str(tmp_path / "run.py"))
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    assert run_module._git("rev-parse", "HEAD") == ""
-    monkeypatch.setenv("PATH", "")
-    assert run_module._git("rev-parse", "HEAD") == ""
-
-
-def test_the_log_is_append_only_and_a_steps_last_line_counts(tmp_path):
+def test_the_log_is_append_only_and_ends_all_ranks_where_it_cannot_be_written(tmp_path, monkeypatch):
     before = '{"step": 1, "reward/mean": 0.1}\n{"step": 2, "rewa'  # a run was killed in mid-line
     (tmp_path / "metrics.jsonl").write_text(before)
     run = make_run(tmp_path)
@@ -231,12 +225,10 @@ def test_the_log_is_append_only_and_a_steps_last_line_counts(tmp_path):
     assert text.startswith(before + "\n") and len(text.splitlines()) == 4
     found = [(record["step"], record["reward/mean"]) for record in read_metrics(tmp_path)]
     assert found == [(1, 0.2), (2, None)], "nan is no JSON"
-
-
-def test_a_log_that_cannot_be_written_ends_all_ranks(tmp_path, monkeypatch):
+    (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").mkdir()  # a file that nobody can write
     with pytest.raises(DiskError, match="metrics.jsonl could not be written: Is a directory .*; make room, and"):
-        make_run(tmp_path).log(1, {})
+        run.log(1, {})
     monkeypatch.setattr(run_module, "broadcast_from_main", lambda own: own or "metrics.jsonl could not be written")
     with pytest.raises(DiskError, match="metrics.jsonl could not be written"):
         make_run(tmp_path, rank=1).log(1, {})
@@ -282,7 +274,6 @@ def test_observers_add_to_the_line_and_the_later_ones_see_it(tmp_path):
 
 
 def test_a_continued_run_recalls_its_lines(tmp_path):
-    """A step that was the last is so again."""
     text = [json.dumps({"step": step, "x": None if step == 2 else 1.0}) for step in (0, 1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(text) + "\n")
     witness = Witness("stop", None)
@@ -313,9 +304,9 @@ def test_a_replay_wants_the_weights_of_its_run(tmp_path):
     file.write_bytes(content)
     before = digest(samples_of(file))
     (tmp_path / "inputs.json").write_text(json.dumps({"--model": before}))
-    check_replayed(flags(replay=tmp_path), digest(samples_of(file)))
+    check_replayed(flags(replay=tmp_path), {"--model": digest(samples_of(file))})
     content[200_000] ^= 1
     file.write_bytes(content)
-    check_replayed(flags(), digest(samples_of(file)))
+    check_replayed(flags(), {"--model": digest(samples_of(file))})
     with pytest.raises(ValueError, match="began with other weights than --model"):
-        check_replayed(flags(replay=tmp_path), digest(samples_of(file)))
+        check_replayed(flags(replay=tmp_path), {"--model": digest(samples_of(file))})

@@ -16,16 +16,16 @@ from data import PromptData
 from flags import Memory, Sampling
 from grading import Grade
 from helpers.made_up import ALONE, flags, make_grade, make_rollout, make_row
-from sampling import DrawSettings, Sampler, choose_groups, has_signal_P, prompts_to_sample
-from schedule import make_plan
+from sampling import Sampler, choose_groups, has_signal_P, prompts_to_sample
+from schedule import Plan, make_plan
 from update import add_advantages, pack_updates
 
 RIGHT, WRONG, MIXED = [1, 1], [0, 0], [0, 1]
 
 
-def draws(prompts: int, dynamic_sampling: str = "correct") -> DrawSettings:
+def draws(prompts: int, dynamic_sampling: str = "correct") -> Plan:
     changes = {"prompts_per_step": prompts, "prompts_per_update": prompts, "dynamic_sampling": dynamic_sampling}
-    return DrawSettings.from_flags(flags(group_size=2, **changes))
+    return make_plan(flags(group_size=2, **changes), prompts)
 
 
 def groups(*verdicts: list[int], first_row: int = 0, rewards: list[list[float]] | None = None) -> Rollout:
@@ -38,7 +38,6 @@ def groups(*verdicts: list[int], first_row: int = 0, rewards: list[list[float]] 
 
 
 def rows_of(rollout: Rollout) -> list[int]:
-    """The number of each group's row."""
     assert [x % 10 for x in rollout.completion_lengths_B] == [1, 2] * (len(rollout.rows) // 2)
     return (rollout.completion_lengths_B[::2] // 10).tolist()
 
@@ -121,8 +120,8 @@ class StubEngine:
 class StubGrader:
     """Gives each completion the reward of its number; correct is each whose number `divisor` divides."""
 
-    def __init__(self, divisor: int = 2) -> None:
-        self.divisor = divisor
+    def __init__(self, divisor: int = 2, truncated: str = "score") -> None:
+        self.divisor, self.grading = divisor, SimpleNamespace(truncated=truncated)
 
     def callback_for(self, rows: list[Row], sampling: Sampling) -> OnFinished:
         self.heard: list[int] = []
@@ -135,7 +134,8 @@ class StubGrader:
 def sampler_over(data: PromptData, args: argparse.Namespace, grader: StubGrader | None = None) -> Sampler:
     run = SimpleNamespace(phase=lambda _: nullcontext())
     sampling = Sampling.from_flags(args, num_samples=2)
-    return Sampler(StubEngine(3), grader or StubGrader(), data, DrawSettings.from_flags(args), sampling, run)
+    grader = grader or StubGrader(truncated=args.truncated)
+    return Sampler(StubEngine(3), grader, data, make_plan(args, len(data.rows)), sampling, run)
 
 
 @pytest.mark.parametrize("dynamic_sampling", ["off", "correct"])
@@ -152,8 +152,8 @@ def test_only_truncated_completions_are_masked_from_the_loss(truncated, left_out
     plan, algorithm = make_plan(args, 3), algorithm_of(args)
     (update,) = pack_updates(rollout, plan, algorithm, Memory.from_flags(args), policy, ALONE)
     rollout, (update,) = add_advantages(rollout, [update], algorithm)
-    assert update.num_tokens == sum(lengths)
-    (batch,) = update.batches
+    (batch,) = update
+    assert batch.update_tokens == sum(lengths)
     pieces = [values_N.split(batch.lengths_S) for values_N in (batch.loss_mask_N, batch.loss_weights_N)]
     for x, mask, weights in zip(batch.segments_S, *pieces, strict=True):
         assert int(mask.sum()) == lengths[x.index]
@@ -195,9 +195,6 @@ def test_the_seed_of_a_round_has_the_step_and_its_number():
     assert sampler.engine.seeds == [(7, 3, 0, 0), (7, 3, 0, 1), (7, 4, 0, 0)]
 
 
-# Prompts that are solved ----------------------------------------------------------------------------------------------
-
-
 class EvenRows(StubGrader):
     """All completions of every row of an even number are correct, and the first of the two of the others."""
 
@@ -231,15 +228,11 @@ def test_solved_prompts_are_drawn_no_more(ahead, stops, dynamic_sampling):
     assert [sum(step.count(i) for step in used[4:]) for i in (1, 3, 5, 7, 9)] == pytest.approx([3.2] * 5, abs=0.81)
 
 
-def test_as_many_prompts_as_a_step_needs_are_never_dropped():
+def test_a_prompt_is_solved_at_the_share_of_the_flag_and_a_steps_prompts_are_never_dropped():
     args = flags(prompts_per_step=4, group_size=2, drop_solved=0.5)
     sampler = sampler_over(data_of(6), args, StubGrader(1))  # all completions are correct
     solved = [sampler.collect(step)[1]["sampling/prompts_solved"] for step in (1, 2, 3)]
     assert solved == [2, 2, 2] and len(sampler.draw(4, 0, 4)) == 4
-
-
-def test_a_prompt_is_solved_at_the_very_share_that_the_flag_names():
-    """Of two of the four prompts one completion of two is correct: that is enough for 0.5, and not for more."""
-    for bound, count in ((0.5, 4.0), (0.51, 2.0)):
+    for bound, count in ((0.5, 4.0), (0.51, 2.0)):  # of two of the four prompts one completion of two is correct
         args = flags(prompts_per_step=4, group_size=2, drop_solved=bound)
         assert sampler_over(data_of(9), args, EvenRows()).collect(1)[1]["sampling/prompts_solved"] == count

@@ -23,104 +23,8 @@ from gate.command import start
 from helpers.made_up import command_line
 from helpers.runs import ENVIRONMENT, ROOT, as_user, lines, metrics_of, run_command, run_script, succeeded
 
-DOCUMENTED = {  # what the sources say of algorithm and optimizer, see the scripts
-    "qwq32b_8xh100": {
-        "prompts_per_step": 512, "prompts_per_update": 128, "learning_rate": 1e-6, "weight_decay": 1e-2,
-        "adam_beta2": 0.999, "lr_schedule": "constant", "max_grad_norm": 1.0, "kl_coef": 1e-2, "kl_estimator": "k3",
-        "kl_clamp": 10.0, "kl_in": "loss", "advantage": "grpo", "advantage_ddof": 1, "advantage_eps": 1e-6,
-        "policy_loss": "clip", "clip_low": 0.2, "clip_high": 0.2, "loss_aggregation": "token_mean", "keep_last": False,
-        "temperature": 1.0, "offload_reference": True, "param_dtype": "bfloat16",
-    },
-    "deepseek32b_lora_8gpu": {
-        "prompts_per_step": 8, "learning_rate": 5e-6, "kl_coef": 0.01, "lora_rank": 8, "lora_alpha": 32.0,
-        "lora_dropout": 0.05, "lora_targets": None, "temperature": 1.0, "reward": "math", "eval_samples": [8],
-    },
-    "qwen25vl72b_lora_8xa100": {
-        "prompts_per_step": 1, "learning_rate": 1e-6, "warmup_ratio": 0.05, "lora_rank": 8, "lora_alpha": 32.0,
-        "lora_targets": None, "max_pixels": 602_112, "reward": "math:1.0,format:0.1", "offload": "all",
-    },
-    "tulu8b_rlvr_7plus1": {
-        "prompts_per_step": 14, "reward": "@dataset", "truncated": "zero", "temperature": 1.0, "kl_coef": 0.01,
-        "kl_estimator": "k3", "learning_rate": 5e-7, "lr_schedule": "constant",
-    },
-    "qwen7b_simplerl_2x8xh100": {
-        "prompts_per_step": 1024, "prompts_per_update": 256, "learning_rate": 5e-7, "kl_coef": 1e-4, "kl_in": "loss",
-        "kl_estimator": "k3", "entropy_coef": 1e-3, "clip_low": 0.2, "clip_high": 0.2, "temperature": 1.0,
-        "reward": "math", "lr_schedule": "constant", "advantage": "grpo", "advantage_ddof": 1, "advantage_eps": 1e-6,
-        "loss_aggregation": "token_mean", "keep_last": False,
-    },
-    "qwen2.5_3b_gsm8k_lora_1gpu": {
-        "prompts_per_step": 64, "prompts_per_update": 64, "learning_rate": 3e-5, "lr_schedule": "constant",
-        "warmup_ratio": 0.0, "weight_decay": 1e-2, "adam_beta2": 0.999, "max_grad_norm": 1.0, "kl_coef": 1e-3,
-        "kl_estimator": "k3", "kl_in": "loss", "entropy_coef": 1e-3, "dual_clip": 3.0, "lora_rank": 32,
-        "lora_alpha": 32.0, "lora_dropout": 0.0, "lora_targets": None, "reward": "gsm8k_strict",
-        "prompt_suffix": ' Let\'s think step by step and output the final answer after "####".',
-    },
-    "distill_1gpu": {
-        "prompts_per_step": 1, "advantage": "zero", "kl_coef": 1.0, "kl_over": "vocabulary", "kl_direction": "reverse",
-        "kl_in": "loss", "temperature": 0.9, "learning_rate": 1e-5, "lr_schedule": "linear", "warmup_ratio": 0.0,
-        "weight_decay": 0.0, "lora_rank": 8, "lora_alpha": 16.0, "lora_targets": ["q_proj", "v_proj"],
-    },
-    "qwen3_4b_dapo_8gpu": {
-        "prompts_per_step": 8, "dynamic_sampling": "reward", "advantage": "dr_grpo", "clip_low": 0.2, "clip_high": 0.28,
-        "dual_clip": 0.0, "kl_coef": 0.0, "entropy_coef": 0.0, "learning_rate": 1e-6, "lr_schedule": "constant",
-        "warmup_ratio": 0.0, "weight_decay": 0.1, "adam_beta2": 0.98, "head_dtype": "float32", "reward": "math",
-        "param_dtype": "float32", "lora_rank": 0, "prompt_suffix": "", "stop_tokens": ["<|im_end|>"],
-    },
-    "qwen3_0.6b_math_speedrun": {
-        "prompts_per_step": 1, "shuffle": "off", "prompt_format": "raw", "advantage": "grpo", "advantage_ddof": 1,
-        "advantage_eps": 1e-4, "policy_loss": "reinforce", "loss_aggregation": "seq_mean_token_sum_norm:constant=1",
-        "kl_coef": 0.0, "learning_rate": 1e-5, "lr_schedule": "constant", "weight_decay": 0.01, "max_grad_norm": 1.0,
-        "temperature": 0.8, "eval_temperature": [0.0], "reward": "docs/rewards/boxed_math.py:score",
-    },
-    "qwen3_0.6b_reverse_text_1gpu": {
-        "prompts_per_step": 8, "advantage": "dr_grpo", "policy_loss": "dppo", "clip_low": 0.2, "clip_high": 0.2,
-        "old_logprobs": "rollout", "loss_aggregation": "token_mean", "kl_coef": 0.0, "learning_rate": 3e-6,
-        "lr_schedule": "constant", "weight_decay": 0.01, "max_grad_norm": 1.0, "temperature": 1.0, "eval_samples": [3],
-        "reward": "docs/rewards/reversed_text.py:score",
-    },
-    "tulu3.1_8b_grpo_8gpu": {
-        "prompts_per_step": 64, "prompts_per_update": 32, "reward": "@dataset", "truncated": "zero", "temperature": 1.0,
-        "kl_coef": 0.01, "kl_estimator": "k3", "kl_clamp": 0.0, "advantage": "grpo", "advantage_ddof": 0,
-        "advantage_eps": 1e-8, "policy_loss": "reinforce", "learning_rate": 5e-7, "lr_schedule": "constant",
-        "weight_decay": 0.0, "steps_ahead": 1, "rollout_correction": "none",
-    },
-    "qwen3_8b_sciknoweval_4gpu": {
-        "prompts_per_step": 32, "prompts_per_update": 8, "advantage": "dr_grpo", "policy_loss": "clip", "clip_low": 0.2,
-        "clip_high": 0.28, "dual_clip": 3.0, "kl_coef": 0.0, "loss_aggregation": "token_mean",
-        "rollout_correction": "token_truncate:largest=2", "learning_rate": 1e-5, "lr_schedule": "constant",
-        "warmup_ratio": 0.00564972, "weight_decay": 0.01, "eval_samples": [16], "eval_temperature": [0.6],
-        "eval_top_p": [0.95], "template_args": ["enable_thinking=false"],
-        "reward": "docs/rewards/sciknoweval.py:letter",
-    },
-}  # fmt: skip
-LIMITS = {  # prompt, completion; shortened in a smoke run
-    "qwq32b_8xh100": (2048, 2048), "deepseek32b_lora_8gpu": (1024, 2080), "qwen25vl72b_lora_8xa100": (6144, 2048),
-    "tulu8b_rlvr_7plus1": (2048, 2048), "qwen7b_simplerl_2x8xh100": (1024, 8192),
-    "qwen2.5_3b_gsm8k_lora_1gpu": (512, 1024), "qwen3_4b_dapo_8gpu": (2048, 8192), "distill_1gpu": (512, 256),
-    "qwen3_0.6b_math_speedrun": (1024, 512), "qwen3_0.6b_reverse_text_1gpu": (1024, 128),
-    "tulu3.1_8b_grpo_8gpu": (2048, 2048), "qwen3_8b_sciknoweval_4gpu": (2048, 8192),
-}  # fmt: skip
-PLANNED = {  # the dry run's numbers, with the data's real number of rows
-    "qwq32b_8xh100": {"steps_per_epoch": 23, "total_steps": 345, "total_updates": 1380, "completions_per_step": 2560},
-    "deepseek32b_lora_8gpu": {"steps_per_epoch": 125, "total_steps": 375, "total_updates": 375,
-                              "trainable_parameters": 67_108_864},
-    "qwen25vl72b_lora_8xa100": {"steps_per_epoch": 1000, "parameters": 73_410_777_344, "completions_per_step": 8},
-    "tulu8b_rlvr_7plus1": {"total_steps": 44_642, "completions_per_step": 224, "updates_per_step": 1},
-    "qwen7b_simplerl_2x8xh100": {"steps_per_epoch": 8, "total_steps": 100, "total_updates": 400,
-                                 "completions_per_step": 8192},
-    "qwen2.5_3b_gsm8k_lora_1gpu": {"steps_per_epoch": 116, "total_steps": 116, "completions_per_step": 320,
-                                   "parameters": 3_085_938_688, "trainable_parameters": 59_867_136},
-    "distill_1gpu": {"total_steps": 1000, "completions_per_step": 1, "parameters": 1_543_714_304,
-                     "trainable_parameters": 1_089_536},
-    "qwen3_4b_dapo_8gpu": {"total_steps": 150, "total_updates": 150, "completions_per_step": 128,
-                           "parameters": 4_022_468_096},
-    "qwen3_0.6b_math_speedrun": {"total_steps": 50, "total_updates": 50, "completions_per_step": 8,
-                                 "parameters": 596_049_920},
-    "qwen3_0.6b_reverse_text_1gpu": {"total_steps": 20, "completions_per_step": 128, "parameters": 596_049_920},
-    "tulu3.1_8b_grpo_8gpu": {"total_steps": 1953, "total_updates": 3906, "completions_per_step": 1024},
-    "qwen3_8b_sciknoweval_4gpu": {"total_steps": 1770, "total_updates": 7080, "completions_per_step": 256},
-}  # fmt: skip
+# By script: what its source says of algorithm, optimizer and lengths; the dry run's numbers with the data's real rows.
+SETUPS = json.loads((ROOT / "tests" / "setups.json").read_text())
 
 
 def launched(name: str, *flags: str, **settings: object) -> tuple[int, int, list[str]]:
@@ -133,12 +37,10 @@ def launched(name: str, *flags: str, **settings: object) -> tuple[int, int, list
     return int(num_nodes), int(num_ranks), arguments
 
 
-@pytest.mark.parametrize("name", DOCUMENTED)
+@pytest.mark.parametrize("name", SETUPS)
 def test_a_script_has_the_values_of_its_source_and_names_it(name):
-    """Or calls a value our choice."""
-    args = vars(parse_flags(launched(name)[2]))
-    assert {flag: args[flag] for flag in DOCUMENTED[name]} == DOCUMENTED[name]
-    assert (args["max_prompt_tokens"], args["max_completion_tokens"]) == LIMITS[name]
+    args, documented = vars(parse_flags(launched(name)[2])), SETUPS[name]["documented"]
+    assert {flag: args[flag] for flag in documented} == documented
     (block,) = re.findall(r"\nARGS=\((.*?)\n\)", (ROOT / "scripts" / f"{name}.sh").read_text(), flags=re.DOTALL)
     for line in block.strip().splitlines():
         where = re.search(r'--(model|out_dir|tensor_parallel_size) "\$', line)
@@ -146,32 +48,27 @@ def test_a_script_has_the_values_of_its_source_and_names_it(name):
 
 
 ONE_ENGINE = {"STEPS": 1, "NGPU": 1, "TP": 1}  # a rank and a step
-SMOKED = dict.fromkeys(DOCUMENTED, ONE_ENGINE) | {  # script -> what is set
+SMOKED = dict.fromkeys(SETUPS, ONE_ENGINE) | {  # script -> what is set
     "deepseek32b_lora_8gpu": {},  # as it is: on two ranks, with a stop and a resume
     "qwen25vl72b_lora_8xa100": {"STEPS": 1},  # images, one engine over two ranks, everything offloaded
     "tulu3.1_8b_grpo_8gpu": ONE_ENGINE | {"SERVERS": 1},
 }
 
 
-def smaller(name: str) -> list[str]:
-    """4 prompts a step, where there are more, in as many updates."""
-    step, update = (DOCUMENTED[name].get(f"prompts_per_{part}") for part in ("step", "update"))
-    fewer = {"prompts_per_step": 4, "prompts_per_update": 4 * (update or step) // step}
-    return command_line(fewer if step > 4 else {})
-
-
-@pytest.mark.parametrize("name", DOCUMENTED)
+@pytest.mark.parametrize("name", SETUPS)
 def test_a_script_runs_on_a_tiny_model(name, tmp_path):
     """Each with data of its own columns, a template and reward of its own. As a user starts it: test_main_job.py."""
     command, settings = ("scripts/smoke.sh", f"scripts/{name}.sh"), SMOKED[name]
+    step, update = (SETUPS[name]["documented"].get(f"prompts_per_{part}") for part in ("step", "update"))
+    fewer = {"prompts_per_step": 4, "prompts_per_update": 4 * (update or step) // step}  # in as many updates
     environment = settings | {"SMOKE_DIR": tmp_path, "OMP_NUM_THREADS": 1}  # more threads wait for each other
-    shown = succeeded(as_user(run_script, *command, *smaller(name), **environment)).stdout
+    shown = succeeded(as_user(run_script, *command, *command_line(fewer if step > 4 else {}), **environment)).stdout
     (run_dir,) = (tmp_path / name).glob("run_*")
     metrics, steps = metrics_of(run_dir), range(1, settings.get("STEPS", 2) + 1)
     assert [step for step in metrics if step] == [*steps] and ("continues from" in shown) is (len(steps) == 2)
     for step in steps:
         assert metrics[step]["optim/skipped_updates"] == 0 and metrics[step]["policy/rollout_gap_mean"] < 0.005
-        assert 0 < metrics[step]["optim/lr"] <= DOCUMENTED[name]["learning_rate"]
+        assert 0 < metrics[step]["optim/lr"] <= SETUPS[name]["documented"]["learning_rate"]
         assert any(key.startswith("eval/") for key in metrics[step]), "evaluated after each start"
         assert (run_dir / f"step_{step}").exists()
     assert (run_dir / "final" / "model.safetensors").exists()
@@ -190,11 +87,12 @@ def planned(name: str, *flags: str, **settings: object) -> dict[str, object]:
     return json.loads(shown.getvalue())
 
 
-@pytest.mark.parametrize("name", DOCUMENTED)
+@pytest.mark.parametrize("name", SETUPS)
 def test_the_dry_run_of_a_set_up_fits_with_5_percent_to_spare(name):
     found = planned(name)
     assert found["fits"] and found["gpu_peak_gib"] <= 0.95 * found["gpu_capacity_gib"]
-    assert {key: found[key] for key in PLANNED[name]} == PLANNED[name]
+    planned_by_hand = SETUPS[name]["planned"]
+    assert {key: found[key] for key in planned_by_hand} == planned_by_hand
 
 
 def test_a_script_plans_what_its_flags_plan():
@@ -213,7 +111,7 @@ def test_the_models_of_the_one_gpu_set_up_fit_as_documented():
         assert planned(name, "--plan_gpu", gpu, *flags.split(), MODEL=f"Qwen/Qwen2.5-{size}-Instruct")["fits"]
 
 
-def test_aime_2025_has_the_prompt_and_columns_of_the_dapo_data(tmp_path):
+def test_the_data_of_a_script_have_its_prompt_and_columns(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"question": "What is {1}+1?", "answer": 2}\n')
     written = tmp_path / "new" / "aime2025.jsonl"
     with patch.object(sys, "argv", ["aime2025.py", "--sources", str(tmp_path / "in.jsonl"), "--output", str(written)]):
@@ -223,9 +121,6 @@ def test_aime_2025_has_the_prompt_and_columns_of_the_dapo_data(tmp_path):
     assert row["ground_truth"] == "2" and message["role"] == "user"
     assert message["content"].startswith("Solve the following math problem step by step. The last line of your")
     assert '\n\nWhat is {1}+1?\n\nRemember to put your answer on its own line after "Answer:"' in message["content"]
-
-
-def test_the_speedrun_data_have_the_prompt_and_how_to_read_them(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"problem": "What is {1}+1?", "answer": "2"}\n')
     sources = [str(tmp_path / "in.jsonl")] * 2
     with patch.object(sys, "argv", ["math_speedrun.py", "--sources", *sources, "--out_dir", str(tmp_path / "new")]):
@@ -247,7 +142,7 @@ JOB_SCRIPTS = ("tiny_cpu", "tiny_turns_cpu", "tiny_distill_cpu", "tiny_sdpo_cpu"
 TELLS = '() { printf "%s\\0" "$@"; printf "\\1"; }'  # in place of python
 
 
-@pytest.mark.parametrize("name", [*DOCUMENTED, *EVALUATIONS, *JOB_SCRIPTS])
+@pytest.mark.parametrize("name", [*SETUPS, *EVALUATIONS, *JOB_SCRIPTS])
 def test_a_script_runs_from_the_users_folder_and_finds_its_files(name, tmp_path):
     """From another folder: what he types is his; programs and files that the script names are in the repository."""
     (tmp_path / "runs" / "tiny_cpu").mkdir(parents=True)

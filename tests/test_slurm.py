@@ -73,7 +73,6 @@ def test_a_run_that_has_ended_ends_the_job_with_its_status(status, job, tmp_path
 
 
 def test_the_last_nodes_of_a_job_serve_one_server_for_each_gpu(job, tmp_path):
-    """With a secret of the job."""
     process = job(SECONDS_OF_RUN="2", SERVER_NODES="1", SLURM_GPUS_PER_NODE="2", SERVE="--model m --max_model_len 64")
     assert process.wait(GUARD_SECONDS) == 0
     assert (tmp_path / "out").read_text().splitlines() == ["1 1 node7 23456"]

@@ -20,8 +20,7 @@ GOOD = """Imagine <<Bread>>
 * People eat it with butter and jam."""
 
 
-def test_every_prompt_is_followed_by_a_good_text_alone():
-    """One text follows them all; a blank one and a short one with a comma follow none."""
+def test_every_prompt_can_be_followed_and_held_out_subjects_are_not_trained_on():
     grade = RewardWorker("ifeval", None)
     sets = smollm2.draw_sets()
     assert (len(sets["train"]), len(sets["heldout"])) == (384, 96)
@@ -29,9 +28,6 @@ def test_every_prompt_is_followed_by_a_good_text_alone():
         columns = {name: row[name] for name in ("instruction_id_list", "kwargs")}
         for completion, reward in ((GOOD, 1.0), ("", 0.0), ("Bread, rain", 0.0)):
             assert grade(("grade", Case(completion, row["answer"], columns))).reward == reward, row
-
-
-def test_held_out_subjects_are_not_trained_on():
     problems = {name: " ".join(row["problem"] for row in rows) for name, rows in smollm2.draw_sets().items()}
     for subject in smollm2.SUBJECTS:
         sets = [name for name, text in problems.items() if f" {subject}" in text]
@@ -51,7 +47,6 @@ def test_without_model_and_network_it_says_what_to_install(tmp_path, monkeypatch
 
 
 def test_the_job_takes_a_model_of_the_user_and_makes_its_data(policy, tmp_path):
-    """The dry run of the job says its steps, in JSON alone, for a model that the user names."""
     where = {"MODEL": str(policy), "DATA": str(tmp_path / "data"), "OUT_DIR": str(tmp_path / "run")}
     flags = ["--max_prompt_tokens", "64", "--dry_run", "--json"]  # that model has a short context
     done = run_script(["bash", "scripts/smollm2_cpu.sh", *flags], ENVIRONMENT | where)

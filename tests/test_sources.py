@@ -124,7 +124,6 @@ def test_a_file_that_belies_its_name_is_refused_by_its_content(name, content, wo
     ("folder/", ("folder/", None, None), "folder"),
 ])  # fmt: skip
 def test_a_source_is_split_into_path_split_and_number_of_rows(source, parts, name, tmp_path):
-    """A source consists of a path, a split and a number of rows, unless the whole text exists as a path."""
     assert (parse_source(source), name_of_source(source)) == (parts, name)
     assert parse_source(path := write(tmp_path, GOOD, "a@test#2")) == (path, None, None)
 
@@ -168,7 +167,7 @@ def test_a_hub_that_cannot_be_reached_is_told_within_seconds(monkeypatch):
     assert sum(slept) < 10
 
 
-def test_short_floats_are_read_as_their_shortest_decimals(tmp_path):
+def test_short_floats_are_read_as_their_shortest_decimals_and_labels_by_their_names(tmp_path):
     numbers = [0.1, 2.5, 12.0, 1e-7, -0.3]
     rows = [{"f32": n, "f16": n, "f64": n, "list": [n, None], "object": {"a": [{"b": n}]}} for n in numbers]
     f32, f64 = datasets.Value("float32"), datasets.Value("float64")
@@ -179,10 +178,6 @@ def test_short_floats_are_read_as_their_shortest_decimals(tmp_path):
     exact = float(np.float32(0.1))  # a number of 64 bits stays as it is
     parquet = write_parquet(tmp_path / "exact.parquet", [{"f64": exact}], f64=f64)
     assert next(iter(read_records(parquet, seed=0))).columns["f64"] == exact == 0.10000000149011612
-
-
-def test_labels_are_read_by_their_names(tmp_path):
-    """-1 is no label."""
     label = datasets.ClassLabel(names=["yes", "no"])
     rows = [{"answer": n, "object": {"list": [0, n]}} for n in (1, 0, -1)]
     parquet = write_parquet(tmp_path / "rows.parquet", rows, answer=label, object={"list": datasets.List(label)})
@@ -191,13 +186,25 @@ def test_labels_are_read_by_their_names(tmp_path):
     assert [columns["object"]["list"] for columns in read] == [["yes", "no"], ["yes", "yes"], ["yes", None]]
 
 
-def test_a_parquet_file_without_rows_is_refused(tmp_path):
-    """As `datasets` writes it, and as others do, without a group of rows."""
-    table = pyarrow.table({"problem": pyarrow.array([], pyarrow.string())})
+def test_folders_and_files_without_data_are_refused(tmp_path):
+    for name in ("", "README.md", "notes/run.py"):  # `datasets` would take .md files for tasks of an agent
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        if name:
+            write(tmp_path, "text", name)
+        refused(tmp_path, r"cannot be loaded: the folder does not contain any data files .*\.jsonl, \.parquet")
+    for name in ("notes/a.md", "notes/b.md", "notes/few.json"):
+        write(tmp_path, GOOD, name)
+    refused(tmp_path / "notes", r"most of its files are texts \(a.md\); name a file, or a folder of data")
+    (tmp_path / "notes" / "few.json").unlink()
+    nothing = datasets.Dataset.from_list([ROW]).select([])
+    nothing.to_parquet(empty := tmp_path / "train.parquet")
+    for source in (empty, f"{empty}#3", tmp_path):
+        refused(source, re.escape(f"data '{source}' cannot be loaded: ") + ".* no data; leave that out")
+    table = pyarrow.table({"problem": pyarrow.array([], pyarrow.string())})  # without a group of rows
     pyarrow.parquet.write_table(table, tmp_path / "other.parquet")
-    datasets.Dataset.from_dict({"problem": [], "answer": []}).to_parquet(tmp_path / "rows.parquet")
-    for name in ("other", "rows"):
-        refused(tmp_path / f"{name}.parquet", "cannot be loaded: a parquet file in it has no data; leave that out")
+    refused(tmp_path / "other.parquet", "cannot be loaded: a parquet file in it has no data; leave that out")
+    nothing.save_to_disk(tmp_path / "saved")
+    refused(tmp_path / "saved", "saved' cannot be loaded: ")
 
 
 def test_rows_are_drawn_at_random_before_the_length_filter(tmp_path):
@@ -223,7 +230,6 @@ def test_rows_are_drawn_at_random_before_the_length_filter(tmp_path):
 
 
 def test_parquet_files_have_slices_and_nested_columns(tmp_path):
-    """Parquet files have splits by slicing and nested columns, and are read anew after a change."""
     file = tmp_path / "odd[1] name.parquet"
     write_parquet(file, [ROW])  # an older file
     assert load(file).rows[0].answer == "1"
@@ -271,24 +277,6 @@ def test_json_files_of_a_folder_are_read_without_guessing_types(tmp_path):
     refused(f"{tmp_path}@dev", "no split 'dev'.*train, test")
     (tmp_path / "test.jsonl").write_text(GOOD + "{")
     refused(f"{tmp_path}@test", r"test\.jsonl, line 2")
-
-
-def test_folders_and_files_without_data_are_refused(tmp_path):
-    for name in ("", "README.md", "notes/run.py"):  # `datasets` would take .md files for tasks of an agent
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        if name:
-            write(tmp_path, "text", name)
-        refused(tmp_path, r"cannot be loaded: the folder does not contain any data files .*\.jsonl, \.parquet")
-    for name in ("notes/a.md", "notes/b.md", "notes/few.json"):
-        write(tmp_path, GOOD, name)
-    refused(tmp_path / "notes", r"most of its files are texts \(a.md\); name a file, or a folder of data")
-    (tmp_path / "notes" / "few.json").unlink()
-    nothing = datasets.Dataset.from_list([ROW]).select([])
-    nothing.to_parquet(empty := tmp_path / "train.parquet")
-    for source in (empty, f"{empty}#3", tmp_path):
-        refused(source, re.escape(f"data '{source}' cannot be loaded: ") + ".* no data")
-    nothing.save_to_disk(tmp_path / "saved")
-    refused(tmp_path / "saved", "saved' cannot be loaded: ")
 
 
 def test_a_folder_of_which_only_a_part_would_be_read_is_refused(tmp_path):

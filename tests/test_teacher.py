@@ -14,13 +14,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from algorithm import algorithm_of
-from batch import Rollout
+from batch import NO_IDS, Rollout, Row
 from command_line import parse_flags
 from extras.teacher.vocabulary import run
 from flags import Grading, Sampling
-from gate.inputs import check_vocabulary
+from fsdp_utils import World, full_tensors
+from gate.inputs import Inputs, check_vocabulary
 from grading import NOT_GRADED
-from helpers.distributed import TAUGHT, on_ranks, with_hints
+from helpers.distributed import Result, on_ranks, recorded, scored, sharded
 from helpers.made_up import (
     ALONE,
     RAGGED,
@@ -36,11 +37,57 @@ from helpers.made_up import (
     whole_update,
     write_lines,
 )
-from helpers.runs import training_flags
+from helpers.runs import NO_EVAL, training_flags
 from reward import Grader
+from schedule import make_plan
 from step_metrics import rollout_metrics
-from train_grpo import load_inputs
 from update import add_reference
+
+WHOLE, TINY = {"kl_over": "vocabulary"}, {"micro_batch_tokens": 24}
+
+
+LORA, HINTS = WHOLE | {"lora_rank": 3}, WHOLE | {"hint_column": "@group"}
+
+
+TAUGHT = {  # name -> flags
+    "sampled, with hints": {"kl_estimator": "k2"} | TINY,
+    "hints of the step": HINTS | TINY,
+    "hints of the step, shared": HINTS | {"share_prompts": True},
+    "whole": WHOLE,
+    "small, on the host": WHOLE | TINY | {"offload_reference": True},
+    "shared, communicates once": WHOLE | {"share_prompts": True, "communicate_once": True},
+    "LoRA": LORA,
+    "LoRA, small": LORA | TINY,
+    "LoRA, small, communicates once": LORA | TINY | {"communicate_once": True},
+    "LoRA, shared, recomputed": LORA | {"share_prompts": True, "gradient_checkpointing": True},
+}
+
+
+def with_hints(rollout: Rollout) -> Rollout:
+    """Two completions to a prompt; hints of different lengths."""
+    rng, ids = np.random.default_rng(3), [row.ids for row in rollout.rows[::2]]
+    hinted = [np.append(each, rng.integers(0, 64, 2 + i)) for i, each in enumerate(ids)]
+    rows = [Row([], "", {}, "", ids=each, hinted_ids=more) for each, more in zip(ids, hinted, strict=True)]
+    return replace(rollout, rows=[row for row in rows for _ in range(2)])
+
+
+def taught(world: World, path: str, teacher: str) -> dict[str, Result]:
+    """Case -> result. Eight completions, of which a rank may have none in a micro-batch."""
+    found = {}
+    for name, changes in TAUGHT.items():
+        args = flags(model=path, max_grad_norm=1e9, group_size=2, kl_coef=0.5, prompts_per_step=4, **changes)
+        reference = policy = sharded(policy_of(args), world, stays_gathered=args.communicate_once)
+        if not args.lora_rank:
+            own = load_policy(teacher).requires_grad_(False)
+            reference = sharded(own, world, on_host=args.offload_reference)
+        rollout = with_hints(make_rollout(group_size=2))
+        if args.hint_column:  # every third completion has none
+            without = range(1, len(rollout.rows), 3)
+            rows = [replace(row, hinted_ids=NO_IDS) if b in without else row for b, row in enumerate(rollout.rows)]
+            rollout = replace(rollout, rows=rows).with_parts(is_hinted=[b not in without for b in range(len(rows))])
+        update = add_reference(whole_update(rollout, args, policy, world), reference, algorithm_of(args))
+        found[name] = recorded(policy, update, args, world)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +135,9 @@ def test_log_probs_and_kl_are_those_of_full_logits(kind, form, direction, policy
     args = flags(group_size=2, temperature=0.8, kl_coef=1, **changes)
     model, reference, algorithm = load_policy(policy), load_policy(teacher), algorithm_of(args)
     update, found = whole_update(rollout, args, model, ALONE), []
-    longest = max(len(each.labels_N) for batch in update.batches for each in (batch, batch.hinted))
-    assert longest <= args.micro_batch_tokens and len(update.batches) > (form == "small")
-    for batch in update.batches:
+    longest = max(len(each.labels_N) for batch in update for each in (batch, batch.hinted))
+    assert longest <= args.micro_batch_tokens and len(update) > (form == "small")
+    for batch in update:
         scores = model(batch, 0.8, False, run(reference, algorithm.kl_direction, 0.8, batch))
         found.append((batch, [scores.logprobs_N, scores.entropies_N, *scores.distilled]))
     log_p, log_q = plain_logits(policy, rollout, 0.8), plain_logits(teacher, rollout.hinted(), 0.8)
@@ -103,7 +150,7 @@ def test_log_probs_and_kl_are_those_of_full_logits(kind, form, direction, policy
         ours = in_order([(batch, values[i].detach()) for batch, values in found], len(RAGGED))
         torch.testing.assert_close(ours.double(), expected, atol=1e-4, rtol=1e-5)
     sampled = add_reference(update, reference, algorithm_of(flags(temperature=0.8, kl_coef=1)))  # these tokens alone
-    ours = in_order([(batch, batch.ref_logprobs_N) for batch in sampled.batches], len(RAGGED))
+    ours = in_order([(batch, batch.ref_logprobs_N) for batch in sampled], len(RAGGED))
     torch.testing.assert_close(ours.double(), label_logprobs[1], atol=1e-4, rtol=1e-5)
 
 
@@ -130,7 +177,7 @@ def test_without_advantages_only_the_reference_teaches(changes, policy, untied_q
 
 def test_packing_ranks_and_offload_do_not_change_distillation(policy, untied_qwen3_policy):
     """One and two ranks; fp32. With LoRA the reference is the adapter off, between two passes of the policy."""
-    results = [on_ranks(num_ranks, "distributed:taught", policy, untied_qwen3_policy) for num_ranks in (1, 2)]
+    results = [on_ranks(num_ranks, taught, policy, untied_qwen3_policy) for num_ranks in (1, 2)]
     alike = [
         ["sampled, with hints"], ["hints of the step", "hints of the step, shared"],
         ["whole", "small, on the host", "shared, communicates once"],
@@ -145,9 +192,34 @@ def test_packing_ranks_and_offload_do_not_change_distillation(policy, untied_qwe
     assert set(chain(*alike)) == TAUGHT.keys()
 
 
+MOVED = {  # name -> flags of a reference that moves
+    "replaced": {"reference_every": 2, "reset_optimizer": True},
+    "replaced, bf16": {"reference_every": 2, "dtype": "bfloat16"},
+    "mean": {"reference_every": 1, "reference_mixup": 0.05, "offload_reference": True},
+    "mean, bf16": {"reference_every": 1, "reference_mixup": 0.05, "dtype": "bfloat16"},
+}
+
+
+def moved(world: World, path: str) -> dict[str, list[tuple[torch.Tensor, torch.Tensor, float]]]:
+    """Case -> after each of steps 0 to 4: weights of policy and reference, count of Adam's updates."""
+    found = {}
+    for name, changes in MOVED.items():
+        args = flags(model=path, kl_coef=0.5, group_size=1, prompts_per_step=8, learning_rate=1e-2, **changes)
+        policy, reference, optimizer = build(args, world)
+        plan, steps = make_plan(args, 8), found.setdefault(name, [])
+        for number in range(5):
+            if number:
+                update = scored(make_rollout(), policy, reference, args, world)
+                train_once(policy, optimizer, update, args, world, **plan.update(number, 0)._asdict())
+            models = [full_tensors((x, torch.float32) for x in model.parameters()) for model in (policy, reference)]
+            whole = [torch.cat([x.flatten().cpu() for x in tensors]) for tensors in models]
+            steps.append((*whole, *{float(state["step"]) for state in optimizer.state.values()}))
+    return found
+
+
 def test_a_reference_that_moves_is_the_policy_or_a_mean_of_it(policy):
     """Replaced, it is the policy to the bit; as a mean, the formula. On two ranks it is that of one."""
-    one, two = (on_ranks(num_ranks, "distributed:moved", policy) for num_ranks in (1, 2))
+    one, two = (on_ranks(num_ranks, moved, policy) for num_ranks in (1, 2))
     for name, steps in [*one.items(), *two.items()]:
         start, expected = steps[0][0], steps[0][1].double()
         for number, (trained, reference, count) in enumerate(steps):
@@ -177,7 +249,7 @@ def test_a_reference_of_another_path_is_its_own_model(changes, is_own, policy, u
 
 
 def test_another_vocabulary_is_told_by_its_first_different_token(policy, tmp_path):
-    tokenizer = load_inputs(parse_flags(training_flags(policy, tmp_path / "run"))).tokenizer
+    tokenizer = Inputs.load(parse_flags(training_flags(policy, tmp_path / "run"))).tokenizer
     check_vocabulary(tokenizer, tokenizer, "same")
     words = "--reference bytes: it or --model has .* as token 0, the other has not; use a model with the same"
     with pytest.raises(ValueError, match=words):
@@ -194,20 +266,20 @@ def test_a_reference_that_cannot_score_every_sample_is_refused(changes, words, p
     config = json.loads((folder / "config.json").read_text())
     args = parse_flags(training_flags(policy, tmp_path / "run", reference=folder))
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 70}))
-    load_inputs(args)
+    Inputs.load(args)
     (folder / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(ValueError, match=words):
-        load_inputs(args)
+        Inputs.load(args)
 
 
 def test_a_hint_is_before_the_suffix_and_counts_for_the_limit(policy, tmp_path):
     rows = [{"problem": "1+2", "answer": "3", "why": "so"}, {"problem": "1+3", "answer": "4", "why": "so" * 60}]
     unusable = [{"problem": "1+4", "answer": "5", "why": why} for why in (None, "<user>so")]
     data = write_lines(tmp_path / "d.jsonl", [*rows, *unusable])
-    changes = {"train_data": data, "eval_data": None, "eval_every": 0, "eval_before_training": None, "kl_coef": 1}
-    changes |= {"hint_column": "why", "prompt_suffix": " =", "prompts_per_step": 1, "prompts_per_update": 1}
-    args = parse_flags(training_flags(policy, tmp_path / "run", **changes | {"max_prompt_tokens": 116}))
-    inputs = load_inputs(args)
+    changes = NO_EVAL | {"train_data": data, "kl_coef": 1, "hint_column": "why", "max_prompt_tokens": 116}
+    changes |= {"prompt_suffix": " =", "prompts_per_step": 1, "prompts_per_update": 1}
+    args = parse_flags(training_flags(policy, tmp_path / "run", **changes))
+    inputs = Inputs.load(args)
     (loaded,) = inputs.train_data
     assert loaded.num_too_long == 1
     assert [where for where, _ in loaded.excluded] == [f"{data}, line {i}" for i in (3, 4)]
@@ -221,9 +293,9 @@ def test_a_hint_is_before_the_suffix_and_counts_for_the_limit(policy, tmp_path):
 
 def test_without_a_reward_nothing_is_graded(policy, tmp_path):
     data = write_lines(tmp_path / "d.jsonl", [{"problem": f"1+{i}"} for i in range(9)])
-    changes = {"train_data": data, "eval_data": None, "eval_every": 0, "eval_before_training": None}
-    args = parse_flags(training_flags(policy, tmp_path / "run", reward="none", advantage="zero", **changes))
-    inputs = load_inputs(args)
+    changes = NO_EVAL | {"train_data": data, "reward": "none", "advantage": "zero"}
+    args = parse_flags(training_flags(policy, tmp_path / "run", **changes))
+    inputs = Inputs.load(args)
     assert [row.answer for row in inputs.train_data[0].rows] == [""] * 9
     grader = Grader(Grading.from_flags(args), num_workers=2)
     on_finished = grader.callback_for(inputs.train_data[0].rows[:1], Sampling(2, 1.0, 8))

@@ -12,8 +12,9 @@ import torch
 from pyarrow.parquet import read_table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fsdp_utils import World
 from helpers.distributed import on_ranks
-from helpers.runs import PICTURES, begin, copy_at, lines, metrics_of, run_ranks, torchrun, training_flags, without_times
+from helpers.runs import NO_EVAL, begin, copy_at, lines, metrics_of, run_ranks, torchrun, training_flags, without_times
 from runtime.files import rollouts_file
 
 METRICS_OF_A_STEP = {
@@ -25,14 +26,12 @@ METRICS_OF_A_STEP = {
     "update_tflops_per_gpu",
     "time": "rollout_tail_s sample_s reward_s sleep_s pack_s advantage_s logprobs_s update_s sync_s log_s step_s",
 }  # fmt: skip
-NO_EVAL = {"eval_data": None, "eval_every": 0, "eval_before_training": None}
 
 
 @pytest.fixture(scope="module")
 def finished_run(policy, reward, tmp_path_factory) -> Path:
-    """A run of four steps."""
     out_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
-    torchrun(2, "train_grpo.py", *training_flags(policy, out_dir, reward=reward), **{PICTURES: "1"})
+    torchrun(2, "train_grpo.py", *training_flags(policy, out_dir, reward=reward), GRPO_TEST_PICTURES="1")
     return out_dir
 
 
@@ -49,16 +48,13 @@ def test_every_step_logs_every_metric_of_a_policy_that_moves(finished_run):
     assert metrics[4]["policy/ratio_max"] > 1.0, "the second update of a step is off-policy"
 
 
-def test_every_held_out_completion_is_kept_with_its_grade(finished_run):
+def test_the_run_folder_describes_itself_and_keeps_held_out_completions(finished_run, policy):
     metrics = metrics_of(finished_run)
     assert [step for step in metrics if "eval/heldout/avg@1" in metrics[step]] == [0, 2, 4]
     for step in (0, 2, 4):
         rows = lines(finished_run / "eval" / f"step_{step}" / "heldout.jsonl")
         assert len(rows) == 16
         assert metrics[step]["eval/heldout/avg@1"] == pytest.approx(sum(row["is_correct"] for row in rows) / 16)
-
-
-def test_the_run_folder_describes_itself(finished_run, policy):
     config = json.loads((finished_run / "config.json").read_text())
     assert config["model"] == str(policy) and config["group_size"] == 4
     (started,) = lines(finished_run / "starts.jsonl")
@@ -124,6 +120,18 @@ def test_a_single_process_needs_no_launcher_and_shows_its_progress(policy, rewar
     assert "policy/kl_ref" not in metrics_of(tmp_path / "run")[1], "without a KL term there is no reference"
 
 
+def next_logprobs(world: World, folder: str, prompt: str) -> dict[int, float]:
+    """Token -> log-prob after the prompt (JSON), the likeliest five and the sampled one: vLLM's."""
+    from vllm import LLM, SamplingParams, TokensPrompt  # rollout.py prepares what vLLM reads
+
+    llm = LLM(folder, enforce_eager=True, dtype="bfloat16", max_model_len=32, kv_cache_memory_bytes=2**28)
+    params = SamplingParams(max_tokens=1, logprobs=5, temperature=1.0)
+    (answer,) = llm.generate([TokensPrompt(prompt_token_ids=json.loads(prompt))], params)
+    found = {token: entry.logprob for token, entry in answer.outputs[0].logprobs[0].items()}
+    assert len(found) >= 5
+    return found
+
+
 def test_the_final_policy_agrees_in_transformers_and_vllm(finished_run):
     final = finished_run / "final"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
@@ -133,7 +141,7 @@ def test_the_final_policy_agrees_in_transformers_and_vllm(finished_run):
     prompt = tokenizer("<user>1+2<assistant>")["input_ids"]
     with torch.no_grad():
         logprobs = model(torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1)
-    for token, logprob in on_ranks(1, "engines:next_logprobs", final, json.dumps(prompt)).items():
+    for token, logprob in on_ranks(1, next_logprobs, final, json.dumps(prompt)).items():
         assert logprob == pytest.approx(logprobs[token].item(), abs=0.03)  # vLLM in bf16
 
 

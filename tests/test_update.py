@@ -67,10 +67,10 @@ def test_every_update_has_the_weights_of_its_own_sequences(kind, expected):
     args = flags(**TWO_UPDATES | {"group_size": 2}, micro_batch_tokens=100, loss_aggregation=kind)
     plan, policy = make_plan(args, num_rows=2), Namespace(parity_length=math.inf)
     updates = pack_updates(rollout, plan, algorithm_of(args), Memory.from_flags(args), policy, ALONE)
-    assert [update.num_tokens for update in updates] == [2, 5]
+    assert [update[0].update_tokens for update in updates] == [2, 5]
     found = [{}, {}]  # of each update: sequence -> the weight of its tokens
     for weights_S, each in zip(found, updates, strict=True):
-        (batch,) = each.batches
+        (batch,) = each
         for x, weights in zip(batch.segments_S, batch.loss_weights_N.split(batch.lengths_S), strict=True):
             weights_S[x.index] = weights[0].item()
     assert [weights_S.keys() for weights_S in found] == [{0, 1}, {2, 3}]
@@ -150,7 +150,7 @@ def test_a_loss_that_changes_its_input_changes_no_batch(policy):
     args, batches = flags(**TWO_UPDATES, num_iterations=2), []
     for own in ({}, {"policy_loss": careless}):
         trained, _ = next(train_step(load_policy(policy), args, graded_rollout(), **own))
-        batches.append(trained.batches)
+        batches.append(trained)
     for batch, other in zip(*batches, strict=True):
         for name in ("loss_mask_N", "advantages_N", "old_logprobs_N", "rollout_logprobs_N"):
             assert torch.equal(getattr(batch, name), getattr(other, name)), name
@@ -168,13 +168,13 @@ def test_the_whole_penalty_is_taken_off_before_the_baseline():
     without = [0.935414] * 2 + [-0.935414] * 4 + [0.935414] * 2
     for kl_in, expected in (("reward", with_penalty), ("loss", without)):
         args = flags(advantage="reinforce++_baseline", group_size=2, kl_coef=0.5, kl_estimator="k1", kl_in=kl_in)
-        algorithm, packed = algorithm_of(args), [Update([batch], 8)]
+        algorithm, packed = algorithm_of(args), [[replace(batch, update_tokens=8)]]
         found, (placed,) = add_advantages(rollout, packed, algorithm)
         assert np.concatenate(found.advantages).tolist() == pytest.approx(expected, abs=1e-5)
         assert algorithm.has_penalties == (kl_in == "reward")
-        assert placed.num_tokens == 8 and batch.advantages_N is None
+        assert placed[0].update_tokens == 8 and batch.advantages_N is None
         wanted_N = np.concatenate([np.pad(found.advantages[b], (3, 0)) for b in order])  # prompts of four tokens
-        assert placed.batches[0].advantages_N.tolist() == wanted_N.tolist()
+        assert placed[0].advantages_N.tolist() == wanted_N.tolist()
         for penalties, wanted in zip(gather_penalties(rollout, packed, algorithm), PENALTIES, strict=True):
             assert penalties.tolist() == pytest.approx(wanted.tolist(), abs=1e-6)
 
@@ -209,7 +209,7 @@ def test_sampler_log_probs_as_old_ones_need_no_pass(policy):
     rollout, model = graded_rollout(), load_policy(policy)
     args = flags(old_logprobs="rollout", policy_loss="dppo", advantage="dr_grpo", learning_rate=0, **TWO_UPDATES)
     for each, metrics in train_step(model, args, rollout):
-        (batch,) = each.batches
+        (batch,) = each
         chosen = batch.loss_mask_N
         assert batch.old_logprobs_N is batch.rollout_logprobs_N
         own_N, sampler_N = model(batch, 1.0)[0][chosen].detach(), batch.rollout_logprobs_N[chosen]
@@ -255,7 +255,7 @@ def test_user_functions_see_entropies_and_parts_of_the_reward(policy):
     rollout = replace(graded_rollout(), grades=grades, is_truncated_B=np.arange(8) > 5)
     model = load_policy(policy)
     for each, metrics in train_step(model, flags(kl_coef=0.1, learning_rate=0, **TWO_UPDATES), rollout, **own):
-        (batch,) = each.batches
+        (batch,) = each
         chosen, entropies_N = batch.loss_mask_N, model(batch, 1.0)[1]
         assert metrics["loss/twice"] == pytest.approx(2 * metrics["policy/entropy"], rel=1e-5)
         assert metrics["loss/twice"] == pytest.approx(2 * entropies_N[chosen].mean().item(), rel=1e-5)
@@ -269,7 +269,7 @@ def test_metrics_that_a_loss_returns_only_sometimes_are_told(policy):
     """On another rank they would be added to other ones, or waited for."""
     names, args = itertools.cycle("ab"), flags(micro_batch_tokens=16, **TWO_UPDATES)
     own = {"policy_loss": lambda t: loss_with(t, **{next(names): t.mask})}
-    with pytest.raises(RunError, match="--policy_loss returned the metrics .*, and elsewhere .*; return all each time"):
+    with pytest.raises(RunError, match="--policy_loss returns the metrics a, b only sometimes; return all each time"):
         next(train_step(load_policy(policy), args, graded_rollout(), **own))
 
 
@@ -335,7 +335,7 @@ def test_a_second_pass_takes_its_ratio_to_the_first_log_probs(policy):
     start = copy.deepcopy(model).requires_grad_(False)
     before = copy.deepcopy(start)
     for i, (each, metrics) in enumerate(train_step(model, args, rollout)):
-        (batch,) = each.batches
+        (batch,) = each
         old_N, now_N = (weights(batch, 1.0)[0][batch.loss_mask_N] for weights in (start, before))
         assert batch.old_logprobs_N[batch.loss_mask_N].equal(old_N)
         smallest, largest = (now_N - old_N).exp().aminmax()

@@ -1,1 +1,1 @@
-"""Observers of the loop (`run.Observer`), of which `train_grpo.observers_of` has the list; curves and verdicts."""
+"""Observers of the loop (`run.Observer`), of which `train_grpo.observers_of` has the list."""

@@ -17,8 +17,8 @@ from pathlib import Path
 from batch import Metrics
 from run import Observer
 from runtime.files import best_effort, end_status, write
+from runtime.history import seconds_of_phases
 from runtime.start import ON_END
-from watch.curves import seconds_of_phases
 
 ON_CONSOLE = {  # metric -> how the console shows it
     "reward/mean": "reward {:.3f}", "completion/tokens_mean": "tokens {:.1f}", "policy/entropy": "entropy {:.3f}",

@@ -58,7 +58,8 @@ class MemoryWatch(Observer):
         except (MemoryError, RuntimeError, OSError, ValueError) as error:
             # A MemoryError with a cause is such a sentence: of the engine, or of an inner phase.
             is_sentence = isinstance(error, MemoryError) and error.__cause__ is not None
-            if is_sentence or not lacks_memory(error):
+            lacks_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_MEMORY.search(str(error))
+            if is_sentence or not lacks_memory:
                 raise
             raise MemoryError(self._sentence(name, error)) from error
         self._note()
@@ -137,7 +138,3 @@ def largest_node(bytes_by_rank: list[int]) -> int:
     """The bytes of the node with the most: the sum over its ranks."""
     size = local_world_size()
     return max(sum(bytes_by_rank[i : i + size]) for i in range(0, len(bytes_by_rank), size))
-
-
-def lacks_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or NO_MEMORY.search(str(error)) is not None

@@ -1,4 +1,4 @@
-"""The results of a run, at its end: curves.png and, if its set-up is a documented one, the verdict."""
+"""The results of a run, at its end: the verdict, if its set-up is a documented one, and curves.png."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 
 from run import Observer
 from runtime.files import best_effort
-from watch.curves import plot
-from watch.reference import judgement
+from runtime.parts import part
 
 
 @dataclass
@@ -18,7 +17,8 @@ class Results(Observer):
     out_dir: Path
 
     def end(self, how: str) -> None:
-        with best_effort(str(self.out_dir / "curves.png"), ValueError):  # the log is damaged
-            plot(self.out_dir)
-        if text := judgement(self.out_dir):
-            print(text, flush=True)
+        # ValueError: the log is damaged, or reports/ has been deleted.
+        with best_effort(f"the verdict and {self.out_dir / 'curves.png'}", ValueError):
+            if text := part("reports.reference", "the results of a run").judgement(self.out_dir):
+                print(text, flush=True)
+            part("reports.curves", "the results of a run").plot(self.out_dir)

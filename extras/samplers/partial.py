@@ -50,9 +50,6 @@ class Group:
     def is_finished(self) -> bool:
         return all(completion.finish_reason for completion in self.completions)
 
-    def is_waited_for(self, version: int) -> bool:  # it is as old as may be
-        return not self.is_finished and version - self.first_version >= MOST_LAG
-
 
 @dataclass
 class PartialSampler(Sampler):
@@ -104,7 +101,7 @@ class PartialSampler(Sampler):
 
     def begin(self, step: int, count: int) -> None:
         """Begins prompts, first those that were unfinished at the checkpoint, in the engine with the fewest."""
-        still_needed = count + (self.run.last_step - step) * self.draws.prompts_per_step
+        still_needed = count + (self.run.last_step - step) * self.plan.prompts_per_step
         most = min(num_unfinished_prompts(count, self.engine.world.num_engines), still_needed)
         numbers = self.waiting[: max(most - len(self.groups), 0)]
         self.waiting = self.waiting[len(numbers) :]
@@ -118,12 +115,12 @@ class PartialSampler(Sampler):
 
     def prompt(self, number: int) -> Row:
         """The prompt of this number in the run: with dynamic sampling or dropped ones in a row, else step by step."""
-        draws = self.draws
-        if draws.dynamic_sampling != "off" or draws.drop_solved:
-            (index,) = self.data.indices_from(number, 1, draws.seed)
+        plan = self.plan
+        if plan.dynamic_sampling != "off" or plan.drop_solved:
+            (index,) = self.data.indices_from(number, 1, plan.seed)
         else:
-            step, place = divmod(number, draws.prompts_per_step)
-            index = self.data.indices_of_step(step + 1, draws.prompts_per_step, draws.seed, draws.keep_last)[place]
+            step, place = divmod(number, plan.prompts_per_step)
+            index = self.data.indices_of_step(step + 1, plan.prompts_per_step, plan.seed, plan.keep_last)[place]
         return self.data.rows[index]
 
     def finish(self, groups: list[Group], places: list[int], version: int) -> list[Group]:
@@ -134,9 +131,10 @@ class PartialSampler(Sampler):
         chosen = []
         before = [group for group in groups if group.is_finished]
         finished = itertools.chain(before, self.finished_groups(groups, version, lambda: len(chosen) == len(places)))
+        oldest = [group for group in groups if version - group.first_version >= MOST_LAG]  # which are waited for
         with progress("groups", total=len(places), shown_after=0.0) as bar:
             for group in finished:
-                num_kept_places = sum(other.is_waited_for(version) for other in groups)
+                num_kept_places = sum(not other.is_finished for other in oldest)
                 if len(chosen) < len(places) - num_kept_places:
                     self.report(group, places[len(chosen)])
                     chosen.append(group)

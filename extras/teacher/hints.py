@@ -69,21 +69,17 @@ class Hints:
         is_hinted = [len(row.hinted_ids) > 0 for row in rows]
         return replace(rollout, rows=rows).with_parts(is_hinted=is_hinted), {"distill/frac_hinted": np.mean(is_hinted)}
 
-    def ids(self, messages: list[dict[str, object]], hint: str) -> np.ndarray:
-        """The tokens of the prompt with this hint; none where it does not fit."""
+    def ids(self, messages: Messages, hint: str) -> np.ndarray:
+        """The tokens of the prompt with this hint at the end of the last message; none where it does not fit."""
+        *before, last = messages
+        messages = [*before, last | {"content": last["content"] + hint}]
         try:
-            ids = ids_with_hint(messages, hint, self.prompt_format, self.tokenizer)
+            check_special_tokens(messages, self.prompt_format, self.tokenizer)
+            text = render(messages, self.prompt_format, self.tokenizer)
+            ids = encode(text, self.prompt_format, self.tokenizer)
         except UnusableRow:
             return NO_IDS
         return ids if len(ids) <= self.prompt_format.max_prompt_tokens else NO_IDS
-
-
-def ids_with_hint(messages: Messages, hint: str, prompt_format: PromptFormat, tokenizer: Tokenizer) -> np.ndarray:
-    """The tokens of a row's messages with a hint at the end of the last one. Raises UnusableRow."""
-    *before, last = messages
-    messages = [*before, last | {"content": last["content"] + hint}]
-    check_special_tokens(messages, prompt_format, tokenizer)
-    return encode(render(messages, prompt_format, tokenizer), prompt_format, tokenizer)
 
 
 def hinted_ids(record: Record, prompt_format: PromptFormat, tokenizer: Tokenizer, column: str) -> np.ndarray:

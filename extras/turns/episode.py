@@ -14,12 +14,13 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from extras.turns.tools import Toolbox
 from grading import Grade
 from grading.own import WrongReturn, awaited, read_reward
-from grading.pool import Outcome, Pool
+from grading.pool import Pool
 from grading.user_code import load_own
 
 Messages = list[dict[str, str]]
@@ -60,7 +61,7 @@ class Environments:
             self.pools.append(pool)
         try:
             for pool in self.pools:
-                self.has_reward: bool = pool.collect()[0].value
+                self.has_reward: bool = pool.collect()[0]
         except ValueError as error:
             environment, tools = source
             flag = f"--environment {environment}" if environment else f"--tools {tools}"
@@ -69,11 +70,11 @@ class Environments:
     def submit(self, turn: Turn) -> None:
         self.pools[turn.episode % len(self.pools)].submit(turn.episode, turn)
 
-    def pop_replies(self, seconds: float = 0.0) -> dict[int, Outcome]:
-        """The replies that are there within so many seconds, by the number of their episode."""
+    def pop_replies(self, seconds: float = 0.0) -> dict[int, object]:
+        """The replies, or failures, that are there within so many seconds, by the number of their episode."""
         with self.changed:
             self.changed.wait_for(lambda: any(pool.outcomes or pool.failure for pool in self.pools), seconds)
-        replies: dict[int, Outcome] = {}
+        replies: dict[int, object] = {}
         for pool in self.pools:
             replies |= pool.pop_done()
         return replies
@@ -131,8 +132,8 @@ class EpisodeWorker:
         """The grade by reward(). Its first part is the whole: that one decides on `is_correct`."""
         result, name = awaited(environment.reward()), f"{self.name}.reward"
         if not isinstance(result, (list, tuple)):
-            score, parts, feedback = read_reward(result, name)
-            return Grade(score, "ok", {self.name: score} | parts, feedback=feedback)
+            grade = read_reward(result, name)
+            return replace(grade, parts={self.name: grade.reward} | grade.parts)
         if len(result) != environment.turns:
             raise WrongReturn(f"{name} returned {result!r:.200} for {environment.turns} turns, not a list of that many")
         rewards = tuple(read_reward(value, name).reward for value in result)

@@ -27,11 +27,11 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from batch import Completion, Metrics, OnFinished, Row
 from data import UnusableRow, render
-from extras.turns.episode import Environments, Messages, Turn, columns_for
+from extras.turns.episode import Environments, Messages, Reply, Turn, columns_for
 from flags import Grading, PromptFormat, Sampling, TurnLimits
 from fsdp_utils import gather_from_ranks
 from grading import Grade
-from grading.pool import Outcome
+from grading.pool import Failure
 from run import Observer
 from runtime.progress import progress
 from runtime.rank import requested
@@ -183,11 +183,10 @@ class Turns(Observer):
             row = columns_for(episode.row.columns, episode.row.answer)
             self.environments.submit(Turn(episode.number, row, tuple(episode.turns), is_last))
 
-    def end_reply(self, episode: Episode, outcome: Outcome, sampling: Sampling) -> EpisodeState:
+    def end_reply(self, episode: Episode, reply: Reply | Failure, sampling: Sampling) -> EpisodeState:
         """Takes up the reply."""
-        reply = outcome.value
-        if reply is None:
-            episode.grade = Grade(0.0, outcome.status)
+        if isinstance(reply, Failure):
+            episode.grade = Grade(0.0, str(reply))
             return EpisodeState.END
         if reply.failures and self.environments:  # of the ranks of an engine one counts
             if not self.has_told_error:
@@ -198,19 +197,21 @@ class Turns(Observer):
             episode.grade = reply.grade
             return EpisodeState.END
         left, ids, text = sampling.max_completion_tokens - len(episode.token_ids), [], ""
-        try:
-            if sum(len(message["content"]) for message in reply.messages) <= TOKEN_CHARACTERS * left:
-                last_id = episode.token_ids[-1] if episode.finish_reason == "stop" else None
+        num_characters = sum(len(message["content"]) for message in reply.messages)
+        if num_characters <= TOKEN_CHARACTERS * left:
+            last_id = episode.token_ids[-1] if episode.finish_reason == "stop" else None
+            try:
                 ids, text = self.template.suffix(reply.messages, last_id)
-        except UnusableRow as error:
-            episode.grade = Grade(0.0, f"error: {error}")
-            return EpisodeState.END
+            except UnusableRow as error:
+                episode.grade = Grade(0.0, f"error: {error}")
+                return EpisodeState.END
         if not 0 < len(ids) < left:
             episode.finish_reason = "length"  # there is no room for another turn
             self._ask(episode, is_last=True)
             return EpisodeState.REPLY
-        # The tokens get the version of the turn before.
-        episode.add(Completion(ids, [0.0] * len(ids), episode.versions[-1:] * len(ids)), text, is_sampled=False)
+        versions = episode.versions[-1:] * len(ids)  # that of the turn before
+        said = Completion(ids, logprobs=[0.0] * len(ids), versions=versions)
+        episode.add(said, text, is_sampled=False)
         return EpisodeState.TURN
 
     # In an engine of the ranks ----------------------------------------------------------------------------------------
@@ -253,7 +254,7 @@ class Turns(Observer):
                             bar.update()
             bar.refresh()
 
-    def replies(self, engine, due: dict[int, int], step: float) -> list[tuple[int, Outcome]]:
+    def replies(self, engine, due: dict[int, int], step: float) -> list[tuple[int, Reply | Failure]]:
         """The replies, by episode, that are due at this step of the engine; the same on all of its ranks.
 
         They are waited for; after one that takes longer than `REPLY_SECONDS` replies are taken as they come.
@@ -265,7 +266,7 @@ class Turns(Observer):
         outcomes, self.is_late = engine.from_leader((outcomes, self.is_late))
         return outcomes
 
-    def _wait(self, wanted: list[int], is_idle: bool) -> list[tuple[int, Outcome]]:
+    def _wait(self, wanted: list[int], is_idle: bool) -> list[tuple[int, Reply | Failure]]:
         """The outcomes of the wanted episodes; once the environment is late, all that are there.
 
         `is_idle`: the engine samples nothing, so it waits for one at least.

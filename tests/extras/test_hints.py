@@ -24,7 +24,6 @@ FEEDBACK = "\nThe following is feedback from your unsuccessful earlier attempt:\
 
 
 def graded(rewards: list[int], texts: list[str], said: list[str], group_size: int = 4) -> Rollout:
-    """Completions of these texts to the questions 0?, 1?, ...; 1 is correct."""
     rollout = make_rollout([3] * len(rewards), group_size=group_size)
     rows = [Row(user(f"{i}?"), "", {}, "") for i in range(len(rewards) // group_size)]
     pairs = zip(rewards, said, strict=True)

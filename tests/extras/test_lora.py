@@ -1,46 +1,60 @@
 """LoRA: what is trained, the reference, what engine and checkpoints get; on one and two ranks and in a whole run."""
 
 import copy
+import itertools
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 import checkpoint
+from algorithm import algorithm_of
 from batch import pack
 from extras.models.lora import target_names
 from fsdp_utils import World
-from gate.checks import check_flags
-from helpers.distributed import LORA_RANK, lora_flags, on_ranks
-from helpers.made_up import flags, make_rollout, policy_of, unpacked_logprobs
-from helpers.runs import copy_at, lines, metrics_of, torchrun, training_flags, without_times
+from helpers.distributed import on_ranks, recorded, scored, sharded, start_engine, weights_of
+from helpers.made_up import flags, load_policy, make_rollout, policy_of, unpacked_logprobs, whole_update
+from helpers.runs import NO_EVAL, copy_at, lines, metrics_of, torchrun, training_flags, without_times
 from model.weights import model_of_shapes
+from policy import Policy
+from test_train import next_logprobs
+from update import logprobs_under
 
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-4}  # as in test_fsdp.py: fp32, a gradient of norm 2
 TINY = Qwen2Config(vocab_size=64, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2)
 HALF_BF16 = 2**-8 * (1 + 1e-3)  # 8 significant bits are off by at most half a unit of the last; fp32 adds a little
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"lora_dropout": 0.05}, ["--lora_dropout 0.05", "has no effect here, only with --lora_rank above 0"]),
-    ({"lora_rank": 8, "lora_targets": "lm_head"}, ["--lora_targets lm_head:", "down_proj, gate_proj, k_proj, o_proj"]),
-    ({"lora_rank": 8, "lora_targets": "q_proj,v_proj"}, ["_targets q_proj,v_proj:", "some, with spaces between them"]),
-    ({"lora_rank": 8, "lora_targets": "all-linear"}, ["--lora_targets all-linear:", "leave the flag out for all"]),
+LORA_RANK = 3  # two ranks share the rows of A unequally
+
+
+def lora_flags(path: Path | str, **changes: object) -> Namespace:
+    limits = {
+        "max_grad_norm": 1e9, "max_prompt_tokens": 4, "max_completion_tokens": 12, "kl_coef": 0.1,
+        "micro_batch_tokens": 1000, "group_size": 4, "model": path, "lora_rank": LORA_RANK, "lora_alpha": 6,
+    }  # fmt: skip
+    return flags(**(limits | changes))
+
+
+@pytest.mark.parametrize(("targets", "words"), [
+    ("lm_head", ["--lora_targets lm_head:", "down_proj, gate_proj, k_proj, o_proj"]),
+    ("q_proj,v_proj", ["_targets q_proj,v_proj:", "some, with spaces between them"]),
+    ("all-linear", ["--lora_targets all-linear:", "leave the flag out for all"]),
 ])  # fmt: skip
-def test_flags_that_make_no_sense_are_refused_with_a_way_out(changes, words):
-    args = flags(**changes)
+def test_targets_that_make_no_sense_are_refused_with_a_way_out(targets, words):
     with pytest.raises(ValueError) as error:
-        check_flags(args, 1)
-        target_names(model_of_shapes(TINY), args.lora_targets)
+        target_names(model_of_shapes(TINY), [targets])
     assert all(word in str(error.value) for word in words)
 
 
 @pytest.mark.parametrize("name", ["untied_policy", "untied_qwen3_policy"])
 def test_the_lora_targets_are_all_linear_layers_or_those_named(name, request):
-    """The decoder's. The norms of Qwen3's queries and keys are none of them."""
     model = AutoModelForCausalLM.from_pretrained(request.getfixturevalue(name))
     attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
     own = [f"self_attn.{name}" for name in attention] + [f"mlp.{name}" for name in mlp]
@@ -49,12 +63,67 @@ def test_the_lora_targets_are_all_linear_layers_or_those_named(name, request):
     assert target_names(model, ["v_proj", "q_proj"]) == [x for x in everything if x.endswith(("q_proj", "v_proj"))]
 
 
-# One update, the reference and the sync, on one and two ranks ---------------------------------------------------------
+def lora(world: World, path: str) -> dict[str, object]:
+    """Gradients, log-probs and merged weights. Frozen weights are bf16, the adapter fp32."""
+
+    def adapted(args: Namespace, dtype: torch.dtype) -> Policy:
+        return sharded(policy_of(args, torch.bfloat16), world, dtype, stays_gathered=args.communicate_once)
+
+    def gradient(policy: Policy, args: Namespace, index: int = 0) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """(metrics, gradients) of the update of this index, after a pass of the reference, as in a step."""
+        update = scored(make_rollout(group_size=4), policy, policy, args, world)
+        assert all(isinstance(x, DTensor) for x in policy.parameters()), "a pass without gradient leaves some gathered"
+        return recorded(policy, update, args, world, index=index)
+
+    def logprobs(model: Policy, args: Namespace) -> list[Tensor]:
+        update = whole_update(make_rollout(), args, model, world)
+        update = logprobs_under(model, "old_logprobs_N", update, algorithm_of(args))
+        return [batch.old_logprobs_N for batch in update]
+
+    found: dict[str, object] = {"gradients": [], "bf16": [], "reference": [], "with dropout": {}}
+    cases = (16, {}), (40, {}), (16, {"communicate_once": True}), (40, {"share_prompts": True})
+    for (cap, changes), checkpointing in itertools.product(cases, (None, True)):
+        args = lora_flags(path, micro_batch_tokens=cap, gradient_checkpointing=checkpointing, **changes)
+        policy = adapted(args, torch.float32)
+        found["gradients"].append(gradient(policy, args))
+        assert all(isinstance(parameter, DTensor) for parameter in policy.parameters()), "nothing stays gathered"
+    args = lora_flags(path)
+    for is_policy_first in (True, False):
+        policy = adapted(args, torch.bfloat16)
+        if is_policy_first:
+            logprobs(policy, args)
+        found["bf16"].append(gradient(policy, args)[1])
+    for dtype in (torch.float32, torch.bfloat16):
+        policy, base = adapted(args, dtype), sharded(load_policy(path, torch.bfloat16), world, dtype)
+        with policy.adapter_off():
+            reference = logprobs(policy, args)
+        found["reference"].append((reference, logprobs(base, args), logprobs(policy, args)))
+    for name, checkpointing, index in (("plain", None, 2), ("checkpointed", True, 2), ("other update", None, 3)):
+        args = lora_flags(path, lora_dropout=0.4, gradient_checkpointing=checkpointing)
+        policy = adapted(args, torch.float32)
+        before = logprobs(policy, args)
+        found["with dropout"][name] = gradient(policy, args, index)
+        found["with dropout"][f"{name}, again"] = gradient(policy, args, index)
+        assert all(map(torch.equal, before, logprobs(policy, args))), "the dropout was still on in a later pass"
+
+    policy = policy_of(lora_flags(path), torch.bfloat16)
+    found["parameters"] = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
+    sharded(policy, world, torch.bfloat16)
+    engine = start_engine(path, world, dtype="bfloat16", max_model_len=24)
+    found["merged"] = weights_of(policy)
+    for _ in range(10):
+        engine.sync(policy.full_weights())
+    found["merged after"] = weights_of(policy)
+    found["parameters after"] = {
+        name: (x.full_tensor() if isinstance(x, DTensor) else x).detach() for name, x in policy.named_parameters()
+    }
+    engine.close()
+    return found
 
 
 @pytest.fixture(scope="module")
 def results(policy) -> dict[int, dict]:
-    return {num_ranks: on_ranks(num_ranks, "engines:lora", policy) for num_ranks in (1, 2)}
+    return {num_ranks: on_ranks(num_ranks, lora, policy) for num_ranks in (1, 2)}
 
 
 def test_lora_loss_and_gradient_are_those_of_the_formula(results, policy):
@@ -85,14 +154,11 @@ def test_lora_loss_and_gradient_are_those_of_the_formula(results, policy):
             torch.testing.assert_close(ours, gradients, **TOLERANCE)  # and names: only A and B are trained
 
 
-def test_gradients_are_reduced_in_fp32_after_a_reference_pass(results):
+def test_a_reference_pass_is_exactly_the_base_models_and_leaves_gradients_in_fp32(results):
     """FSDP2 decides in its first pass which parameters are trained, and in which dtype gradients are reduced."""
     for first, second in (found["bf16"] for found in results.values()):
         assert {gradient.dtype for gradient in first.values()} == {torch.float32}
         torch.testing.assert_close(second, first, atol=0, rtol=0)  # also the dtype
-
-
-def test_the_reference_is_exactly_the_base_model(results):
     for found in results.values():
         for reference, base, adapted in found["reference"]:
             torch.testing.assert_close(reference, base, atol=0, rtol=0)
@@ -149,13 +215,7 @@ def test_a_merge_in_fp32_leaves_the_weights_as_they_were(policy):
     torch.testing.assert_close((second, model.state_dict()), (first, before), atol=0, rtol=0)
 
 
-# A whole run ----------------------------------------------------------------------------------------------------------
-
-
-RUN = {
-    "lora_rank": LORA_RANK, "lora_dropout": 0.05, "prompts_per_update": 8, "dtype": "bfloat16",
-    "eval_data": None, "eval_every": 0, "eval_before_training": None,
-}  # fmt: skip
+RUN = {"lora_rank": LORA_RANK, "lora_dropout": 0.05, "prompts_per_update": 8, "dtype": "bfloat16"} | NO_EVAL
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +228,6 @@ def finished_run(policy, reward, tmp_path_factory) -> Path:
 
 
 def test_a_lora_run_starts_at_the_reference_and_leaves_it(finished_run):
-    """Sampler and trainer agree."""
     metrics = metrics_of(finished_run)
     assert list(metrics) == [1, 2, 3, 4]
     for step, line in metrics.items():
@@ -198,7 +257,7 @@ def test_adapter_and_merged_policy_load_in_peft_and_vllm(finished_run, policy):
     torch.testing.assert_close(adapted, expected, atol=1e-5, rtol=0)
     assert (adapted - before).abs().max() > 0.05, "an adapter that does nothing would go unnoticed"
     torch.testing.assert_close(found, expected, atol=0.03, rtol=0)  # weights rounded to bf16
-    for token, logprob in on_ranks(1, "engines:next_logprobs", final, json.dumps(prompt)).items():
+    for token, logprob in on_ranks(1, next_logprobs, final, json.dumps(prompt)).items():
         assert logprob == pytest.approx(logprobs[token].item(), abs=0.03)
 
 

@@ -17,7 +17,6 @@ import psutil
 import pytest
 import torch
 
-import train_grpo
 from extras.servers.engine import build_servers
 from extras.servers.fleet import Server
 from extras.servers.start import server_environment
@@ -39,7 +38,6 @@ def server():
 
 
 def run_of(run, server, **more):
-    """The engine of a run on a server that stays up."""
     return engine_of(Server(server.url, server.url), run=run, **more)
 
 
@@ -135,21 +133,6 @@ def test_failures_during_a_connection_that_hangs_are_noticed(server, monkeypatch
             synced(engine)
         assert ended.result(30.0) == 1
         hangs.set()
-
-
-@pytest.mark.parametrize("replays", [False, True])
-def test_gpu_segments_can_expand_without_an_engine_in_the_ranks(replays, tmp_path, monkeypatch):
-    given = []
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch._C._accelerator_setAllocatorSettings", given.append)
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    log = SimpleNamespace(world=SimpleNamespace(is_main=False, device=torch.device("cpu")), out_dir=tmp_path)
-    if replays:
-        train_grpo.build_engine(SimpleNamespace(replay="runs/x"), None, log)
-    else:
-        build_servers("", EngineSettings(96), Servers((), (), 1, in_flight=False), TOKENIZER, None, log, 0)
-    assert given == ["expandable_segments:True"]
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -1,21 +1,27 @@
 """Partial rollouts: what is kept between steps, with an engine that only counts tokens, and with vLLM."""
 
+import copy
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from batch import Completion
 from data import PromptData
+from engine.options import EngineDemand
 from extras.samplers import partial
 from extras.samplers.partial import PartialSampler, num_unfinished_prompts, shares_of
 from flags import MOST_LAG, Sampling
-from helpers.distributed import on_ranks
-from helpers.made_up import ALONE, Ear, flags, make_row
+from fsdp_utils import World
+from helpers import made_up
+from helpers.distributed import TEMPERATURE, on_ranks, sampler_logprobs, start_engine
+from helpers.made_up import ALONE, Ear, flags, load, make_row
 from helpers.runs import metrics_of, torchrun, training_flags
-from sampling import DrawSettings
 from schedule import make_plan
 from warm_start import build_tokenizer
 
@@ -71,7 +77,11 @@ class CountingEngine:
 
 @pytest.fixture(autouse=True)
 def engines_abort(monkeypatch):
-    monkeypatch.setattr(partial, "abort_unfinished", CountingEngine.abort_unfinished)
+    monkeypatch.setattr(
+        partial,
+        "abort_unfinished",
+        lambda engine, real=partial.abort_unfinished: getattr(engine, "abort_unfinished", lambda: real(engine))(),
+    )
 
 
 def long_tailed(count: int, seed: int = 0) -> list[list[int]]:
@@ -81,13 +91,12 @@ def long_tailed(count: int, seed: int = 0) -> list[list[int]]:
 def sampler_of(lengths, last_step, prompts_per_step=8, **changes) -> PartialSampler:
     args = flags(prompts_per_step=prompts_per_step, group_size=GROUP, partial_rollouts=True, **changes)
     run = SimpleNamespace(last_step=last_step, phase=lambda _: nullcontext(), reward_failures=lambda *_: None)
-    settings = DrawSettings.from_flags(args), Sampling.from_flags(args, num_samples=GROUP)
+    settings = make_plan(args, len(lengths)), Sampling.from_flags(args, num_samples=GROUP)
     data = PromptData("data", [make_row([1, 2], where=str(i)) for i in range(len(lengths))])
     return PartialSampler(CountingEngine(lengths), Ear(), data, *settings, run)
 
 
 def run_steps(sampler, first, last):
-    """The rollouts of these steps, with their metrics."""
     found = []
     for step in range(first, last + 1):
         sampler.engine.version = step - 1
@@ -104,7 +113,7 @@ def test_every_prompt_is_used_once_and_no_token_is_lost(count, prompts, last):
     lengths = long_tailed(count)
     sampler = sampler_of(lengths, last, prompts)
     found, is_mixed = run_steps(sampler, 1, last), False
-    drawn = [sampler.data.indices_of_step(step, prompts, sampler.draws.seed) for step in range(1, last + 1)]
+    drawn = [sampler.data.indices_of_step(step, prompts, sampler.plan.seed) for step in range(1, last + 1)]
     assert sorted(prompts_of(found)) == sorted(np.concatenate(drawn))
     for step, (rollout, metrics) in enumerate(found, start=1):
         assert [grade.where for grade in rollout.grades] == [row.where for row in rollout.rows], "graded as itself"
@@ -125,17 +134,22 @@ def test_every_prompt_is_used_once_and_no_token_is_lost(count, prompts, last):
     assert not sampler.groups and sampler.kept_tokens == 0
 
 
-def test_solved_prompts_are_not_begun():
+def test_prompts_that_are_solved_or_beyond_the_last_step_are_not_begun():
     sampler = sampler_of([[1, 1]] * 64, last_step=4, drop_solved=0.9)
     sampler.solved = {str(i): 0 for i in range(0, 64, 2)}
     assert sorted(prompts_of(run_steps(sampler, 1, 4))) == list(range(1, 64, 2))
     assert dict(sampler.state(4)["solved"]) == sampler.solved
+    sampler = sampler_of(long_tailed(64), 8)
+    sampler.restore({"prompts_drawn": 20, "in_the_air": list(range(8, 20))})
+    sampler.run.last_step = 2
+    run_steps(sampler, 2, 2)
+    assert not sampler.groups and sampler.state(2) == {"prompts_drawn": 20, "in_the_air": [16, 17, 18, 19]}
 
 
 @pytest.mark.parametrize("num_long", [1, 3])
 def test_no_completion_is_carried_for_longer_than_the_bound(num_long):
     sampler = sampler_of([[5, 5]] * 80, 10, max_completion_tokens=1000)
-    first = sampler.data.indices_of_step(1, 8, sampler.draws.seed)[:num_long]
+    first = sampler.data.indices_of_step(1, 8, sampler.plan.seed)[:num_long]
     sampler.engine.lengths = [[5, 1000] if i in first else [5, 5] for i in range(80)]
     found = run_steps(sampler, 1, 10)
     assert max(metrics["rollout/lag_max"] for _, metrics in found) == MOST_LAG
@@ -148,7 +162,7 @@ def test_a_long_tail_is_not_waited_for_and_groups_have_their_places_by_lot():
     for lengths, bound in ((long_tailed(160), 0.8), ([[12, 12]] * 160, 1.0)):
         sampler = sampler_of(lengths, 20, max_completion_tokens=1000)
         found = run_steps(sampler, 1, 20)
-        order = [sampler.data.indices_of_step(step, 8, sampler.draws.seed) for step in range(1, 21)]
+        order = [sampler.data.indices_of_step(step, 8, sampler.plan.seed) for step in range(1, 21)]
         without = sum(max(max(lengths[i]) for i in indices) for indices in order)
         assert sampler.engine.num_steps <= bound * without, (sampler.engine.num_steps, without)
         longest = np.array([rollout.completion_lengths_B.reshape(-1, GROUP).max(axis=1) for rollout, _ in found])
@@ -177,14 +191,6 @@ def test_a_continued_run_samples_unfinished_prompts_anew_and_each_once(stops, dy
     assert len(used) == 64 if dynamic_sampling == "off" else len(used) > 64, "groups were replaced"
 
 
-def test_a_run_continued_for_fewer_steps_begins_fewer_prompts():
-    sampler = sampler_of(long_tailed(64), 8)
-    sampler.restore({"prompts_drawn": 20, "in_the_air": list(range(8, 20))})
-    sampler.run.last_step = 2
-    run_steps(sampler, 2, 2)
-    assert not sampler.groups and sampler.state(2) == {"prompts_drawn": 20, "in_the_air": [16, 17, 18, 19]}
-
-
 def test_engines_share_the_groups_by_what_they_have_unfinished():
     assert [num_unfinished_prompts(*each) for each in ((8, 2), (8, 8), (3, 2))] == [12, 16, 6]
     assert [shares_of(*each) for each in ((8, [6, 6]), (3, [1, 4]), (5, [3, 4]))] == [[4, 4], [0, 3], [2, 3]]
@@ -200,9 +206,60 @@ def test_older_tokens_are_corrected_and_their_gap_is_no_fault():
         assert make_plan(flags(max_rollout_gap=0.05, **changes), 100).update(1, 0).max_rollout_gap == bound
 
 
+PROMPTS, LIMIT, STEPS = 8, 80, 4
+
+
+def largest_gap(models, rollout):
+    """Between recorded log-probs and those under the weights whose version the tokens have."""
+    versions, found = torch.from_numpy(np.concatenate(rollout.parts["versions"])), []
+    for version in versions.unique().tolist():
+        with torch.no_grad():
+            logprobs = made_up.unpacked_logprobs(models[version], rollout, TEMPERATURE)
+        found.append((logprobs - sampler_logprobs(rollout)).abs()[versions == version].max().item())
+    return max(found)
+
+
+def partial_rollouts(world: World, path: str) -> None:
+    """Each token has the log-prob of the weights that made it, every prompt is used once, each completion graded."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    at_once = num_unfinished_prompts(PROMPTS, world.num_engines) // world.num_engines * GROUP
+    engine = start_engine(path, world, EngineDemand(at_once), dtype="float32", max_model_len=128)
+    data = load(f"{path}/train.jsonl", engine.tokenizer, max_prompt_tokens=8)
+    data.rows[:] = [replace(row, where=f"row {i}") for i, row in enumerate(data.rows[: PROMPTS * STEPS])]
+    plan = make_plan(flags(prompts_per_step=PROMPTS, group_size=GROUP, partial_rollouts=True), PROMPTS)
+    run = SimpleNamespace(last_step=STEPS, phase=lambda _: nullcontext(), reward_failures=lambda *_: None)
+    sampler = PartialSampler(engine, Ear(), data, plan, Sampling(GROUP, TEMPERATURE, LIMIT), run)
+    models, found = [], []
+    for step in range(1, STEPS + 1):
+        models.append(copy.deepcopy(model))
+        engine.sync((name, tensor.detach()) for name, tensor in model.named_parameters())
+        rollout, _ = sampler.collect(step)
+        engine.sample(data.rows[:3], Sampling(1, 0.0, 5), (step,))  # as an evaluation between two steps
+        where, ids = [row.where for row in rollout.rows], [ids.tolist() for ids in rollout.completions]
+        assert [grade.where for grade in rollout.grades] == where == [x for x in where[::GROUP] for _ in range(GROUP)]
+        assert [grade.reward for grade in rollout.grades] == rollout.completion_lengths_B.tolist()
+        assert rollout.texts == engine.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        is_cut = [len(each) == LIMIT and each[-1] != engine.tokenizer.eos_token_id for each in ids]
+        assert rollout.is_truncated_B.tolist() == is_cut
+        versions, lags = (np.concatenate(rollout.parts[name]) for name in ("versions", "lags"))
+        assert versions.min() >= 0 and lags.max() <= MOST_LAG and (lags == step - 1 - versions).all()
+        assert largest_gap(models, rollout) < 5e-5
+        found.append(rollout)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.04)
+    assert largest_gap([*models[1:], model], found[-1]) > 0.01, "the log-probs of the next version would show"
+    num_mixed = sum(len(np.unique(each)) > 1 for rollout in found for each in rollout.parts["versions"])
+    assert num_mixed >= 3, "completions with tokens of several versions"
+    assert any(rollout.is_truncated_B.any() for rollout in found)
+    assert sorted(row.where for rollout in found for row in rollout.rows[::GROUP]) == sorted(x.where for x in data.rows)
+    assert sampler.state(STEPS) == {"prompts_drawn": PROMPTS * STEPS, "in_the_air": []}
+    engine.close()
+
+
 @pytest.mark.parametrize("size", [1, 2], ids=["two engines", "one engine over two ranks"])
 def test_an_epoch_with_vllm(policy, size):
-    on_ranks(2, "engines:partial_rollouts", policy, tp_size=size)
+    on_ranks(2, partial_rollouts, policy, tp_size=size)
 
 
 def test_a_run_with_partial_rollouts_keeps_what_is_unfinished(policy, tmp_path):

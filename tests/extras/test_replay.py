@@ -13,7 +13,7 @@ from batch import NO_IDS, Rollout
 from extras.samplers.replay import read_rounds, weights_of
 from grading import Grade
 from helpers.made_up import make_rollout, make_row
-from helpers.runs import metrics_of, torchrun, training_flags
+from helpers.runs import NO_EVAL, metrics_of, torchrun, training_flags
 from reports.samples import pack_step
 from run import StepRecord
 from runtime.files import rollouts_file, steps_with_rollouts
@@ -116,11 +116,10 @@ def test_other_data_and_what_is_not_there_are_named(tmp_path):
 
 @pytest.fixture(scope="module")
 def run(policy, tmp_path_factory):
-    """The flags of a run, and its folder."""
     folder = tmp_path_factory.mktemp("run")
     flags_to = partial(
         training_flags, policy, dynamic_sampling="reward", truncated="mask", num_iterations=2, overlong_cache_tokens=6,
-        reward="exact:1,length:0.2", eval_data=None, eval_every=None, eval_before_training=None,
+        reward="exact:1,length:0.2", **NO_EVAL,
     )  # fmt: skip
     torchrun(2, "train_grpo.py", *flags_to(folder))
     return flags_to, folder
@@ -141,7 +140,6 @@ def test_a_replay_has_the_losses_of_the_run_bit_for_bit(run, begins, first, tmp_
 
 
 def test_another_loss_on_the_same_rollouts_keeps_the_rewards(run, tmp_path):
-    """It changes the gradients."""
     flags_to, original = run
     torchrun(2, "train_grpo.py", *flags_to(tmp_path, replay=original, policy_loss="cispo", stop_after=2))
     before, after = metrics_of(original), metrics_of(tmp_path)

@@ -1,6 +1,5 @@
 """Generation servers: what is sampled, by which weights, how far ahead, and that a server that fails ends the run."""
 
-import inspect
 import json
 import os
 import re
@@ -11,31 +10,26 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
 import serve
 from batch import pack
 from engine.options import EngineDemand, engine_options
 from extras.servers.fleet import Server
 from extras.servers.start import start_server
-from extras.servers.weights import TENSOR_SECONDS, GlooEngine, NcclEngine, StatelessProcessGroup
 from flags import EngineSettings, Sampling
-from gate.checks import check_flags
-from gate.inputs import check_places
-from helpers.fake_servers import DESCRIPTION, KEY, WEIGHTS, A, B, FakeServer, engine_of, sampler_over, synced
-from helpers.made_up import flags, load_policy, make_model, make_row
-from helpers.runs import SERVERS, begin, launched, metrics_of, torchrun, training_flags, wait_for
+from helpers.fake_servers import KEY, WEIGHTS, A, B, FakeServer, engine_of, sampler_over, synced
+from helpers.made_up import load_policy, make_model, make_row
+from helpers.runs import NO_EVAL, SERVERS, begin, launched, metrics_of, torchrun, training_flags, wait_for
 from runtime.rank import RunError
 from runtime.start import reason_file
 from soak import is_running, ranks_of
@@ -87,7 +81,6 @@ NONSENSE = {  # what is said -> what an answer is changed by
 
 @pytest.mark.parametrize("said", NONSENSE)
 def test_a_server_that_answers_nonsense_ends_the_run(said, monkeypatch):
-    """A server that answers nonsense, or nothing, is named, although there is another."""
     monkeypatch.setattr("extras.servers.fleet.WATCH_SECONDS", 0.1)
     good, bad = FakeServer(0.002), FakeServer()
     with engine_of(good, bad, timeout=2.0 if said == STUCK else 300.0) as engine:
@@ -186,18 +179,6 @@ def test_lags_are_bounded_by_the_steps_ahead(ahead, in_flight):
     assert max(lags) == ahead and any(is_mixed) == (in_flight and ahead > 0)
 
 
-def test_servers_need_gpus_that_the_ranks_leave_free(monkeypatch):
-    """On CPUs only their number counts."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    for gpus, said in ((None, "give --generation_gpus"), ("1", "train on GPUs 0 to 1; use 2 and higher"), ("2", None)):
-        args = flags(engine="server", generation_gpus=gpus)
-        for is_cuda in (False, True):
-            monkeypatch.setattr("torch.cuda.is_available", lambda is_cuda=is_cuda: is_cuda)
-            check_flags(args, num_ranks=2)
-            with pytest.raises(ValueError, match=said) if said and is_cuda else nullcontext():
-                check_places(args)
-
-
 def test_serve_py_starts_vllm_as_a_run_does(folder, monkeypatch, capsys):
     started, keys = [], []
     monkeypatch.setattr(os, "execve", lambda program, command, environment: started.append((command, environment)))
@@ -226,35 +207,10 @@ def test_a_wrong_key_is_told_by_its_name():
         synced(engine)
 
 
-def test_vllms_nccl_backend_takes_what_is_sent_to_it():
-    """No GPU: names and parameters alone. Of functions that are called by their names test_contract.py shows them."""
-    info = GlooEngine.init_info_cls(master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2)
-    assert not info.packed, "tensors are sent one by one"
-    GlooEngine.update_info_cls(**DESCRIPTION)
-    inspect.signature(PyNcclCommunicator.broadcast).bind("self", "tensor", src=0, stream=None)
-    place = inspect.signature(StatelessProcessGroup.create).parameters
-    assert {"host", "port", "listen_socket", "rank", "world_size", "store_timeout"} <= place.keys()
-
-
-def test_a_gpu_server_gives_up_a_trainer_that_has_gone(monkeypatch):
-    """Fake events: what NCCL does on a GPU when its peer has gone is proven by reading (ncclCommAbort) alone."""
-    assert TENSOR_SECONDS <= 120, "so long it answers nobody after a kill amid a transfer"
-    destroyed, engine = [], object.__new__(NcclEngine)
-    actions = {"broadcast": lambda *_, **__: None, "destroy": lambda: destroyed.append(True)}
-    engine.model_update_group = SimpleNamespace(**actions)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: False))
-    monkeypatch.setattr("extras.servers.weights.TENSOR_SECONDS", 0.2)
-    with pytest.raises(RuntimeError, match="no weights came for 0.2 s"):
-        engine.receive(torch.zeros(1))
-    assert destroyed and engine.model_update_group is None
-
-
 # Real servers ---------------------------------------------------------------------------------------------------------
 
 TEMPERATURE = 0.7  # not 1, so that a temperature that only one side applies would show
-RUN = {"engine": "server", "dtype": "float32", "max_completion_tokens": 60, "micro_batch_tokens": 512}
-RUN |= dict.fromkeys(["eval_data", "eval_every", "eval_before_training"])
+RUN = {"engine": "server", "dtype": "float32", "max_completion_tokens": 60, "micro_batch_tokens": 512} | NO_EVAL
 REWARD = """
 def score(completion, answer, columns):
     with open(__file__ + ".graded", "a") as file:
@@ -349,7 +305,6 @@ def test_recorded_logprobs_are_those_of_each_tokens_weights(folder, server, sent
 
 
 def writers_of(log):
-    """The ids of the processes of a server."""
     found = []
     for pid in psutil.pids():
         with suppress(OSError):  # it has ended, or is another user's
@@ -382,11 +337,3 @@ def test_the_same_command_completes_a_run_whose_server_is_killed(folder, server,
     counts = Counter(graded.read_text().split()) - Counter({"0": 2 * 3})  # the trials at the two starts
     assert counts.keys() == {str(number) for number in range(40)}, "each prompt of the epoch"
     assert min(counts.values()) == 4 and sum(count >= 8 for count in counts.values()) <= 8  # late ones are graded twice
-
-
-def test_without_steps_ahead_servers_sample_on_policy(folder, server, tmp_path):
-    changes = {"reward": f"{folder}/reward.py:score", "server_urls": server.url, "total_steps": 3}
-    run = training_flags(folder, tmp_path / "run", **RUN, **changes)
-    torchrun(1, "train_grpo.py", *run, VLLM_API_KEY=KEY)
-    lines = metrics_of(tmp_path / "run").values()
-    assert len(lines) == 3 and all(x["rollout/lag_max"] == 0 and x["policy/rollout_gap_mean"] < 0.1 for x in lines)

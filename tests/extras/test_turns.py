@@ -31,9 +31,10 @@ from grading import Grade
 from grading.user_code import load_reference
 from helpers.fake_servers import FakeServer, engine_of, synced
 from helpers.made_up import ALONE, flags, make_rollout, make_row, policy_of, train_once, unpacked_logprobs, whole_update
-from helpers.runs import copy_at, lines, metrics_of, torchrun, training_flags, without_times
+from helpers.runs import NO_EVAL, copy_at, lines, metrics_of, torchrun, training_flags, without_times
 from helpers.user_code import DEEDS
 from reports.samples import UNKNOWN, pack_samples
+from run import describe_completion
 from runtime.rank import OwnCodeError, RunError
 from update import compute_advantages
 from warm_start import build_tokenizer
@@ -80,7 +81,6 @@ STRIPS = STRIPS.replace("{{ m.content }}</tool>", "{{ m.content | tojson }}</too
      ' <eos>\n[user]up <eos>\n[user]<tool>"a\\"b"</tool>[end]\n[assistant]'),
 ])  # fmt: skip
 def test_a_reply_is_what_the_template_writes_between_two_turns(template, messages, said):
-    """The end of a turn is there once."""
     tokenizer = templated(template)
     messages = [{"role": role, "content": content} for role, content in messages]
     for last_id, rest in ((None, said), (tokenizer.eos_token_id, said.partition("<eos>")[2] or said)):
@@ -217,7 +217,6 @@ def test_a_thousand_episodes_with_hostile_ones_lose_none():
 
 
 def test_an_environment_that_waits_holds_nobody_up():
-    """An environment that waits holds nobody up, and several wait in one worker."""
     turns = turns_of("Waits", num_workers=1, reward_timeout=5.0, reward_in_flight=50)
     seconds = []
     for count in (1, 50):
@@ -229,7 +228,6 @@ def test_an_environment_that_waits_holds_nobody_up():
 
 
 def test_replies_enter_the_engine_at_the_same_step():
-    """However long they take."""
     asked = []
     for seconds in (0.0, 0.05):
         turns, engine = turns_of("Counts"), StubEngine()
@@ -261,7 +259,6 @@ class Says(StubEngine):
 
 
 def test_a_tools_result_is_the_next_turn():
-    """A tool is called in a format of the user's own."""
     engine = Says("add(2,3) add(1,1) sub(1,1)", "so 5 and 2")
     (episode,) = played(turns_of(None, f"{FILE}:add"), [ROW], engine=engine)
     assert episode.turns == ["add(2,3) add(1,1) sub(1,1)", "so 5 and 2"] and episode.grade is None
@@ -331,7 +328,7 @@ def test_the_tools_of_the_docs_work_things_out_within_limits():
     assert "not finished after 3 s" in python("import time; time.sleep(9)")
 
 
-def test_an_environment_of_another_library_is_ours_by_an_adapter():
+def test_environments_of_other_libraries_are_ours_by_an_adapter(monkeypatch):
     handler = EpisodeWorker("docs/environments/gym_adapter.py:Adapter", None)
     reply = handler(Turn(1, {"answer": ""}, ("right",), is_last=False))
     assert reply.messages == [{"role": "user", "content": "you are at 1"}]
@@ -340,11 +337,7 @@ def test_an_environment_of_another_library_is_ours_by_an_adapter():
     assert reply.grade.parts == {"Adapter": 1.0, "turn_1": 0.0, "turn_2": 1.0}
     assert reply.grade.turn_rewards == (0.0, 1.0)
     assert len(Path("docs/environments/gym_adapter.py").read_text().partition("class Adapter")[2].splitlines()) <= 25
-
-
-def test_an_openenv_server_is_an_environment(monkeypatch):
-    """A session of its server is an episode: reset with the row's seed, stepped with each turn, and closed."""
-    client = Mock()
+    client = Mock()  # of OpenEnv: a session of its server is an episode
     client.sync.return_value = client
     client.step.side_effect = [SimpleNamespace(observation={"echo": "hi"}, reward=0.5, done=x) for x in (False, True)]
     library = SimpleNamespace(GenericEnvClient=Mock(return_value=client))
@@ -398,7 +391,7 @@ def test_lengths_count_what_was_sampled_and_turns_are_counted():
     rollout = three_turns([12, 18])
     assert rollout.completion_lengths_B.tolist() == [9, 12]
     graded = replace(rollout, rows=[make_row([1], prompt="")] * 2, grades=[Grade(1.0, "ok")] * 2)
-    assert [graded.describe(b)["num_tokens"] for b in range(2)] == [9, 12]
+    assert [describe_completion(graded, b)["num_tokens"] for b in range(2)] == [9, 12]
     assert [each.max() + 1 for each in rollout.turns] == [3, 3]
 
 
@@ -414,7 +407,7 @@ def test_rewards_of_turns_become_returns_to_go():
     def advantages(rollout: Rollout, name: str, **more: object) -> np.ndarray:
         """Those of the sampled tokens."""
         found = compute_advantages(rollout, None, guarded(algorithm_of(flags(advantage=name, group_size=2, **more))))
-        return np.concatenate(rollout.sampled_only(found))
+        return np.concatenate([values[kept] for values, kept in zip(found, rollout.is_sampled, strict=True)])
 
     named = replace(rollout, grades=[Grade(3.0, "ok", {"turn_1": 9.0}), Grade(0.5, "ok", {"turn_1": 0.0})])
     for each, returns in ((rollout, [3.0, 3.0, 2.0, 0.5, 0.5]), (named, [3.0, 3.0, 3.0, 0.5, 0.5])):
@@ -434,8 +427,7 @@ def test_rewards_of_turns_become_returns_to_go():
 # Whole runs -----------------------------------------------------------------------------------------------------------
 
 SHORT = {"max_completion_tokens": 100, "max_turn_tokens": 6, "micro_batch_tokens": 512, "total_steps": 2,
-         "eval_every": 0, "eval_data": None, "eval_before_training": None, "kl_coef": 0,
-         "max_rollout_gap": 1e-5}  # fmt: skip
+         "kl_coef": 0, "max_rollout_gap": 1e-5} | NO_EVAL  # fmt: skip
 
 
 @pytest.mark.parametrize(("turns", "num_ranks", "changes"), [
@@ -473,7 +465,6 @@ def game(policy, tmp_path_factory):
 
 
 def test_a_run_from_a_checkpoint_and_a_replay_have_the_same_turns(game, tmp_path):
-    """The run that goes on is the undisturbed one bit for bit."""
     flags_in, out_dir = game
     copy, again = copy_at(2, out_dir, tmp_path / "copy"), tmp_path / "again"
     torchrun(2, "train_grpo.py", *flags_in(copy))
@@ -485,7 +476,6 @@ def test_a_run_from_a_checkpoint_and_a_replay_have_the_same_turns(game, tmp_path
 
 
 def test_evaluation_plays_the_same_episodes(game):
-    """And the kept completions show the turns."""
     _, out_dir = game
     rows = lines(out_dir / "eval" / "step_4" / "heldout.jsonl")
     assert all(row["completion"].count("<user>turn") == 2 and "turn_3" in row["reward_parts"] for row in rows)

@@ -2,6 +2,7 @@
 
 import io
 import json
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +14,18 @@ from PIL import Image
 from torch import nn
 from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
 
-from batch import Rollout, shared_positions
+import checkpoint
+from algorithm import algorithm_of
+from batch import Rollout, Row, shared_positions
 from data import PromptData
+from engine.options import EngineDemand
 from extras.models.vision import decode
+from flags import Sampling
+from fsdp_utils import World, gather_from_ranks
 from gate.checks import check_flags
-from helpers.distributed import WITH_IMAGES, WITHOUT, on_ranks, vision_gradient
+from gate.inputs import Inputs
+from helpers import made_up
+from helpers.distributed import Result, findings, gaps, on_ranks, recorded, sharded, start_engine, weights_of
 from helpers.made_up import (
     ALONE,
     command_line,
@@ -34,7 +42,19 @@ from helpers.made_up import (
     write_parquet,
 )
 from helpers.runs import torchrun
-from train_grpo import load_inputs
+from policy import Policy
+from update import add_logprobs, with_advantages
+
+WITH_IMAGES, WITHOUT = [[0], [2, 4]], [[1], [3]]  # micro-batches of two ranks: the second has no image at all
+
+
+def vision_gradient(policy: Policy, args: Namespace, world: World, micros: list[list[int]]) -> Result:
+    """Of an update on these micro-batches, after a pass of the reference."""
+    rollout = made_up.vision_rollout(made_up.vision_data(args))
+    batches = [replace(made_up.pack_with_images(rollout, x), update_tokens=29) for x in micros]
+    update = [with_advantages(rollout, batch) for batch in batches]
+    (update,) = add_logprobs([update], policy, policy, algorithm_of(args))
+    return recorded(policy, update, args, world)
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +62,47 @@ def model(tmp_path_factory) -> Path:
     return make_vision_model(tmp_path_factory.mktemp("vision"))
 
 
+def images(world: World, path: str, exported: str) -> dict[str, object]:
+    """Gradients, and gaps between sampler and trainer. Also exports the policy with LoRA."""
+    found = {"gradients": {}}
+    for name, changes in (("all weights", {}), ("LoRA", {"lora_rank": 4, "gradient_checkpointing": True})):
+        args = made_up.vision_flags(path, **changes)
+        policy, micros = sharded(policy_of(args), world), WITHOUT if world.trainer_rank else WITH_IMAGES
+        found["gradients"][name] = vision_gradient(policy, args, world, micros)
+
+    data = made_up.vision_data(args)
+    vision = data.rows[0].images.vision
+    demand = EngineDemand(images=vision.engine_options(3))
+    engine = start_engine(path, world, demand, dtype="float32", max_model_len=48)
+    engine.sync(policy.full_weights())
+    rows = [data.rows[i] for i in (0, 2, 4, 1, 3)]  # the second engine's share is two texts
+    rollout = engine.sample(rows, Sampling(2, 0.7, 8), (1, 1))
+
+    def largest_gaps(rows: list[Row]) -> list[float]:
+        """The largest gap in each completion, if the trainer sees these rows."""
+        seen = replace(rollout, rows=rows)
+        return [gaps(policy, seen.select(np.array([b]))).max().item() for b in range(len(rows))]
+
+    found["gaps"] = largest_gaps(rollout.rows)
+    three = rows[1].images
+    # An image of the same size: only pixels differ.
+    swapped = replace(rows[1], images=replace(three, encoded=(three.encoded[0], three.encoded[2], three.encoded[1])))
+    found["gaps, images swapped"] = largest_gaps([swapped if row is rows[1] else row for row in rollout.rows])
+    found["prompts"] = [row.ids for row in rollout.rows]
+    found["on all ranks the same"] = len(set(map(tuple, gather_from_ranks(rollout.texts)))) == 1
+    weights = checkpoint.gather_weights(policy, world)
+    if world.is_main:
+        checkpoint.export(policy, weights, checkpoint.files_of([vision.processor]), Path(exported))
+    found["merged"] = weights_of(policy)
+    found |= findings(engine)
+    engine.close()
+    return found
+
+
 @pytest.fixture(scope="module")
 def found(model, tmp_path_factory) -> dict:
     exported = tmp_path_factory.mktemp("found") / "exported"
-    return on_ranks(2, "engines:images", model, exported) | {"exported": exported}
+    return on_ranks(2, images, model, exported) | {"exported": exported}
 
 
 def reference_logprobs(
@@ -149,7 +206,6 @@ def test_a_rank_without_images_keeps_up_with_the_same_gradient(name, changes, mo
 
 
 def test_an_exported_vision_policy_loads_in_both_libraries(model, found, tmp_path):
-    """In transformers and, with its processor, in vLLM."""
     exported = AutoModelForImageTextToText.from_pretrained(found["exported"], dtype=torch.float32)
     torch.testing.assert_close(dict(exported.named_parameters()), found["merged"], atol=0, rtol=0)
     flags = {
@@ -160,8 +216,7 @@ def test_an_exported_vision_policy_loads_in_both_libraries(model, found, tmp_pat
     assert json.loads((tmp_path / "out" / "results.json").read_text())["sets"]["train"]["problems"] == 5
 
 
-def test_a_sampled_image_token_is_text_in_the_position_ids(model):
-    """Texts count on in all three rows of positions."""
+def test_a_sampled_image_token_is_text_and_pixel_values_are_shared_on_the_host(model):
     data = vision_data(vision_flags(model))
     rollout = vision_rollout(data)
     batch = pack_with_images(rollout, [0, 1])
@@ -174,18 +229,6 @@ def test_a_sampled_image_token_is_text_in_the_position_ids(model):
     assert batch.position_ids_N[:, length:].tolist() == [list(range(len(data.rows[1].ids) + 4))] * 3
     texts = pack_with_images(rollout, [1, 3])
     assert texts.position_ids_N.dim() == 1 and texts.parts == ()
-
-
-@pytest.mark.parametrize("changes", [{"lora_rank": 4, "share_prompts": True, "group_size": 2}, {}])
-def test_the_passes_with_images_never_wait_for_the_device(changes, model):
-    args = vision_flags(model, micro_batch_tokens=80, **changes)
-    rollout = vision_rollout(vision_data(args)).select(np.array([0, 0, 2, 2, 4, 4, 1, 1]))
-    assert run_passes(policy_of(args), args, rollout) > 1
-
-
-def test_pixel_values_are_shared_and_stay_on_the_host(model):
-    data = vision_data(vision_flags(model))
-    rollout = vision_rollout(data)
     batches = pack_with_images(rollout, [0]), pack_with_images(rollout, [0, 1]).to(torch.device("meta"))
     first, second = (batch.parts[0].pixels[0] for batch in batches)
     assert first is second and first.device.type == "cpu" and first.shape == (24, 3 * 2 * 14 * 14)
@@ -195,7 +238,11 @@ def test_pixel_values_are_shared_and_stay_on_the_host(model):
     assert len(kept) == 0
 
 
-# Data and mistakes ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("changes", [{"lora_rank": 4, "share_prompts": True, "group_size": 2}, {}])
+def test_the_passes_with_images_never_wait_for_the_device(changes, model):
+    args = vision_flags(model, micro_batch_tokens=80, **changes)
+    rollout = vision_rollout(vision_data(args)).select(np.array([0, 0, 2, 2, 4, 4, 1, 1]))
+    assert run_passes(policy_of(args), args, rollout) > 1
 
 
 def test_images_of_the_datasets_library_are_read_and_counted(model, tmp_path):
@@ -218,7 +265,7 @@ def test_images_of_the_datasets_library_are_read_and_counted(model, tmp_path):
     assert [prompt_of(row) for row in shorter.rows] == ["<image>one?", "text?"] and shorter.num_too_long == 1
 
 
-def test_an_image_is_upright_rgb_and_white_where_transparent():
+def test_an_image_is_upright_rgb_of_8_bits_and_white_where_transparent():
     def encoded(image: Image.Image, **options: object) -> bytes:
         out = io.BytesIO()
         image.save(out, "PNG", **options)
@@ -235,13 +282,10 @@ def test_an_image_is_upright_rgb_and_white_where_transparent():
         assert decode(encoded(image, **options)).getpixel((0, 0)) == (255, 255, 255), image.mode
     assert decode(encoded(palette)).getpixel((0, 0)) == (255, 0, 0)
     assert decode(encoded(Image.new("1", (2, 2), 1))).getpixel((0, 0)) == (255, 255, 255)
-
-
-@pytest.mark.parametrize("kind", ["u2", "i4", "f4"])
-def test_grey_values_beyond_8_bits_are_refused(kind):
-    Image.fromarray(np.ones((1, 3), dtype=kind)).save(out := io.BytesIO(), "TIFF")
-    with pytest.raises(ValueError, match="more than 8 bits; save it with 8"):
-        decode(out.getvalue())
+    for kind in ("u2", "i4", "f4"):
+        Image.fromarray(np.ones((1, 3), dtype=kind)).save(out := io.BytesIO(), "TIFF")
+        with pytest.raises(ValueError, match="more than 8 bits; save it with 8"):
+            decode(out.getvalue())
 
 
 @pytest.mark.parametrize(("changes", "words"), [
@@ -257,5 +301,5 @@ def test_a_mistake_with_images_is_told_before_anything_is_loaded(changes, words,
     args = vision_flags(model, **given)
     with pytest.raises(ValueError) as error:
         check_flags(args)
-        load_inputs(args)
+        Inputs.load(args)
     assert all(word in str(error.value) for word in words), error.value

@@ -26,14 +26,11 @@ runpy.run_path("train_grpo.py", run_name="__main__")
 """
 
 
-def test_the_rank_that_differs_is_named():
+def test_the_rank_that_differs_is_named_by_digests_that_see_every_byte_and_border():
     one, two = {"--seed": "1"}, {"--seed": "2"}
     assert differences([one] * 4) == ""
     assert differences([one, two, one, one]) == "rank 1 has --seed 2 (the other ranks: 1)"
     assert differences([{"a": "1"}, {}]) == "rank 1 has a none (the other ranks: 1)"
-
-
-def test_a_digest_sees_every_byte_and_every_border():
     pieces = [np.array([1, 2], np.int32), np.array([3], np.int32), np.array([], np.int32)]
     variants = [[np.array([1, 2, 3], np.int32)], pieces[:2], [pieces[1], pieces[0], pieces[2]], [b"", *pieces]]
     assert digest(pieces) == digest([piece.copy() for piece in pieces])

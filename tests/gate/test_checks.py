@@ -1,36 +1,27 @@
 """Mistakes in the flags are refused with a way out, before torch is imported."""
 
 import sys
+from argparse import Namespace
+from itertools import product
 
 import pytest
 
 from command_line import parse_flags
-from gate.checks import check_flags
+from flags import FLAGS, GROUPS, Flag
+from gate.checks import CONTRADICTIONS, NEEDS, check_flags, check_ranges
 from gate.choices import check_choices
 from helpers.made_up import flags
-from helpers.runs import said
+from helpers.runs import said as output_of
 
 NO_STEPS = "(without --total_steps)"
-VOCABULARY, NO_REWARD = "--kl_coef 1 --kl_over vocabulary", "--advantage zero --kl_coef 1 --reward none"
-MOVING = "--kl_coef 1 --reference_every 5"
+NO_REWARD = "--advantage zero --kl_coef 1 --reward none"
 BEST = "--keep_best eval/d/avg@1 --eval_data x/d.jsonl"
-MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
+MISTAKES = [  # ranks, flags beside the required ones, what the sentence says; those of the tables are below
     (1, "--group_size 1", "--group_size 1 has nothing to compare with for --advantage grpo; use 2 or more"),
-    (1, "--reference r", "--reference r has no effect here, only with --kl_coef above 0"),
-    (1, "--kl_coef 1 --kl_direction forward", "--kl_direction forward .* only with --kl_over vocabulary: leave it out"),
-    (1, f"{VOCABULARY} --kl_in reward", "--kl_over vocabulary with --kl_in reward: a reward takes the KL of sampled"),
-    (1, f"{VOCABULARY} --kl_estimator k2", "--kl_over vocabulary with --kl_estimator k2: .* exact; leave"),
-    (1, "--advantage zero", "--advantage zero needs --kl_coef: it trains on nothing but the KL in the loss"),
-    (1, "--advantage zero --kl_coef 1 --kl_estimator k1", "gradient of mean zero, .* learns nothing"),
     (1, "--advantage zero --kl_coef 1", "--advantage zero follows the reference, which is --model itself: give"),
     (1, "--reward none", "--reward none grades nothing for --advantage grpo to compare; give --advantage zero"),
     (1, f"{NO_REWARD} --dynamic_sampling reward", "--dynamic_sampling needs a reward"),
     (1, f"{NO_REWARD} --eval_data d --eval_every 1", "--eval_data needs a reward; leave it out, or give one"),
-    (1, "--kl_coef 1 --hint_column h --image_column i", "--hint_column h with --image_column i: .* leave one of them"),
-    (1, "--reference_every 5", "--reference_every 5 has no effect here, only with --kl_coef above 0"),
-    (1, f"{MOVING} --lora_rank 8", "--lora_rank 8 with --reference_every 5: .* adapter off, which never"),
-    (1, f"{MOVING} --reference r", "--reference_every 5 with --reference r: .* began as --model; leave one"),
-    (1, "--kl_coef 1 --reference_mixup 0.5", "--reference_mixup 0.5 .* only with --reference_every above 0"),
     (1, "--kl_coef 1 --hint_column @groups", "--hint_column @groups: use a column, or @group, @feedback or both"),
     (1, "--kl_coef 1 --hint_column @group --kl_in reward", "--hint_column @group is for --kl_in loss"),
     (1, f"{NO_REWARD} --hint_column @group", "--hint_column @group .*; give a reward, .* not --reward none"),
@@ -42,9 +33,6 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, "--micro_batch_tokens 100", "--micro_batch_tokens 100 cannot hold one sequence .* 2048"),
     (1, NO_STEPS, "0 of --total_steps.* exactly one"),
     (1, f"{NO_STEPS} --total_episodes 100", "--total_episodes 100 is less than one step.* at least 256"),
-    (1, f"{NO_STEPS} --dynamic_sampling correct --epochs 2", "--dynamic_sampling correct with --epochs 2: .* no fixed"),
-    (1, "--router_replay --partial_rollouts", "--router_replay with --partial_rollouts: routes are known of what"),
-    (1, "--eval_every 5", "--eval_every 5 has no effect here, only with --eval_data: leave"),
     (1, "--keep_best eval/d/avg@1", "--keep_best eval/d/avg@1 is not evaluated; .* with --eval_data"),
     (1, f"{BEST} --eval_samples 3 --eval_every 1", "not evaluated; .*/avg@3, .*/pass@2, .*/pass@3, eval/d/maj@3"),
     (1, f"{BEST} --eval_every 10 --save_every 15", "each checkpoint, not --save_every 15 .*_every 10; .* a multiple"),
@@ -56,22 +44,11 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says
     (1, "--plan_gpu 24GiB:0TFLOPs:1TBs", "--plan_gpu 24GiB:0TFLOPs:1TBs: use .*, such as 23.5GiB:71TFLOPs:0.94TBs"),
     (1, "--reward_timeout 0", "--reward_timeout 0: must be above 0 and at most 1000000"),
     (1, "--eval_data d --eval_samples 1 0", "--eval_samples 0: must be at least 1"),
-    (1, "--param_dtype bfloat16 --dtype float32", "--param_dtype bfloat16 with --dtype float32: .* finely"),
-    (1, "--param_dtype bfloat16 --lora_rank 8", "--lora_rank 8 with --param_dtype bfloat16: adapters are"),
-    (1, "--head_dtype bfloat16 --dtype float32", "--head_dtype bfloat16 with --dtype float32: .* would round"),
-    (1, "--lora_alpha 16", "--lora_alpha 16.0 has no effect .* --lora_rank above 0: leave it out"),
     (1, "--dual_clip 0.5", "--dual_clip 0.5: must be above 1"),
     (1, "--old_logprobs rollout --rollout_correction token_mask", "--old_logprobs rollout with .*_mask: .*tion none"),
     (1, "--advantage maxrl --reward math,length", "--advantage maxrl needs rewards that are not negative"),
     (1, "--advantage reinforce++ --policy_loss gspo --kl_coef 1 --kl_in reward", "gspo .*; use gspo_token"),
-    (1, "--dynamic_sampling reward --group_size 1 --advantage none", "--group_size 1 with --dynamic_sampling reward"),
-    (1, "--replay r --partial_rollouts", "--partial_rollouts with --replay r: nothing is sampled"),
     (1, "--replay ./o", "--replay ./o is --out_dir, too; name another folder"),
-    (1, "--prompt_format raw --system_prompt a", "--system_prompt a with --prompt_format raw: the former needs a"),
-    (1, "--partial_rollouts --engine server", "--partial_rollouts with --engine server: .* --in_flight"),
-    (1, "--steps_ahead 1", "only with --engine server"),
-    (1, "--engine server --image_column image", "images are not sent to servers"),
-    (1, "--engine server --server_urls http://127.0.0.1:1 --generation_gpus 7", "--generation_gpus 7: .* run already"),
     (1, "--engine server --server_urls 127.0.0.1:1", "needed is http://HOST:PORT"),
     (1, "--engine server --generation_gpus 5 6 7 --tensor_parallel_size 2", "2 does not divide the number of"),
     (1, "--reward math,length --overlong_cache_tokens 16 --max_completion_tokens 16", "all completions of .* too long"),
@@ -105,6 +82,52 @@ def test_contradictory_flags_are_named_with_a_way_out(num_ranks, given, words):
     with pytest.raises(ValueError, match=words) as error:
         check(given, num_ranks)
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
+
+
+def another(flag: Flag) -> object:
+    """A value in its range that is not the default."""
+    low, high = flag.within or (0, 2)
+    values = [True] if flag.default is False else [flag.type(each) for each in flag.choices or ("1", "2")]
+    values += [0.5] * (flag.type is float)
+    value = next(x for x in values if x != flag.default and (isinstance(x, str) or low <= x <= high))
+    return [value] if flag.is_list else value
+
+
+def given(*written: str) -> Namespace:
+    """Flags with these values, or with others than the defaults, and with what they need to have an effect."""
+    args, names = flags(), list(written)
+    for each in names:
+        name, _, value = each.partition("=")
+        setattr(args, name.removeprefix("--"), FLAGS[name].type(value) if value else another(FLAGS[name]))
+        partners = FLAGS[name].only_with.split()
+        names += [] if set(partners) & set(names) else partners[:1]
+    return args
+
+
+def said(args: Namespace) -> str:
+    with pytest.raises(ValueError) as error:
+        check_ranges(args, GROUPS)
+    return str(error.value)
+
+
+def test_flags_of_the_tables_are_refused_with_their_reason():
+    for firsts, seconds, reason in CONTRADICTIONS:
+        for pair in product(firsts.split(), seconds.split()):
+            args = given(*pair)
+            both = " with ".join(FLAGS[each.partition("=")[0]].written(args) for each in pair)
+            assert said(args) == f"{both}: {reason}; leave one of them out."
+    for needing, partners, reason in NEEDS:
+        assert said(given(needing)) == f"{needing.replace('=', ' ')} needs {partners.replace(' ', ' or ')}: {reason}."
+        for partner in partners.split():
+            check_ranges(given(needing, partner), GROUPS)
+
+
+def test_a_flag_without_effect_is_refused_until_it_has_one():
+    for flag in (flag for flag in FLAGS.values() if flag.only_with):
+        args = flags()
+        setattr(args, flag.name.removeprefix("--"), another(flag))
+        assert said(args).startswith(f"{flag.written(args)} has no effect here, only with {flag.only_with.split()[0]}")
+        check_ranges(given(flag.name), GROUPS)
 
 
 @pytest.mark.parametrize(("advantage", "size"), [("pass_at_k", 4), ("pass_at_k:k=8", 8), ("pass_at_k:k=2", 1)])
@@ -149,4 +172,4 @@ def test_flags_are_read_without_torch():
         "check_flags(parse_flags(sys.argv[1:])); print('torch' in sys.modules)"
     )
     required = "--model m --train_data d --out_dir o --total_steps 1"
-    assert said([sys.executable, "-c", program, *required.split()]) == "False\n"
+    assert output_of([sys.executable, "-c", program, *required.split()]) == "False\n"

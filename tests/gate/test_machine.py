@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import serve
-import train_grpo
 from gate import digests, machine
+from gate.inputs import Inputs
 from gate.machine import check_launch
 from helpers.made_up import flags
 from helpers.runs import run_command
@@ -118,5 +118,5 @@ def test_only_the_main_process_fetches_weights_before_ranks_meet(policy, monkeyp
     files = {"model": policy, "train_data": policy / "train.jsonl", "out_dir": tmp_path}
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
-        train_grpo.load_inputs(flags(**files, max_prompt_tokens=8, max_completion_tokens=12)).grader.close()
+        Inputs.load(flags(**files, max_prompt_tokens=8, max_completion_tokens=12)).grader.close()
         assert fetched == ([str(policy)] if rank == "0" else [])

@@ -9,11 +9,11 @@ import pytest
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 
 import evaluate
+from gate.inputs import Inputs
 from gate.models import check_compile, check_context, check_model, check_parallel, check_path
 from helpers.made_up import flags
 from model.weights import load_config
 from plan.dry_run import dry_run
-from train_grpo import load_inputs
 
 
 def test_the_folder_of_a_run_is_refused_and_its_models_named(tmp_path):
@@ -100,14 +100,11 @@ def test_what_would_end_amid_the_start_is_refused(name, said):
     assert str(error.value).startswith(f"--model m ({name}) {said}")
 
 
-def test_experts_are_compiled_in_bfloat16():
+def test_experts_are_compiled_in_bfloat16_and_needed_for_router_replay():
     for kind, dtype in (("qwen3", "float32"), ("qwen3_moe", "bfloat16")):
         check_compile("m", AutoConfig.for_model(kind), dtype)
     with pytest.raises(ValueError, match=r"--compile with --dtype float32: the experts of --model m \(qwen3_moe\) are"):
         check_compile("m", AutoConfig.for_model("qwen3_moe"), "float32")
-
-
-def test_router_replay_needs_experts():
     with pytest.raises(ValueError, match=r"--router_replay: --model m \(qwen3\) has no experts .*; leave it out\.$"):
         check_model("m", AutoConfig.for_model("qwen3"), (32, 32), 1, router_replay=True)
     check_model("m", AutoConfig.for_model("qwen3"), (32, 32), 1)
@@ -117,7 +114,7 @@ def test_router_replay_needs_experts():
 def test_dry_run_training_and_evaluation_refuse_them_alike(tmp_path, monkeypatch, capsys):
     AutoConfig.for_model("mixtral").save_pretrained(tmp_path)
     args = flags(model=tmp_path)
-    for attempt in (dry_run, load_inputs):
+    for attempt in (dry_run, Inputs.load):
         with pytest.raises(ValueError, match=r"\(mixtral\) has experts"):
             attempt(args)
     monkeypatch.setattr(sys, "argv", ["evaluate.py", "--model", str(tmp_path), "--data", "d"])

@@ -2,10 +2,10 @@
 
     made_up        flags, tiny models, rollouts, data files and run folders
     runs           programs, started as a user would, or in a second as forks of a warm process; what they have written
-    distributed    work on several ranks: `on_ranks`, and what the trainer is asked to do there
-    engines        on ranks, too: what vLLM's engine is asked to do, and faults between it and the trainer
+    distributed    `on_ranks`, which starts a function of a test on several ranks, and what such works share
     fake_servers   generation servers without a model, and an engine and a sampler over them
-    programs       what `on_ranks` cannot start, because it needs another world than the program's, or none
+    call           starts a function of a test in a process of its own
+    grades         the grades of cases, by the workers of a grader
     user_code      rewards, environments and tools of a user: runs load it by its path
     warm           imports of the warm process
 

@@ -29,7 +29,8 @@ from flags import Sampling
 from helpers.made_up import flags, make_grade, make_row
 from policy import Policy
 from runtime.rank import RunError
-from sampling import DrawSettings, Sampler
+from sampling import Sampler
+from schedule import make_plan
 from warm_start import build_tokenizer
 
 TOKEN = 7
@@ -77,7 +78,6 @@ class FakeServer:
         self.port = self.runner.addresses[0][1]
 
     def kill(self) -> None:
-        """It is gone from one moment to the next, with its port."""
         asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result()
         self.pool.shutdown(wait=False)
 
@@ -186,4 +186,4 @@ def sampler_over(engine: ServerEngine, **changes: object) -> Sampler:
         callback_for=lambda *_: lambda *_: None, collect_from_ranks=lambda: [make_grade(1.0, is_correct=True)] * 8
     )
     run = SimpleNamespace(phase=lambda _: nullcontext(), reward_failures=lambda *_: None)
-    return Sampler(engine, grader, data, DrawSettings.from_flags(args), Sampling.from_flags(args, num_samples=2), run)
+    return Sampler(engine, grader, data, make_plan(args, 400), Sampling.from_flags(args, num_samples=2), run)

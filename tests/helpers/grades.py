@@ -5,7 +5,6 @@ from reward import Grader
 
 
 def graded(grader: Grader, cases: list[Case], group_size: int = 1) -> list[Grade]:
-    """The grades of the cases, in their order."""
     for b, case in enumerate(cases):
         grader.submit(b, case, group_size)
     grades = grader.collect()

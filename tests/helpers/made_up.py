@@ -23,7 +23,7 @@ from command_line import parse_flags
 from data import PromptData
 from extras.models.lora import add_adapter
 from extras.models.vision import add_images
-from flags import AdamW, Lora, Memory, PromptFormat
+from flags import Lora, Memory, PromptFormat
 from fsdp_utils import World, gather_from_ranks
 from gate.inputs import check_template, load_reader
 from grading import Grade
@@ -189,10 +189,8 @@ def policy_of(args: argparse.Namespace, dtype: torch.dtype = torch.float32) -> P
 
 
 def build(args: argparse.Namespace, world: World) -> tuple[Policy, Policy | None, torch.optim.Optimizer]:
-    """What a run with these flags trains."""
-    objects = (Memory.from_flags(args), Lora.from_flags(args), AdamW.from_flags(args))
-    reference = (args.reference or args.model) if args.kl_coef else None
-    return build_policy(args.model, *objects, reference, args.seed, world)
+    plan = make_plan(args, args.prompts_per_step)
+    return build_policy(args.model, Memory.from_flags(args), Lora.from_flags(args), plan, world)
 
 
 # Rollouts -------------------------------------------------------------------------------------------------------------
@@ -282,7 +280,7 @@ def whole_update(rollout: Rollout, args: argparse.Namespace, policy: Policy, wor
     """The whole rollout as one update, with the advantages that it comes with."""
     plan = replace(make_plan(args, args.prompts_per_step), completions_per_step=len(rollout.rows))
     (update,) = pack_updates(rollout, plan, algorithm_of(args), Memory.from_flags(args), policy, world)
-    return replace(update, batches=[with_advantages(rollout, batch) for batch in update.batches])
+    return [with_advantages(rollout, batch) for batch in update]
 
 
 def train_once(
@@ -356,7 +354,6 @@ def write(folder: Path, content: str | bytes, name: str = "rows.jsonl") -> str:
 
 
 def write_lines(file: Path, rows: list[dict[str, object]]) -> str:
-    """A .jsonl file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(file)
@@ -373,7 +370,6 @@ def write_parquet(file: Path, rows: list[dict[str, object]], **features: object)
 
 
 def write_math12k(folder: Path) -> None:
-    """hiyouga/math12k."""
     for split, count in (("train", 3), ("test", 2)):
         rows = [{"problem": f"{split} {i}?", "answer": str(i)} for i in range(count)]
         write_parquet(folder / "data" / f"{split}-00000-of-00001.parquet", rows)

@@ -15,7 +15,7 @@ from fsdp_utils import World, gather_from_ranks
 from helpers.engines import GAP, TEMPERATURE, Trial
 from helpers.made_up import make_row
 
-SAMPLING = Sampling(4, TEMPERATURE, 12, router_replay=True)
+SAMPLING = Sampling(4, TEMPERATURE, 12, keeps_routes=True)
 RATE = 1e-3
 SIZES = {"prompts_per_step": 4, "prompts_per_update": 4, "learning_rate": RATE, "temperature": TEMPERATURE}
 

@@ -1,10 +1,9 @@
 """Programs, started as a user would start them, and what they have written.
 
 They start in a second instead of fifteen: as forks of a process that has imported torch, vLLM and our files.
-Half of the suite's time was the import of libraries, rank by rank. scripts/launch.py runs in a fork of that process,
-and its ranks are forks of the launcher, with the arguments, environment, session and exit that they would have. A fork
-draws no pictures of a run, which took longer than most trainings, unless it is asked to. One run of each kind, and what
-is about the start as such, goes through the real launcher.
+scripts/launch.py runs in a fork of it, and its ranks are forks of the launcher, with the arguments, environment,
+session and exit that they would have. A fork draws no pictures of a run, unless it is asked to. One run of each kind,
+and what is about the start as such, goes through the real launcher.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ import watch.results
 from helpers.made_up import command_line
 
 ROOT = Path(__file__).parent.parent.parent
-PROGRAMS = "tests/helpers/programs.py"
+CALL = "tests/helpers/call.py"
 WARMED_BY = "tests.helpers.warm"
 PICTURES = "GRPO_TEST_PICTURES"  # environment: draw them
 WARM = "GRPO_TEST_WARM"  # environment: the address of the warm process
@@ -125,7 +124,6 @@ def forget(root: Path) -> None:
 
 
 def run_fork(command: list[str], environment: dict[str, str], outputs: list[str], has_own_workers: bool) -> None:
-    """In the new process."""
     if COPY in environment:
         become(environment, outputs)
         os.chdir(environment[COPY])
@@ -230,8 +228,12 @@ def ended(command: list[str], environment: dict[str, str], has_own_workers: bool
 
 
 def run_ranks(num_ranks: int, script: str, arguments: list[object], **environment: str) -> Done:
-    """By scripts/launch.py."""
     return ended(launched(num_ranks, script, *arguments), ENVIRONMENT | environment)
+
+
+def name_of(function: Callable) -> str:
+    """By which `CALL` finds it in a process of its own."""
+    return f"{function.__module__}:{function.__name__}"
 
 
 def run_copy(folder: Path, *command: object) -> Done:
@@ -297,6 +299,9 @@ def training_flags(policy: Path, out_dir: Path, **changes: object) -> list[str]:
         "total_steps": 4, "eval_every": 2, "eval_before_training": True, "save_every": 2,
     } | changes  # fmt: skip
     return command_line(flags)
+
+
+NO_EVAL = dict.fromkeys(["eval_data", "eval_every", "eval_before_training"])  # `changes` of these flags
 
 
 def copy_at(step: int, run_dir: Path, copy: Path) -> Path:

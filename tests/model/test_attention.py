@@ -1,7 +1,6 @@
 """The packed forward pass against the Hugging Face model run on each sequence alone. float32, tolerance 1e-5."""
 
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +11,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from batch import pack
 from extras.models import linear_attention
-from gate.machine import check_device
 from helpers.made_up import RAGGED, load_policy, make_model_of_family, make_rollout, unpacked_logprobs
-from helpers.varlen import pack_as_on_cuda, windows
 from model import attention
 from model.packed import Segment
 
@@ -134,24 +131,6 @@ def test_without_rows_a_recurrence_goes_on_into_the_next_sequence(tmp_path, monk
     assert torch.equal(plain, with_ends), "if transformers now parts sequences, rows may be needed no more"
 
 
-@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma3_text", "qwen3_5_text"])
-def test_cuda_packing_gives_the_kernel_what_the_cpu_computes(name, tmp_path, monkeypatch):
-    windows.clear()
-    model, rollout = load_policy(random_model(tmp_path, name)), make_rollout(SEVERAL_RECTANGLES, 40, group_size=2)
-    for group_size in (1, 2):
-        batch, found = pack(rollout, [3, 0, 4, 2, 1], group_size), []
-        for kernel in (False, True):
-            with monkeypatch.context() as patch:
-                if kernel:
-                    pack_as_on_cuda(patch)
-                logprobs = model(batch, 1.0)[0]
-            found.append([logprobs.detach(), *torch.autograd.grad(logprobs.square().sum(), [*model.parameters()])])
-        for a, b in zip(*found, strict=True):
-            torch.testing.assert_close(a, b, atol=1e-5 * a.abs().max().item(), rtol=1e-4)
-    expected = {"qwen2": {-1}, "mistral": {WINDOW - 1}, "gemma3_text": {WINDOW - 1, -1}, "qwen3_5_text": {-1}}
-    assert windows == expected[name]
-
-
 @pytest.mark.parametrize("option", [{"softcap": 50.0}, {"s_aux": torch.zeros(4)}, {"is_causal": False}])
 def test_attention_that_is_asked_for_something_else_ends_the_run(option):
     """For a family whose config and layers do not show it before."""
@@ -160,14 +139,3 @@ def test_attention_that_is_asked_for_something_else_ends_the_run(option):
     with pytest.raises(ValueError, match="packed attention does not implement it"):
         attention.packed_attention(torch.nn.Module(), *inputs, None, packing=packing, **option)
     attention.packed_attention(torch.nn.Module(), *inputs, None, packing=packing, **dict.fromkeys(option))
-
-
-@pytest.mark.parametrize(("capability", "error"), [(9, None), (9, ImportError("not installed")), (10, None)])
-def test_flash_attention_3_is_requested_on_hopper_before_checks(capability, error, monkeypatch):
-    activate, checked = mock.Mock(side_effect=error), []
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-    monkeypatch.setattr(attention, "activate_flash_attention_impl", activate)
-    monkeypatch.setattr(attention, "check_alignment", lambda device: checked.append(activate.called))
-    for share_prompts in (False, True):
-        check_device(torch.device("cuda"), share_prompts)
-        assert checked == [capability == 9] * share_prompts

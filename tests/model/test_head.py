@@ -1,7 +1,6 @@
 """The chunked head: log-probs and entropies are those of the full logits."""
 
 from functools import cache, partial
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -85,37 +84,6 @@ def test_the_gradient_of_fp32_logits_is_wrong_by_rounding_alone(monkeypatch):
         assert [x.grad.dtype for x in ours] == [torch.bfloat16] * 2
         errors.append([((a.grad - b.grad).norm() / b.grad.norm()).item() for a, b in zip(ours, exact, strict=True)])
     assert max(errors[1]) < 0.005 and min(errors[0]) > 0.015
-
-
-def test_on_a_gpu_fp32_logits_need_no_copy_of_the_weight():
-    """By the shapes of torch's own kernel, on the meta device."""
-    hidden, weight = (torch.empty(n, 8, dtype=torch.bfloat16, device="meta") for n in (3, 5))
-    logits = model.head.chunk_logits(hidden, weight, torch.float32)
-    assert (logits.shape, logits.dtype) == ((3, 5), torch.float32)
-
-
-@pytest.mark.parametrize(("free", "unused", "count", "dtype", "times"), [
-    (0.5, 0.0, 16384, torch.bfloat16, 1),  # today's least, however little there is
-    (2.0, 0.0, 16384, torch.bfloat16, 4),
-    (0.5, 3.5, 16384, torch.bfloat16, 8),  # what the allocator holds is free, too
-    (80.0, 0.0, 16384, torch.bfloat16, 8),
-    (80.0, 0.0, 3000, torch.bfloat16, 4),  # all of them at once
-    (4.0, 0.0, 16384, torch.float32, 2),  # with the cast of the gradient
-])  # fmt: skip
-def test_a_chunk_on_cuda_is_as_large_as_free_memory_allows(free, unused, count, dtype, times, monkeypatch):
-    """In GiB, beside the gradient of a 1.5B model's head; a fifth is left. Reserved memory that no
-    tensor has had is not there. On a CPU there is one size.
-    """
-    weight = MagicMock(device=torch.device("cuda"), dtype=torch.bfloat16, itemsize=2, nbytes=2 * 152_064 * 1536)
-    weight.__len__.return_value = 152_064
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * 2**30 + weight.nbytes, 80 * 2**30))
-    reserved = {"memory_allocated": 9, "memory_reserved": 9 + unused + 3, "max_memory_allocated": 9 + unused}
-    for name, gib in reserved.items():
-        monkeypatch.setattr(torch.cuda, name, lambda _, gib=gib: gib * 2**30)
-    found = model.head.logits_at_once(count, weight, dtype)
-    assert found == times * sizes.HEAD_CHUNK_LOGITS
-    weight.device = torch.device("cpu")
-    assert model.head.logits_at_once(count, weight, dtype) == sizes.HEAD_CHUNK_LOGITS
 
 
 def test_larger_chunks_are_not_compiled_again(monkeypatch):

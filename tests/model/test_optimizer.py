@@ -1,10 +1,6 @@
 """The optimizer for bf16 parameters and for state on the host, against torch's AdamW in fp32."""
 
 import copy
-import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,14 +31,19 @@ def chunked(start: torch.Tensor, is_state_on_host: bool = False, **changes: floa
     return ChunkedAdamW([torch.nn.Parameter(start.clone())], **SETTINGS | changes, is_state_on_host=is_state_on_host)
 
 
-def test_bf16_parameter_and_remainder_make_the_fp32_number():
-    """The parameter is the nearest bf16 number."""
+def test_bf16_parameter_and_remainder_make_the_fp32_number_and_rounding_is_unbiased():
     bits = torch.randint(-(2**31), 2**31, (200_000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     values = torch.cat([bits.view(torch.float32), torch.tensor([0.0, -0.0, 1.0, -1e-40, 1.00390625])])
     values = values[values.isfinite() & values.bfloat16().isfinite()]
     parameter, remainder = split(values)
     assert join(parameter, remainder).view(torch.int32).equal(values.view(torch.int32))
     assert ((parameter.double() - values).abs() == (values.bfloat16().double() - values).abs()).all()
+    values = torch.full((100_000,), 1 + 1 / 512)  # a quarter of the way from 1 to the next bf16
+    rounded = round_stochastically(values, torch.Generator().manual_seed(0))
+    assert set(rounded.tolist()) == {1.0, 1 + 1 / 128}
+    assert rounded.double().mean() == pytest.approx(1 + 1 / 512, abs=5e-5)
+    exact = torch.randn(1000).bfloat16()
+    assert round_stochastically(exact.float(), torch.Generator()).equal(exact)
 
 
 def test_bf16_parameters_move_by_updates_of_a_millionth():
@@ -73,15 +74,6 @@ def test_the_second_moment_decays_as_in_fp32():
     assert (found / wanted - 1).square().mean().sqrt() < 0.1  # the noise of each single one
 
 
-def test_stochastic_rounding_is_unbiased_and_keeps_bf16_numbers():
-    values = torch.full((100_000,), 1 + 1 / 512)  # a quarter of the way from 1 to the next bf16
-    rounded = round_stochastically(values, torch.Generator().manual_seed(0))
-    assert set(rounded.tolist()) == {1.0, 1 + 1 / 128}
-    assert rounded.double().mean() == pytest.approx(1 + 1 / 512, abs=5e-5)
-    exact = torch.randn(1000).bfloat16()
-    assert round_stochastically(exact.float(), torch.Generator()).equal(exact)
-
-
 @pytest.mark.parametrize("is_state_on_host", [False, True])
 def test_fp32_parameters_get_the_bits_of_torchs_adamw(is_state_on_host, monkeypatch):
     start = torch.randn(1000, generator=torch.Generator().manual_seed(2))
@@ -91,42 +83,6 @@ def test_fp32_parameters_get_the_bits_of_torchs_adamw(is_state_on_host, monkeypa
     monkeypatch.setattr(sizes, "OPTIMIZER_CHUNK", 256)
     assert train(chunked(start, is_state_on_host), grads).equal(wanted)
     assert not wanted.equal(start)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu_chunks_of_optimizer_state_come_and_go_in_turn(dtype, monkeypatch):
-    """One comes while another goes back, on two streams, after the gradients, before the host goes on."""
-    start, grads = torch.randn(1000, generator=torch.Generator().manual_seed(2)).to(dtype), gradients(2)
-    monkeypatch.setattr(sizes, "OPTIMIZER_CHUNK", 300)
-    wanted = chunked(start)
-    parameter = train(wanted, grads)
-    order, streams, update = [], ["main"], ChunkedAdamW._update_chunk  # what is queued; the streams in use
-    names = itertools.cycle(["side 0", "side 1"])
-
-    def make_stream() -> SimpleNamespace:
-        name = next(names)
-        return SimpleNamespace(name=name, wait_stream=lambda other: order.append(f"{name} waits for {other}"))
-
-    @contextmanager
-    def use(stream: SimpleNamespace) -> Iterator[None]:
-        streams.append(stream.name)
-        yield
-        streams.pop()
-
-    def noted(chunk: dict[str, torch.Tensor], *rest: object) -> None:
-        order.append(f"{streams[-1]}: {len(chunk['gradient'])}")
-        update(chunk, *rest)
-
-    fakes = {"is_available": lambda: True, "Stream": make_stream, "stream": use}
-    fakes |= {"current_stream": lambda: streams[-1], "synchronize": lambda: order.append("all have come")}
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(ChunkedAdamW, "_update_chunk", staticmethod(noted))
-    found = chunked(start, is_state_on_host=True)
-    assert train(found, grads).equal(parameter)
-    torch.testing.assert_close([*found.state.values()], [*wanted.state.values()], atol=0, rtol=0)
-    waits = ["side 0 waits for main", "side 1 waits for main"]
-    assert order == 2 * [*waits, "side 0: 300", "side 1: 300", "side 0: 300", "side 1: 100", "all have come"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

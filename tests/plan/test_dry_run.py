@@ -66,7 +66,7 @@ def test_a_table_that_vllm_pads_is_held_to_the_end_of_a_sync():
 
 
 def test_the_shapes_have_as_many_parameters_as_the_real_models():
-    """Tied heads count once: the files of Qwen3-0.6B and 1.7B hold them twice."""
+    """Tied heads count once: the files of Qwen3-0.6B and 1.7B hold them twice. Qwen3.5 is without its tower."""
     table = json.loads(TABLE.read_text())
     entries = {name: each for name, each in table.items() if REFUSED not in (name, each.get("as"))}
     shapes = {name: shape_of(config_of(name), name) for name in entries}
@@ -74,25 +74,7 @@ def test_the_shapes_have_as_many_parameters_as_the_real_models():
     sizes = {name: shape.parameters for name, shape in shapes.items() if not entries[name].keys() <= same}
     assert all(shapes[name].parameters == sizes[entry["as"]] for name, entry in entries.items() if entry.keys() <= same)
     assert all(each.keys() <= same or "model_type" in each or len(each) == 2 for each in table.values())
-    assert sizes == {
-        "Qwen/Qwen2.5-VL-3B-Instruct": 3_754_622_976, "Qwen/Qwen2.5-VL-7B-Instruct": 8_292_166_656,
-        "Qwen/Qwen2.5-VL-32B-Instruct": 33_452_718_336, "Qwen/Qwen2.5-VL-72B-Instruct": 73_410_777_344,
-        "meta-llama/Llama-3.2-1B": 1_235_814_400, "meta-llama/Llama-3.2-3B": 3_212_749_824,
-        "meta-llama/Llama-3.1-8B": 8_030_261_248, "meta-llama/Llama-3.1-70B": 70_553_706_496,
-        "allenai/Llama-3.1-Tulu-3-8B-DPO": 8_030_326_784, "mistralai/Mistral-7B-v0.3": 7_248_023_552,
-        "mistralai/Mistral-Small-24B-Base-2501": 23_572_403_200,
-        "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000, "Qwen/Qwen2.5-0.5B": 494_032_768,
-        "Qwen/Qwen2.5-1.5B": 1_543_714_304, "Qwen/Qwen2.5-3B": 3_085_938_688,
-        "Qwen/Qwen2.5-7B": 7_615_616_512, "Qwen/Qwen2.5-14B": 14_770_033_664,
-        "Qwen/Qwen2.5-32B": 32_763_876_352, "Qwen/Qwen2.5-72B": 72_706_203_648,
-        "Qwen/Qwen3-0.6B": 596_049_920, "Qwen/Qwen3-1.7B": 1_720_574_976, "Qwen/Qwen3-4B": 4_022_468_096,
-        "Qwen/Qwen3-8B": 8_190_735_360, "Qwen/Qwen3-14B": 14_768_307_200, "Qwen/Qwen3-32B": 32_762_123_264,
-        "google/gemma-3-270m": 268_098_176, "google/gemma-3-1b-it": 999_885_952,
-        "allenai/Olmo-3-1025-7B": 7_298_011_136, "Qwen/Qwen3-30B-A3B": 30_532_122_624,
-        "allenai/OLMoE-1B-7B-0924": 6_919_161_856, "Qwen/Qwen1.5-MoE-A2.7B": 14_315_784_192,
-        "Qwen/Qwen3.5-0.8B": 752_393_024,  # without the tower: 873,438,784 with it
-        "Qwen/Qwen3.5-4B": 4_205_751_296, "Qwen/Qwen3.5-9B": 8_953_803_264, "Qwen/Qwen3.5-27B": 26_895_998_464,
-    }  # fmt: skip
+    assert sizes == json.loads((ROOT / "tests" / "plan" / "model_sizes.json").read_text())
     active = {name: shapes[name].active_parameters for name in sizes}
     assert {name: round(each / 1e9, 1) for name, each in active.items() if each != sizes[name]} == {
         "Qwen/Qwen3-30B-A3B": 3.4,  # 3.3 by its card
@@ -164,32 +146,24 @@ def test_a_gpu_is_given_by_its_name_or_by_its_figures(given, figures):
     assert found == pytest.approx(figures) and hardware.link_speed >= 25e9
 
 
-def test_the_flops_of_qwen_7b_are_those_of_the_published_counter():
+def test_flops_are_those_of_the_published_counter_and_pinned_memory_is_that_of_torch():
     embedding = 6 * 152_064 * 3584 * (512 + 1024 + 2048)  # a matrix to verl: it is looked up
     model = setup(SIMPLERL).model
     forwards = sum(forward_flops(model, length, length) for length in (512, 1024, 2048))
     assert 3 * forwards == 167_073_690_943_488 - embedding, "with the backward passes"
     assert forward_flops(model, 100, 40) - forward_flops(model, 100, 0) == 2 * 152_064 * 3584 * 40
+    names = ("Qwen/QwQ-32B", "Qwen/Qwen2.5-7B", "allenai/Llama-3.1-Tulu-3-8B-DPO")
+    found = [memory.pinned_share(setup({"model": name}, plan_gpus=8), itemsize=2) for name in names]
+    assert found == pytest.approx([110.0 / 61.0, 27.0 / 14.2, 1.10], rel=0.02)
 
 
-@pytest.mark.parametrize(("model", "pinned"), [
-    ("Qwen/QwQ-32B", 110.0 / 61.0), ("Qwen/Qwen2.5-7B", 27.0 / 14.2), ("allenai/Llama-3.1-Tulu-3-8B-DPO", 1.10),
-])  # fmt: skip
-def test_the_rounding_of_pinned_memory_is_that_of_torch(model, pinned):
-    """Within 2 % of the sum over the parameters of each model, by torch's rule."""
-    assert memory.pinned_share(setup({"model": model}, plan_gpus=8), itemsize=2) == pytest.approx(pinned, rel=0.02)
-
-
-def test_qwq_as_in_its_source_fits_neither_gpus_nor_the_host():
+def test_neither_qwq_as_in_its_source_nor_full_logits_nor_the_whole_model_in_a_sync_fit(monkeypatch):
     on_gpu = " ".join(misfits(setup(QWQ)))
     assert "GPU, rollout" in on_gpu and "GPU, update" in on_gpu and "host" not in on_gpu
     offloads = {"offload": "all", "offload_reference": True}
     offloaded = misfits(on_nodes(512e9, QWQ | offloads))
     assert offloaded and all(words.startswith("host RAM") for words in offloaded)
     assert not misfits(setup(QWQ | offloads)), "with the 1 TB that the document asks for"
-
-
-def test_full_logits_or_the_whole_model_in_a_sync_do_not_fit(monkeypatch):
     vision = setup(VISION, lora_rank=8)
     sync = gpu_phases(vision)["sync"]
     assert needed(sync) <= vision.hardware.gpu_bytes < needed(sync | {"gathered": 2 * vision.model.parameters})
@@ -296,7 +270,6 @@ def test_a_config_alone_will_do_for_a_dry_run(tmp_path):
 
 
 def test_the_dry_run_needs_no_network_gpu_or_data(tmp_path):
-    """And its exit code is the verdict."""
     given = f"--model {VISION['model']} --train_data {VISION['train_data']} --out_dir {tmp_path}/run --epochs 1"
     given += " --prompts_per_step 8 --max_prompt_tokens 6144 --gradient_checkpointing --dry_run --json --plan_gpus 8"
     environment = ENVIRONMENT | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
@@ -307,13 +280,19 @@ def test_the_dry_run_needs_no_network_gpu_or_data(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_plan_that_does_not_fit_has_no_times():
+def test_a_plan_that_does_not_fit_has_no_times_and_its_text_says_so(capsys):
     found = report_of(setup(QWQ))
     times = ("step_seconds", "total_hours", "total_gpu_hours", "seconds")
     assert found["fits"] is False and [found[name] for name in times] == [None, None, None, {}]
     (lacks,) = misfits(setup(SIMPLERL | {"gpu_memory_utilization": 0.08}))
     expected = "--gpu_memory_utilization 0.08 is 6.3 GiB, of which the engine needs 11.1 without its cache: not enough"
     assert expected in lacks, lacks  # 15.2 GB of weights on two GPUs, and 4 GiB
+    assert (dry_run(flags(**SIMPLERL)), dry_run(flags(**QWQ))) == (0, 3)
+    fits, _, does_not = capsys.readouterr().out.partition("\ndry run:")
+    assert "\nfits: rollout needs" in fits and "does not fit:\nGPU, rollout: needs" in does_not
+    assert " s per step: " in fits and "time        none is estimated, because the run does not fit\n" in does_not
+    assert re.search(r"GPU, update: needs \d+\.\d GiB of 79\.0, \d+\.\d GiB too many; lower --micro", does_not)
+    assert not re.search(r"-\d+\.\d", does_not), "no part takes less than nothing"
 
 
 @pytest.mark.parametrize(("changes", "words"), [
@@ -328,15 +307,6 @@ def test_one_is_not_many(changes, words, capsys):
     dry_run(flags(**(small | {"micro_batch_tokens": 4096, "kl_coef": 0} | changes)))
     shown = capsys.readouterr().out
     assert [word for word in words if word not in shown] == [], shown
-
-
-def test_the_text_tells_the_verdict(capsys):
-    assert (dry_run(flags(**SIMPLERL)), dry_run(flags(**QWQ))) == (0, 3)
-    fits, _, does_not = capsys.readouterr().out.partition("\ndry run:")
-    assert "\nfits: rollout needs" in fits and "does not fit:\nGPU, rollout: needs" in does_not
-    assert " s per step: " in fits and "time        none is estimated, because the run does not fit\n" in does_not
-    assert re.search(r"GPU, update: needs \d+\.\d GiB of 79\.0, \d+\.\d GiB too many; lower --micro", does_not)
-    assert not re.search(r"-\d+\.\d", does_not), "no part takes less than nothing"
 
 
 def test_a_teacher_of_another_size_has_its_own_bytes_and_time():

@@ -40,7 +40,6 @@ def plan(name: str, more: str = "") -> Setup:
 
 @pytest.mark.parametrize("name", list(SETUPS)[:4])
 def test_more_cache_is_never_slower(name):
-    """From none at all; and much faster, where more sequences run at a time."""
     setup = plan(name)
     found = [replace(setup, engine=replace(setup.engine, gpu_memory_utilization=x / 100)) for x in range(1, 101)]
     seconds, running = list(map(rollout_seconds, found)), list(map(running_sequences, found))
@@ -115,7 +114,7 @@ def test_partial_rollouts_pay_where_a_few_completions_are_long(mean, is_faster):
     assert partial < 0.8 * without if is_faster else partial == pytest.approx(without)
 
 
-def test_ranks_hold_no_engine_and_servers_nothing_of_the_trainer():
+def test_ranks_hold_no_engine_and_servers_have_their_gpus_alone():
     setup, colocated = plan("servers", SERVERS), plan("servers", "--gpu_memory_utilization 0.9")
     phases, alone = gpu_phases(setup), gpu_phases(colocated)
     assert "rollout" not in phases
@@ -126,6 +125,11 @@ def test_ranks_hold_no_engine_and_servers_nothing_of_the_trainer():
     assert host_phases(setup)["run"]["processes"] > host_phases(colocated)["run"]["processes"]
     moved = [traffic(each)["to servers"] for each in (setup, colocated)]
     assert moved == [6 * setup.model.parameters * 2, 0], "the main rank sends to each server"
+    for more, share in (("", 0.9), ("--gpu_memory_utilization 0.5", 0.5)):
+        server = gpu_phases(plan("servers", SERVERS + more))["server"]
+        engine = sum(size for part, size in server.items() if part in ENGINE and part != "weights arriving")
+        assert engine == pytest.approx(share * 79 * 2**30)
+    assert plan("servers").engine.gpu_memory_utilization == 0.6, "beside a trainer"
 
 
 @pytest.mark.parametrize(("more", "gpus"), [
@@ -136,25 +140,14 @@ def test_servers_are_counted_by_gpus_by_urls_or_by_their_number(more, gpus):
     assert (setup.hardware.gpus, setup.hardware.generation_gpus, setup.num_engines) == (2, gpus, gpus // 2)
 
 
-@pytest.mark.parametrize(("more", "share"), [("", 0.9), ("--gpu_memory_utilization 0.5", 0.5)])
-def test_a_server_has_its_gpus_alone(more, share):
-    server = gpu_phases(plan("servers", SERVERS + more))["server"]
-    engine = sum(size for part, size in server.items() if part in ENGINE and part != "weights arriving")
-    assert engine == pytest.approx(share * 79 * 2**30)
-    assert plan("servers").engine.gpu_memory_utilization == 0.6, "beside a trainer"
-
-
-def test_a_step_ahead_takes_the_time_of_the_slower_side():
+def test_a_step_ahead_takes_the_time_of_the_slower_side_and_in_flight_nobody_waits():
     setup = plan("servers", SERVERS + "--steps_ahead 1")
     seconds = phase_seconds(setup)
     train = sum(seconds.values()) - seconds["rollout"] - seconds["sync"]
     assert step_seconds(setup) == pytest.approx(max(seconds["rollout"], train) + seconds["sync"])
-    on_policy = replace(setup, run=replace(setup.run, steps_ahead=0))
+    on_policy = replace(setup, plan=replace(setup.plan, steps_ahead=0))
     assert step_seconds(on_policy) == pytest.approx(sum(seconds.values()))
-
-
-def test_in_flight_two_steps_ahead_nobody_waits_for_the_longest():
-    """One step ahead it does not help: the step after is begun when this one is complete."""
+    # One step ahead it does not help: the step after is begun when this one is complete.
     ways = ("--steps_ahead 1", "--steps_ahead 1 --in_flight", "--steps_ahead 2", "--steps_ahead 2 --in_flight")
     one, one_in_flight, two, two_in_flight = (rollout_seconds(plan("servers", SERVERS + way)) for way in ways)
     assert one == one_in_flight == two > 1.2 * two_in_flight
@@ -187,15 +180,12 @@ def test_a_node_holds_as_many_copies_as_its_gpus_make_up():
         assert [phases["run"][name] / (size * PARAMETERS) for phases in found] == [0.5, 1, 2], name
 
 
-def test_a_copy_exchanges_gradients_and_weights_within_its_ranks():
+def test_a_copy_exchanges_within_its_ranks_as_fast_as_what_that_goes_over():
     """A ring: each GPU sends (n - 1) / n of what it gathers."""
     whole, shared = (traffic(copies(more)) for more in ("", "--shard_ranks 8"))
     micro_batches = whole["reduce-scatter"] / (4 * PARAMETERS * 15 / 16)
     assert shared["reduce-scatter"] == pytest.approx(micro_batches * 4 * PARAMETERS * 7 / 8)
     assert shared["sync"] == pytest.approx(2 * PARAMETERS * 7 / 8)
-
-
-def test_a_collective_is_as_fast_as_what_it_goes_over():
     both = 8 * 10e9 * 2 * 15 / 16  # 8 cards carry the half that each node lacks
     for members, speed in ((8, 450e9), (16, both)):  # a node: NVLink
         assert time.link_speed(copies(), members) == pytest.approx(0.7 * speed)

@@ -17,23 +17,14 @@ A, B = {1: 0.50, 2: 0.51, 3: 0.49}, {1: 0.60, 2: 0.612, 3: 0.59}  # seed -> rewa
 METRICS = ("reward/mean", "completion/tokens_mean", "policy/kl_ref", "policy/entropy")
 
 
-def test_quantiles_are_those_of_the_tables():
+def test_quantiles_are_those_of_tables_and_welchs_interval_that_of_a_worked_example():
     for confidence, freedom, t in ((0.95, 1, 12.7062), (0.95, 4, 2.77645), (0.95, 1318, 1.96177), (0.99, 5, 4.03214)):
         assert t_quantile(confidence, freedom) == pytest.approx(t, rel=1e-5)
-
-
-def test_welchs_interval_is_that_of_a_worked_example():
-    """And a side of one run takes the variance of the other side."""
     # By hand: variances 1 and 16, 3 values each: se = sqrt(17 / 3) = 2.3805, freedom = 17^2 / (1 + 256) x 2 = 2.2490.
     assert margin_of_difference([1.0, 2.0, 3.0], [2.0, 6.0, 10.0]) == pytest.approx(3.8769 * 2.3805, rel=1e-3)
     # The variance 4 of three values, for both means: se = 2 x sqrt(1 + 1 / 3), freedom = 2.
     for sides in (([1.0], [2.0, 4.0, 6.0]), ([2.0, 4.0, 6.0], [1.0])):
         assert margin_of_difference(*sides) == pytest.approx(4.30265 * 2 * math.sqrt(4 / 3), rel=1e-4)
-
-
-def test_the_evaluation_before_training_alone_says_nothing():
-    runs = [History(Path("c"), {}, [{"step": step, "eval/x/avg@1": 0.5} for step in (0, last)]) for last in (3, 4)]
-    assert common_steps(runs, "eval/x/avg@1") == [], "both have the same weights then"
 
 
 def runs_of(
@@ -87,17 +78,16 @@ def test_with_one_seed_each_only_the_evaluations_error_is_known(tmp_path):
     assert said([a], [b]).split("Over the whole curve")[0].count(unknown) == 5
 
 
-def test_what_a_step_costs_is_compared_too(tmp_path):
+def test_what_a_step_costs_is_compared_and_how_far_a_run_has_come_is_not(tmp_path):
     costs = ({"time/step_s": 2.0, "sampling/prompts": 2}, {"time/step_s": 2.6, "sampling/prompts": 4})
     text = said(*(runs_of(tmp_path / str(i), {1: 0.5, 2: 0.6}, more=each) for i, each in enumerate(costs)))
     for name, difference in {"time/step_s": "0.600", "sampling/prompts": "2.000"}.items():
         assert re.search(rf"^{name} .*\+{difference}: its error is not known$", text, re.MULTILINE), text
-
-
-def test_how_far_a_run_has_come_is_no_difference(tmp_path):
     a, b = runs_of(tmp_path / "a", {1: 0.5}, stop_after=None), runs_of(tmp_path / "b", {2: 0.5}, 10, stop_after=10)
     assert "From A to B: the same flags." in said(a, b)
     assert seed_groups([describe(read_run(run)) for run in a + b]) == [[0, 1]]
+    runs = [History(Path("c"), {}, [{"step": step, "eval/x/avg@1": 0.5} for step in (0, last)]) for last in (3, 4)]
+    assert common_steps(runs, "eval/x/avg@1") == [], "both have the same weights then"
 
 
 def test_runs_without_a_spread_have_no_interval(tmp_path):

@@ -23,9 +23,9 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 from helpers.made_up import GROUP_SIZE, HOSTILE, SMILE, make_rollouts, make_run, make_vocabulary
 from helpers.runs import GUARD_SECONDS, said
 from reports.page import seed_groups, write_page
+from reports.reference import published_curves
 from reports.samples import pack_samples
 from runtime.history import History, read_config, read_metrics
-from watch.reference import published_curves
 
 
 def write(file: Path, *runs: Path) -> Path:
@@ -36,9 +36,7 @@ def write(file: Path, *runs: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def big_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of runs of 500 steps beside it. a and b differ by their seed, c by a flag and its code. a has
-    10,000 completions of 50 steps.
-    """
+    """Of runs of 500 steps: a and b differ by their seed, c by a flag and its code; a has 10,000 completions."""
     root = tmp_path_factory.mktemp("runs")
     runs = [make_run(root / "a", 1), make_run(root / "b", 2), make_run(root / "c", 3, patch=HOSTILE, clip_high=0.28)]
     make_rollouts(runs[0], list(range(10, 501, 10)), prompts=25, tokens=300, vocabulary=make_vocabulary(151_000))
@@ -46,7 +44,6 @@ def big_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small_run(folder: Path, steps: list[int]) -> Path:
-    """With the completions of these steps."""
     run = make_run(folder, steps=5)
     make_rollouts(run, steps, prompts=2, tokens=30, vocabulary=make_vocabulary(400))
     return run
@@ -141,7 +138,6 @@ class Browser:
         self.wait(f"document.querySelector('[role=status]').textContent.includes({status!r})")
 
     def choose(self, label: str, text: str) -> None:
-        """Chooses an option that begins so."""
         select = Select(self.driver.find_element(By.XPATH, f"//label[span='{label}']/select"))
         select.select_by_visible_text(next(each.text for each in select.options if each.text.startswith(text)))
 
@@ -186,7 +182,7 @@ def page(request, browser, big_page) -> Browser:
 def test_tokens_are_coloured_by_the_stored_log_probs(page, big_page):
     row = pq.read_table(big_page.with_name("a") / "rollouts" / "step_500.parquet").slice(2, 1).to_pylist()[0]
     spans = "document.querySelectorAll('.tokens')[2].querySelectorAll('span')"
-    classes = page.run(f"return [...{spans}].map((span) => span.className)")
+    classes = page.run(f"return [...{spans}].map((span) => span.classList[0])")
     for level, low, high in (("l0", 0.91, 1), ("l1", 0.51, 0.89), ("l3", 0.06, 0.19), ("l4", 0.011, 0.049)):
         shown = [name for name, x in zip(classes, row["rollout_logprobs"], strict=True) if low < np.exp(x) < high]
         assert set(shown) <= {level}, level
@@ -226,6 +222,8 @@ def test_overview_curves_and_differences_are_shown(page):
     page.choose("Smoothing", "21")
     assert page.run("const y = charts[0].plot.data[1]; return Math.abs(y[300] - y[299])") < 0.02, "no noise"
     page.choose("Another metric", "completion/frac_truncated")
+    assert page.run("const select = document.querySelector('figure select');"
+                    "return select.clientWidth / select.closest('figure').clientWidth") > 0.8  # fmt: skip
     assert page.run("return charts.at(-1).plot.data[1].slice(30)") == pytest.approx([0.05] * 470)
     page.run("document.querySelectorAll('.chart')[1].focus()")
     page.find(".chart", 1).send_keys(Keys.ARROW_LEFT, Keys.ARROW_LEFT)
@@ -267,6 +265,49 @@ def test_samples_are_chosen_filtered_and_searched(page):  # the last one: it cha
     page.wait_for("0 completions in 0 groups")
     assert page.all(".completion") == []
     page.check()
+
+
+def test_a_special_token_stays_on_one_line(page):
+    """In a text without spaces, which is broken anywhere."""
+    made = """const n = 800, text = "abc<eos>".repeat(n / 2), body = make("div", {className: "text tokens"});
+        const sizes = new Uint16Array(n).map((_, t) => (t % 2 ? 5 : 3));
+        byId("problem").after(body);
+        const step = {bytes: new TextEncoder().encode(text), sizes, logprob: new Uint8Array(n)};
+        fillTokens(body, step, {first: 0, start: 0, length: n, text}, Infinity);
+        const mostLines = () => Math.max(...[...body.children].map((span) => span.getClientRects().length));
+        const found = [mostLines()];
+        body.querySelectorAll(".special").forEach((span) => span.classList.remove("special"));
+        found.push(mostLines());
+        body.remove();
+        return found"""
+    assert page.run(made) == [1, 2], "as it is, and as it would be for another token"
+
+
+@pytest.mark.parametrize("width", [1280, 360])
+def test_twenty_runs_fit_the_page(width, browser, tmp_path):
+    """The first chart is on the first screen, a run has a row and its own line, and the seeds are told once."""
+    runs = [
+        make_run(tmp_path / f"clip{i}_seed{seed}", seed, 30, clip_high=i / 10) for i in range(10) for seed in (1, 2)
+    ]
+    browser.open(write(tmp_path / "page.html", *runs), width)
+    top = browser.run("return document.querySelector('.chart').getBoundingClientRect().top")
+    assert top < 600, "of a screen of 900"
+    for section in ("overview", "differences"):
+        rows = browser.all(f"#{section} > .scroll tbody th")
+        assert rows == [run.name for run in runs]
+    room = browser.run("const {scrollWidth, clientWidth} = document.querySelector('#overview .scroll');"
+                       "return [scrollWidth, clientWidth]")  # fmt: skip
+    assert width < 1280 or room[0] == room[1]
+    for click, count in ((False, 10), (True, 20)):  # with the seeds together, and apart
+        if click:
+            browser.find("input[type=checkbox]").click()
+        drawn = browser.run("return charts[0].plot.series.filter((one) => one.width > 0)"
+                            ".map(({stroke, dash}) => [stroke(), String(dash)])")  # fmt: skip
+        shown = browser.run("return [...document.querySelectorAll('.key .swatch')]"
+                            ".map((mark) => getComputedStyle(mark).background)")  # fmt: skip
+        assert len(drawn) == len(set(map(tuple, drawn))) == len(set(shown)) == count
+    assert " ".join(browser.all("#curves")).count("by their seed alone") == 1
+    browser.check()
 
 
 def test_a_completion_of_300000_tokens_is_shown_whole(page):

@@ -22,7 +22,6 @@ def place(folder: Path, script: str = TELLS) -> None:
 
 
 def seeds(folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
-    """(exit status, all that is said)."""
     without = {name: value for name, value in os.environ.items() if name != "OUT_DIR"}
     options = {"cwd": folder, "env": without | environment, "capture_output": True, "text": True, "check": False}
     done = subprocess.run(["bash", "scripts/seeds.sh", *arguments], **options, timeout=60)

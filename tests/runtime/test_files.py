@@ -21,7 +21,6 @@ LINE = json.dumps({"text": "x" * 30_000}) + "\n"
 
 
 def test_a_refused_line_that_must_be_written_ends_the_run(tmp_path):
-    """It leaves no half line."""
     file = tmp_path / "metrics.jsonl"
     with largest_file(100_000):
         for number in range(3):
@@ -61,7 +60,6 @@ def test_copies_and_other_files_of_somebody_are_no_steps(tmp_path):
 
 
 def test_what_a_run_can_miss_is_reported_once(tmp_path, capsys):
-    """Other mistakes are raised."""
     for name in ("a.png", "a.png", "b.png"):
         with best_effort(str(tmp_path / name), ValueError):
             raise ValueError("damaged") if name == "b.png" else OSError(errno.EDQUOT, "Disk quota exceeded")

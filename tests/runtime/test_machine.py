@@ -2,12 +2,16 @@
 
 import os
 import socket
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fsdp_utils
-from helpers.runs import PROGRAMS, run_command, torchrun
+from gate import agreement
+from helpers.runs import CALL, name_of, run_command, torchrun
 from runtime import machine
 
 
@@ -22,24 +26,6 @@ def test_allocators_keep_the_users_settings(monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")  # by the user
     assert "expandable_segments:False" in fsdp_utils.allocator_settings(is_expandable=True)
     torch._C._accelerator_setAllocatorSettings("")
-
-
-def test_a_gpu_rank_sets_its_allocator_its_device_and_as_threads_its_share_of_the_cores(monkeypatch):
-    """Of torchrun's 8 ranks, of which this is the fourth on its node."""
-    called, sizes = [], {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "3", "RANK": "0"}
-    for name, value in (sizes | {"OMP_NUM_THREADS": "1"}).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    monkeypatch.setattr(torch, "set_num_threads", called.append)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: called.append(str(device)))
-    monkeypatch.setattr(fsdp_utils, "set_allocator", lambda is_expandable: called.append(is_expandable))
-    monkeypatch.setattr(fsdp_utils, "meeting_point", lambda rank, size: torch.distributed.HashStore())
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **_: called.append(backend))
-    world = fsdp_utils.init_world(tp_size=1, timeout_minutes=1)
-    assert called == ["cuda:3", False, 8, "cpu:gloo,cuda:nccl"]
-    assert os.environ["OMP_NUM_THREADS"] == "8", "vLLM respects the variable"
-    assert world.device == torch.device("cuda", 3)
 
 
 def test_a_silent_gpu_driver_does_not_mean_a_cpu_installation(tmp_path):
@@ -86,11 +72,37 @@ def test_an_unreachable_main_address_is_refused(nodes, monkeypatch):
     assert (machine.interface_of("127.0.0.1"), machine.interface_of("198.51.100.7")) == ("lo", None)
 
 
+def late_start(first: str, second: str) -> None:
+    """On two ranks: the main process comes when the other has waited for three hours, and the nodes do not share a
+    folder. An hour goes by on the clock of the other rank each time that it waits.
+    """
+    rank, has_waited, waits = int(os.environ["RANK"]), Path(first).parent / "has_waited", []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            has_waited.touch()
+        time.sleep(seconds)
+
+    if rank == 0:
+        while not has_waited.exists():
+            time.sleep(0.05)
+    else:
+        fsdp_utils.time = SimpleNamespace(sleep=wait, monotonic=lambda: 3600.0 * len(waits))
+    fsdp_utils.init_world(tp_size=1, timeout_minutes=1)
+    fsdp_utils.time = time
+    agreement.SHOWN_SECONDS = 0.5
+    try:
+        agreement.check_shared(Path((first, second)[rank]))
+    except ValueError as error:
+        (Path(first) / f"error_of_rank_{rank}").write_text(str(error))
+    fsdp_utils.close_world()
+
+
 def test_a_late_main_process_is_waited_for(tmp_path):
-    """Beyond the time-out; and a folder that a node lacks is named."""
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
-    torchrun(2, PROGRAMS, "late_start", tmp_path / "first", tmp_path / "second")
+    torchrun(2, CALL, name_of(late_start), tmp_path / "first", tmp_path / "second")
     assert not list(tmp_path.glob("*/.seen_by_all_*"))
     for rank, name in enumerate(("first", "second")):
         error = (tmp_path / "first" / f"error_of_rank_{rank}").read_text()

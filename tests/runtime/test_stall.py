@@ -52,7 +52,7 @@ def place(monkeypatch) -> Place:
     return PLACE
 
 
-def test_phases_nest_and_that_of_an_exception_stays(place):
+def test_phases_nest_that_of_an_exception_stays_and_stacks_come_before_a_time_out(place, tmp_path):
     beat()  # nobody watches
     with in_phase("sample", 3):
         with in_phase("reward", 3):
@@ -62,9 +62,6 @@ def test_phases_nest_and_that_of_an_exception_stays(place):
     with pytest.raises(KeyError), in_phase("update", 4):
         raise KeyError
     assert (place.phase, place.step) == ("update", 4)
-
-
-def test_the_stacks_come_before_the_collectives_time_out(place, tmp_path):
     for timeout_minutes, seconds in ((30, 600), (1, 48)):
         watch(tmp_path, 0, timeout_minutes)
         assert place.stall_seconds == seconds

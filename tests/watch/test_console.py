@@ -23,7 +23,6 @@ STEP = {"reward/mean": 0.5, "policy/loss": float("nan")} | TIMES
 
 
 def told(folder, capsys, *steps: dict[str, float], quiet: bool) -> list[str]:
-    """The lines that the console shows of a run of 10 steps."""
     console = Console(folder, 10, quiet)
     for number, metrics in enumerate(steps, start=1):
         console.step(number, metrics)
@@ -67,14 +66,11 @@ def test_the_status_says_how_a_run_has_ended_first_reason_first(how, now, tmp_pa
     assert status_in(tmp_path)["now"] == "done"
 
 
-def test_quiet_shows_steps_with_an_evaluation_and_its_failures(tmp_path, capsys):
+def test_the_console_shows_what_was_measured_and_quiet_steps_with_an_evaluation(tmp_path, capsys):
     failed = {"eval/heldout/avg@4": 0.05, "eval/heldout/frac_failed": 0.347, "eval/other/frac_failed": 0.0}
     (line,) = told(tmp_path, capsys, STEP, STEP | failed, quiet=True)
     assert line.startswith("step  2/10 |")
     assert "| eval/heldout/frac_failed 0.347, see eval/step_2" in line and "other" not in line
-
-
-def test_the_console_line_shows_what_was_measured():
     metrics = {
         "reward/mean": 0.5, "time/sample_s": 1.26, "time/step_s": 2.0, "time/sync_s": 0.01, "time/rollout_tail_s": 1.0,
         "eval/heldout/avg@4": 0.75, "optim/skipped_updates": 2.0, "perf/update_mfu": 0.4,
@@ -86,7 +82,6 @@ def test_the_console_line_shows_what_was_measured():
 
 
 def test_five_steps_without_signal_are_warned_of_once(tmp_path, capsys):
-    """Without an advantage, or without a gradient."""
     console = Console(tmp_path, 20, quiet=True)
     nothing, signal, lone = (0, None), (0.5, 0.1), (None, 0)  # the last: with --group_size 1 no group has a signal
     for step, (share, norm) in enumerate([nothing, signal, *[nothing] * 6, signal, *[lone] * 6], start=1):
@@ -97,7 +92,6 @@ def test_five_steps_without_signal_are_warned_of_once(tmp_path, capsys):
 
 
 def test_files_that_a_run_can_miss_cost_a_warning(tmp_path, capsys):
-    """Those that cannot be written, once; and curves of a log that is damaged."""
     (tmp_path / "status.json").mkdir()
     (status,) = told(tmp_path, capsys, STEP, STEP, quiet=True)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean: 0.5}\n')
@@ -107,7 +101,7 @@ def test_files_that_a_run_can_miss_cost_a_warning(tmp_path, capsys):
     assert "curves.png could not be written: " in curves and "line 1, is damaged" in curves
 
 
-def test_a_tracker_that_fails_costs_its_curves_and_no_step(tmp_path, capsys, monkeypatch):
+def test_a_tracker_that_fails_costs_its_curves_and_one_that_is_missing_is_named(tmp_path, capsys, monkeypatch):
     tracker, fail = Tracker("wandb", tmp_path), Mock(side_effect=ConnectionError("no network"))
     monkeypatch.setitem(TRACKERS, "wandb", lambda *_: (fail, None))
     for step in (1, 2):
@@ -115,9 +109,6 @@ def test_a_tracker_that_fails_costs_its_curves_and_no_step(tmp_path, capsys, mon
     tracker.end("done")
     shown = capsys.readouterr().out
     assert shown.count("warning: --track wandb has failed and is left out from now on: no network") == 1
-
-
-def test_a_package_that_is_missing_is_named(monkeypatch):
     check_flags(flags(track="wandb"), num_ranks=1)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="--track wandb: its package is not installed; run `pip install wandb`"):

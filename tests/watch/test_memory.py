@@ -1,11 +1,15 @@
 """Memory is measured phase by phase; a run without memory ends with one sentence; an update takes what is planned."""
 
+import importlib
 import json
 import mmap
+import os
 import re
+import resource
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +19,7 @@ from transformers import AutoConfig
 from bench_memory import POLICIES
 from flags import FLAGS
 from helpers.made_up import ALONE
-from helpers.runs import PROGRAMS, run_ranks, torchrun, training_flags
+from helpers.runs import CALL, NO_EVAL, name_of, run_program, run_ranks, torchrun, training_flags
 from runtime.ways_out import LARGER_SHARE, WAYS_OUT
 from watch import memory as watch
 from watch.memory import MemoryWatch
@@ -52,20 +56,6 @@ def test_each_phase_has_its_own_memory_peak():
     assert "memory/load_gib" not in memory.step(1, {}), "they begin anew"
 
 
-def fake_gpu(monkeypatch: pytest.MonkeyPatch, taken: int = 0, **stats: int) -> None:
-    """What torch says of a GPU of 80 GiB that is not there. Its own figures hold what a sleeping engine gave back."""
-    names = {"peak": "reserved_bytes.all.peak", "now": "reserved_bytes.all.current", "used": "allocated_bytes.all.peak"}
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: ((80 - taken) * GIB, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: {x: stats.get(key, 0) * GIB for key, x in names.items()})
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-
-
-def test_on_a_gpu_a_phase_leaves_out_what_the_engine_gave_back(monkeypatch):
-    """CUDA has 2 GiB; of an engine of 40, 1 stays; the trainer holds 12, at the peak 60, 55 in use."""
-    fake_gpu(monkeypatch, taken=2 + 1 + 12, peak=40 + 60, now=40 + 12, used=40 + 55)
-    assert watch.peak(torch.device("cuda")) == ((2 + 1 + 60) * GIB, (2 + 1 + 55) * GIB)
-
-
 def test_a_node_sums_its_ranks_and_their_child_processes(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert watch.largest_node([1, 2, 5, 1, 0, 0]) == 6
@@ -79,66 +69,51 @@ def test_a_node_sums_its_ranks_and_their_child_processes(monkeypatch):
     assert grown > 64 * MIB
 
 
-# Memory that runs out -------------------------------------------------------------------------------------------------
-
 RANK_3 = replace(ALONE, trainer_rank=3, num_trainers=4)
-TORCH = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 80.00 GiB"
 CPU_TORCH = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"
-PINNED = "Registering memory failed with cudaError: 2. Consider launching with CUDA_LAUNCH_BLOCKING=1 to debug."
 LOWER_BATCH = "lower --micro_batch_tokens, add --gradient_checkpointing, "
 
 
-def said(memory: MemoryWatch, phase: str, error: BaseException) -> str:
+def ended_with(memory: MemoryWatch, phase: str, error: BaseException) -> str:
     with pytest.raises(MemoryError) as raised, memory.phase(phase):
         raise error
     return str(raised.value)
 
 
-STAYS = MemoryError("GPU memory ran out; lower --gpu_memory_utilization.")
-STAYS.__cause__ = torch.OutOfMemoryError(TORCH)
-
-
-@pytest.mark.parametrize(("phase", "error", "way"), [
-    ("sample", torch.OutOfMemoryError(TORCH), "lower --gpu_memory_utilization"),
-    ("sleep", RuntimeError("CUDA Error: out of memory at cumem.cpp:1"), "--gpu_memory_utilization"),
-    ("pack", torch.OutOfMemoryError(TORCH), LOWER_BATCH),
-    ("logprobs", RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), "--offload_reference"),
-    ("update", torch.AcceleratorError("CUDA error: out of memory\nCUDA"), "--communicate_once if it fits; if it was"),
-    ("update", RuntimeError(PINNED), "if it was the host's, use less of --offload"),
-    ("reward", OSError(12, "Cannot allocate memory"), "start fewer ranks"),
-])  # fmt: skip
-def test_each_phase_has_its_flags(phase, error, way, monkeypatch):
-    """But what the engine says about its memory stays the last sentence."""
-    fake_gpu(monkeypatch)
-    memory = MemoryWatch(replace(RANK_3, device=torch.device("cuda")))
-    sentence = said(memory, phase, error)
-    assert sentence.startswith(f"memory ran out on rank 3 in phase {phase}; ") and way in sentence
-    assert str(error).splitlines()[0] in sentence, "which tells what was asked for"
-    assert said(memory, "sync", STAYS) == str(STAYS)
-
-
-def test_on_a_cpu_only_flags_with_an_effect_are_named():
+def test_on_a_cpu_only_flags_with_an_effect_are_named_and_other_errors_pass():
     """And a phase inside another one reports alone."""
     memory = MemoryWatch(RANK_3)
     ways = f"{LOWER_BATCH}or give --param_dtype bfloat16 ({CPU_TORCH})."
-    sentence = said(memory, "update", RuntimeError(CPU_TORCH))
+    sentence = ended_with(memory, "update", RuntimeError(CPU_TORCH))
     assert sentence == f"memory ran out on rank 3 in phase update; {ways}"
     with pytest.raises(MemoryError) as raised, memory.phase("sample"), memory.phase("reward"):
         np.zeros(2**50)
     assert "in phase reward; " in str(raised.value) and "8.00 PiB" in str(raised.value)
     assert str(raised.value).count("ran out") == 1
-
-
-@pytest.mark.parametrize("error", [RuntimeError("shapes"), OSError(28, "No space")])
-def test_other_errors_pass_as_they_are(error):
-    with pytest.raises(type(error)) as raised, MemoryWatch(RANK_3).phase("update"):
-        raise error
-    assert raised.value is error
+    for error in (RuntimeError("shapes"), OSError(28, "No space")):
+        with pytest.raises(type(error)) as raised, MemoryWatch(RANK_3).phase("update"):
+            raise error
+        assert raised.value is error
 
 
 def test_the_ways_out_are_flags_of_the_program():
     assert set(re.findall(r"--\w+", f"{WAYS_OUT} {LARGER_SHARE}")) <= set(FLAGS)
-    assert WAYS_OUT.keys() == {*watch.PHASES, "optimizer", "server", "host"}, "the dry run's, beside those of the loop"
+    assert WAYS_OUT.keys() == {*watch.PHASES, "optimizer", "server", "engine", "host"}, "beside those of the loop"
+
+
+def starved(where: str, rank: str, *flags: str) -> None:
+    """Memory runs out on that rank at the first call of `where`: the process may grow by 64 MiB and asks for 1 GiB."""
+
+    def ask(*arguments: object, **options: object) -> None:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**26, most))
+        torch.empty(2**30, dtype=torch.uint8)
+
+    if os.environ["RANK"] == rank:
+        name, _, function = where.rpartition(".")
+        setattr(importlib.import_module(name), function, ask)
+    run_program(["train_grpo.py", *flags])
 
 
 @pytest.mark.parametrize(("num_ranks", "function", "phase", "way"), [
@@ -147,8 +122,8 @@ def test_the_ways_out_are_flags_of_the_program():
 ])  # fmt: skip
 def test_a_rank_without_memory_ends_the_run_with_a_sentence(num_ranks, function, phase, way, policy, tmp_path):
     """The limit, of the last rank, is a real one: of the process's address space."""
-    flags = training_flags(policy, tmp_path / "run", eval_data=None, eval_every=None, eval_before_training=None)
-    done = run_ranks(num_ranks, PROGRAMS, ["starved", function, num_ranks - 1, *flags])
+    flags = training_flags(policy, tmp_path / "run", **NO_EVAL)
+    done = run_ranks(num_ranks, CALL, [name_of(starved), function, num_ranks - 1, *flags])
     assert done.returncode == 1, "nobody waits for the rank that is gone"
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: memory ran out")]
     assert f" ran out on rank {num_ranks - 1} in phase {phase}; " in error and way in error
@@ -157,7 +132,6 @@ def test_a_rank_without_memory_ends_the_run_with_a_sentence(num_ranks, function,
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_update_takes_the_planned_memory_within_10_percent(num_ranks, tmp_path):
-    """Under every memory policy."""
     AutoConfig.for_model(
         "qwen2", vocab_size=1024, hidden_size=128, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, tie_word_embeddings=False,

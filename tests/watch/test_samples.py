@@ -6,7 +6,7 @@ import numpy as np
 
 from batch import Row
 from data import PromptData
-from gate.inputs import describe_data
+from gate.describe import describe_data
 from helpers.made_up import make_rollout
 from helpers.runs import lines
 from reward import Grade

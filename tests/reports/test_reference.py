@@ -11,9 +11,9 @@ import pytest
 from command_line import parse_flags
 from helpers.made_up import write_completions, write_lines, write_run
 from helpers.runs import ROOT
+from reports.reference import SAMPLING, belongs_to, judge, judgement, load, names, published_curves, report
 from runtime.history import History, read_run
 from test_setups import launched
-from watch.reference import SAMPLING, belongs_to, judge, judgement, load, names, published_curves, report
 
 GSM8K, DAPO = "qwen2.5_3b_gsm8k_lora_1gpu", "qwen3_4b_dapo_8gpu"
 ZOO, TULU = "qwen7b_simplerl_2x8xh100", "tulu8b_rlvr_7plus1"
@@ -69,9 +69,6 @@ def test_every_documented_set_up_has_a_reference_for_its_runs():
     assert belongs_to({}) is None
 
 
-# Judging --------------------------------------------------------------------------------------------------------------
-
-
 def gsm8k_run(folder: Path, before: float = 0.563, after: float = 0.861, last: int = 116, **flags: object) -> Path:
     """A run of the set-up on 3B with its two evaluations."""
     records = [{"step": step, "reward/mean": 0.5} for step in range(last + 1)]
@@ -116,7 +113,6 @@ def test_of_several_sets_the_one_that_was_evaluated_alike_is_judged(tmp_path):
 
 
 def test_unpublished_or_unmeasured_figures_cannot_be_judged(tmp_path):
-    """Nor those of a replay."""
     run = gsm8k_run(tmp_path / "model", model="Qwen/Qwen2.5-14B-Instruct")
     assert f"{UNKNOWN}: nothing is published for --model Qwen/Qwen2.5-14B-Instruct" in judgement(run)
     run = write_run(tmp_path / "qwq", config_of("qwq32b_8xh100"), [{"step": 1}])
@@ -139,7 +135,6 @@ def test_a_figure_over_steps_takes_their_mean_and_bears_a_null(tmp_path):
 
 
 def results(folder: Path, set_name: str, accuracy: float, top_p: float = 0.95) -> None:
-    """results.json as evaluate.py writes it."""
     protocol = {"problems": 500, "samples": 1, "temperature": 1.0, "top_p": top_p, "max_completion_tokens": 16000}
     found = {"sets": {set_name: protocol | {"avg@1": {"mean": accuracy, "stderr": 0.02}}}}
     write_lines(folder / "results.json", [found])

@@ -7,9 +7,9 @@ import itertools
 import warnings
 from pathlib import Path
 
+from reports import reference
 from runtime.files import atomic_write
-from runtime.history import History, read_config, read_metrics
-from watch import reference
+from runtime.history import History, read_config, read_metrics, seconds_of_phases
 
 PANELS = {  # title -> the metrics that it shows; * stands for any text
     "reward": "reward/mean",
@@ -58,12 +58,6 @@ def plot(run_dir: Path) -> None:
     with atomic_write(run_dir / "curves.png") as unfinished, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # what the font lacks are boxes
         figure.savefig(unfinished, format="png", dpi=90)
-
-
-def seconds_of_phases(metrics: dict[str, float]) -> dict[str, float]:
-    """Phase -> seconds, from the `time/<phase>_s` of a step."""
-    no_phases = ("time/step_s", "time/rollout_tail_s")
-    return {name[5:-2]: x for name, x in metrics.items() if name.startswith("time/") and name not in no_phases}
 
 
 def drawable(text: str) -> str:

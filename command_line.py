@@ -60,11 +60,12 @@ class Parser(argparse.ArgumentParser):
         unknown = re.match(r"unrecognized arguments: -*(?:[^\s=]*\.)?([^\s=]+)", message)
         if unknown:
             name = unknown[1].replace("-", "_")
-            near = difflib.get_close_matches(f"--{name}", self._option_string_actions, n=1)
+            known = [option.removeprefix("--") for option in self._option_string_actions]
+            near = difflib.get_close_matches(name, known, n=1)
             if ours := our_flag(name):
                 message += f"; another library's name for {ours}: docs/from_other_libraries.md"
             elif near:
-                message += f"; did you mean {near[0]}?"
+                message += f"; did you mean --{near[0]}?"
         if not note_reason(message, "mistake") and os.environ.get("RANK", "0") == "0":
             print(f"error: {message}", file=sys.stderr)
         sys.exit(2)

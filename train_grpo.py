@@ -30,7 +30,7 @@ from fsdp_utils import World, close_world, init_world, is_main_process, set_allo
 from gate.agreement import check_same_step, check_world
 from gate.checks import free_on_resume, ranks_per_engine
 from gate.describe import describe_algorithm, describe_data, describe_plan, describe_policy, describe_world
-from gate.digests import digests_of_inputs
+from gate.digests import digests_of_files, digests_of_inputs
 from gate.inputs import Inputs, check_replayed
 from gate.models import length_limits
 from gate.own import guarded
@@ -38,6 +38,7 @@ from metrics import merge_updates
 from policy import Policy, build_policy
 from run import Observer, Run, open_run_folder
 from runtime.files import run_and_step
+from runtime.history import read_metrics
 from runtime.parts import part
 from runtime.rank import OwnCodeError, RunError, Stopped
 from runtime.signals import arm
@@ -175,6 +176,7 @@ def open_run(args: Namespace) -> tuple[Inputs, PromptData, Plan, Run]:
         digests = digests_of_inputs(args, inputs)
         check_replayed(args, digests)
         lock = open_run_folder(out_dir, vars(args), free_on_resume(args), digests) if is_main_process() else None
+        read_metrics(out_dir)  # raises for a log that is damaged
         world = init_world(ranks_per_engine(args), args.timeout_minutes, args.shard_ranks, args.engine == "colocated")
         check_world(args, world)
         inputs = inputs.with_usable_keys(world)
@@ -183,7 +185,8 @@ def open_run(args: Namespace) -> tuple[Inputs, PromptData, Plan, Run]:
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
     observers = observers_of(args, inputs, world, plan.total_steps)
-    run = Run(out_dir, lock, world, plan.total_steps, digests, observers)
+    files = digests | digests_of_files([args.after_step or ""])  # to be kept, but not compared
+    run = Run(out_dir, lock, world, plan.total_steps, files, observers)
     run.say(f"{describe_world(world)}; {describe_plan(plan)}\n{describe_algorithm(args)}")
     if world.is_main:
         file = out_dir / "excluded_rows.jsonl"

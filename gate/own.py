@@ -73,6 +73,8 @@ def check_shape(what: str, values: object, shapes: list[tuple[int, ...]]) -> Non
     if not isinstance(values, Tensor) or tuple(values.shape) not in shapes:
         got = f"the shape {list(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
         needed = " or ".join(str(list(shape)) for shape in shapes)
+        if len(shapes) == 1:  # of a loss, a KL, or a metric of theirs
+            needed += ": one value a token, not their mean"
         raise ValueError(f"{what} has {got}; needed is a tensor of the shape {needed}.")
 
 

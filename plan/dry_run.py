@@ -10,14 +10,19 @@ import argparse
 import difflib
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
-from flags import EngineSettings, Lora, Memory, Saving, Servers
+from engine.options import stop_ids
+from flags import EngineSettings, Lora, Memory, PromptFormat, Saving, Servers
 from gate.checks import check_flags, launched_world_size
 from gate.choices import check_choices
+from gate.inputs import check_template, read_system_prompt, samplings_of
 from gate.models import check_trained, checked_config, length_limits
+from grading.score import parse_reward
+from model.weights import load_tokenizer
 from plan.setup import GIB, Hardware, RunShape, Setup, shape_of
 from plan.table import report_of, text_of
 from runtime.cards import gpu_figures
@@ -88,6 +93,7 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
         part("extras.models.vision", "--image_column").check_images(args.model, config, args.image_column)
     model, lora = shape_of(config, args.model), Lora.from_flags(args)
     check_choices(args)
+    check_inputs(args)
     num_rows = rows_of(args.train_data)
     if num_rows is None and args.epochs is not None:
         raise ValueError(
@@ -127,6 +133,23 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
         servers=Servers.from_flags(args), plan=plan, run=run, hardware=hardware,
         teacher=teacher,
     )  # fmt: skip
+
+
+def check_inputs(args: argparse.Namespace) -> None:
+    """Raises ValueError or FileNotFoundError for what a start refuses before it reads data.
+
+    What depends on a tokenizer is checked where the folder of --model has one.
+    """
+    parse_reward(args.reward)
+    samplings_of(args)
+    prompt_format = PromptFormat.from_flags(args, system_prompt=read_system_prompt(args.system_prompt))
+    tokenizer = None
+    if Path(args.model).is_dir():
+        with suppress(ValueError):  # a config alone will do
+            tokenizer = load_tokenizer(args.model)
+    if tokenizer:
+        check_template(prompt_format, tokenizer)
+        stop_ids(tokenizer, args.stop_tokens)
 
 
 def mean_tokens(kind: str, mean: float | None, limit: int) -> float:

@@ -14,6 +14,7 @@ import show_data
 from command_line import parse_flags
 from gate.checks import check_flags, free_on_resume
 from gate.choices import check_choices
+from gate.digests import digests_of_inputs
 from gate.inputs import Inputs
 from helpers.made_up import write_lines
 from helpers.runs import GUARD_SECONDS, ROOT, run_command, run_ranks, training_flags
@@ -178,6 +179,13 @@ def test_a_name_of_another_library_or_a_mistyped_one_is_answered_with_ours(given
     assert (foreign if ours else "; did you mean --group_size?") in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("given", ["--foo", "--bar=1", "--temp", "--x"])
+def test_a_flag_that_is_like_no_other_is_answered_with_none(given, capsys):
+    with pytest.raises(SystemExit):
+        parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", given])
+    assert capsys.readouterr().err == f"error: unrecognized arguments: {given}\n"
+
+
 def test_texts_that_are_no_paths_may_be_empty_or_have_a_tilde():
     given = ["--prompt_suffix=", "--system_prompt=", "--stop_tokens=~", "--train_data=a~b/c.jsonl", "--replay=~1"]
     args = parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", *given])
@@ -189,7 +197,7 @@ def start(policy: Path, folder: Path, **changes: object) -> Inputs:
     args = parse_flags(training_flags(policy, folder, max_prompt_tokens=16, **changes))
     inputs = Inputs.load(args)
     inputs.grader.close()
-    open_run_folder(folder, vars(args), free_on_resume(args), inputs.digests).close()
+    open_run_folder(folder, vars(args), free_on_resume(args), digests_of_inputs(args, inputs)).close()
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     return inputs
 
@@ -255,7 +263,7 @@ def test_a_log_that_is_damaged_ends_a_resume_in_a_sentence(line, said, policy, t
     inputs = start(policy, run)
     with (run / "metrics.jsonl").open("a") as log:
         log.write(f"{line}\n")
-    monkeypatch.setattr("train_grpo.load_inputs", lambda _: inputs)
+    monkeypatch.setattr("train_grpo.Inputs.load", lambda _: inputs)
     with pytest.raises(SystemExit):
         open_run(parse_flags(training_flags(policy, run, max_prompt_tokens=16)))
     shown = capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from dataclasses import replace
 
@@ -243,6 +244,29 @@ def test_rows_come_from_the_source_the_disk_or_a_table(tmp_path):
 def test_what_could_not_run_anywhere_is_an_error_with_a_way_out(changes, words):
     with pytest.raises(ValueError, match=words):
         dry_run(flags(**(QWQ | changes)))
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"stop_tokens": "im_end"}, "--stop_tokens 'im_end': no token of the tokenizer"),
+    ({"eval_data": "x.jsonl", "eval_every": 1, "eval_samples": 4, "eval_temperature": 0}, "are 4 times the same"),
+    ({"reward": "maths"}, "--reward 'maths': 'maths' is neither built in"),
+    ({"reward": "absent.py:score"}, "the file '.*absent.py' does not exist"),
+    ({"system_prompt": "absent.txt"}, "--system_prompt 'absent.txt': no such file"),
+    ({"template_args": "enable_thinking=false"}, "--template_args enable_thinking=false: give NAME=VALUE, with a"),
+])  # fmt: skip
+def test_the_dry_run_refuses_flags_that_a_start_refuses(changes, words):
+    """What depends on a tokenizer, where the model's folder has one."""
+    tiny = {"model": str(ROOT / "scripts" / "tiny_policy"), "max_prompt_tokens": 16, "max_completion_tokens": 48}
+    given = tiny | {"train_data": "d#64", "plan_gpus": 1, "epochs": None, "total_steps": 4}
+    assert setup(given).run
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        setup(given | changes)
+
+
+def test_a_config_alone_will_do_for_a_dry_run(tmp_path):
+    shutil.copy(ROOT / "scripts" / "tiny_policy" / "config.json", tmp_path)
+    assert setup({"model": str(tmp_path), "train_data": "d#64", "plan_gpus": 1, "max_prompt_tokens": 16} | {
+        "max_completion_tokens": 48, "total_steps": 4}).run  # fmt: skip
 
 
 def test_the_dry_run_needs_no_network_gpu_or_data(tmp_path):

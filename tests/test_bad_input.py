@@ -17,7 +17,7 @@ from gate.choices import check_choices
 from gate.digests import digests_of_inputs
 from gate.inputs import Inputs
 from helpers.made_up import write_lines
-from helpers.runs import GUARD_SECONDS, ROOT, run_command, run_ranks, training_flags
+from helpers.runs import ROOT, run_command, run_ranks, training_flags
 from run import open_run_folder
 from train_grpo import open_run
 
@@ -97,13 +97,13 @@ def test_an_environment_on_the_terminal_fails_as_in_training(given, words, tmp_p
 
 
 def test_a_start_without_docstrings_or_of_a_damaged_replay_says_a_sentence(tmp_path):
-    done = run_command([sys.executable, "-OO", "train_grpo.py", "--help"], dict(os.environ), timeout=GUARD_SECONDS)
+    done = run_command([sys.executable, "-OO", "train_grpo.py", "--help"], dict(os.environ))
     assert done.returncode == 1 and done.stderr == (
         "error: python -OO takes away the docstrings that transformers reads; leave -OO and PYTHONOPTIMIZE out.\n"
     )
     (tmp_path / "config.json").write_text('{"seed": 1')
     given = f"train_grpo.py --model m --train_data d --total_steps 1 --out_dir {tmp_path}/o --replay {tmp_path}"
-    done = run_command([sys.executable, *given.split()], timeout=GUARD_SECONDS)
+    done = run_command([sys.executable, *given.split()])
     assert done.returncode and done.stderr.startswith(f"error: {tmp_path}/config.json is damaged: ")
     assert done.stderr.count("\n") == 1
 

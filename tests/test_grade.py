@@ -1,7 +1,7 @@
 """`scripts/grade.py`: a file of completions -> the same rows with their rewards."""
 
 import json
-import subprocess
+import os
 import sys
 from contextlib import chdir
 from pathlib import Path
@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 import grade
-from helpers.runs import ROOT
+from helpers.runs import ROOT, run_command, succeeded
 
 ROW = {"completion": "4", "answer": "4"}
 
@@ -25,9 +25,7 @@ def flags_of(folder: Path, rows: list[dict] | str, reward: str, *more: object) -
 def command(folder: Path, *given: object) -> str:
     """What the command says of what `flags_of` is given; in `folder`, where my_reward.py may stand."""
     program = [sys.executable, str(ROOT / "scripts/grade.py"), *flags_of(folder, *given)]
-    done = subprocess.run(program, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return succeeded(run_command(program, dict(os.environ), folder)).stdout
 
 
 def refused(folder: Path, *given: object) -> str:

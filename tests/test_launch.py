@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers.runs import GUARD_SECONDS, ROOT, wait_for
+from helpers.runs import GUARD_SECONDS, ROOT, run_command, wait_for
 from runtime.signals import SignalRecord
 from soak import is_running
 
@@ -82,7 +82,7 @@ def test_ranks_know_their_place_and_end_with_the_launcher(tmp_path, monkeypatch)
 
 def test_wrong_numbers_are_refused():
     for wrong in ("", "--ranks 0 x.py", "--nodes 2 --node_rank 2 x.py", "--nodes 2 --max_restarts 1 x.py"):
-        done = subprocess.run([*LAUNCHER, *wrong.split()], capture_output=True, text=True, check=False)
+        done = run_command([*LAUNCHER, *wrong.split()], dict(os.environ))
         said = "it takes a program, --ranks of 1 or more, --node_rank below --nodes, --max_restarts on one node"
         assert done.returncode == 2 and f"launch.py: error: {said}" in done.stderr
 

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from extras import losses
 from gate.checks import check_flags
 from gate.describe import describe_algorithm
 from helpers.made_up import RAGGED, load_policy, make_grade, make_model_of_family, make_rollout, unpacked_logprobs
-from helpers.runs import GUARD_SECONDS, ROOT
+from helpers.runs import ROOT, Done, run_command
 from test_update import train_step
 
 PAPERS = json.loads((ROOT / "docs" / "papers.json").read_text())
@@ -46,10 +45,8 @@ def test_what_a_report_does_beside_its_method_is_in_its_rows():
     assert "rollout_is" in PAPERS["vespo"]["notes"]
 
 
-def paper(*arguments: str, folder: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = ["bash", str(ROOT / "scripts" / "paper.sh"), *arguments]
-    options = {"cwd": folder, "env": os.environ | environment, "capture_output": True, "text": True}
-    return subprocess.run(command, **options, timeout=GUARD_SECONDS, check=False)
+def paper(*arguments: str, folder: Path = ROOT, **environment: str) -> Done:
+    return run_command(["bash", str(ROOT / "scripts" / "paper.sh"), *arguments], os.environ | environment, folder)
 
 
 def test_the_script_prints_a_method_or_runs_a_script_with_it(tmp_path):

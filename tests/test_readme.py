@@ -24,7 +24,7 @@ README = PAGES[0].read_text()
 SYMPTOMS, RUNS, OTHERS = (ROOT / "docs" / f"{name}.md" for name in ("symptoms", "runs", "from_other_libraries"))
 METRIC = re.compile(r"`((?:reward|completion|policy|rollout|sampling|optim|eval|time|memory|perf)/[^`]*[^`/])`")
 FILES = [*ROOT.glob("*.py"), *ROOT.glob("*/*.py"), *ROOT.glob("extras/*/*.py")]
-PROGRAM = [path for path in FILES if "tests" not in path.parts]
+PROGRAM = [path for path in FILES if path.relative_to(ROOT).parts[0] != "tests"]
 SOURCE = "\n".join(path.read_text() for path in PROGRAM)
 
 

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 from contextlib import redirect_stdout
 from io import StringIO
@@ -151,8 +150,7 @@ def test_a_script_runs_from_the_users_folder_and_finds_its_files(name, tmp_path)
     environment |= {"CDPATH": str(ROOT), "BASH_FUNC_python%%": TELLS, "BASH_FUNC_exec%%": '() { "$@"; exit; }'}
     given = ["--reward", "my_reward.py:score", *([] if name in EVALUATIONS else ["--out_dir", "runs/x"])]
     script = [ROOT / "scripts" / f"{each}.sh" for each in ([name, "tiny_cpu"] if name == "smoke" else [name])]
-    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "check": False}
-    done = subprocess.run(["bash", *script, *given], **options)
+    done = run_command(["bash", *map(str, script), *given], environment, tmp_path)
     assert done.returncode == 0 or name == "smoke", done.stderr
     commands = [command.split("\0")[:-1] for command in done.stdout.split("\1")[:-1]]
     for command in commands:
@@ -169,7 +167,6 @@ def test_a_run_reads_and_writes_in_the_users_folder(tmp_path):
     (tmp_path / "my_reward.py").write_text("from data import PAID\ndef score(completion):\n    return PAID\n")
     (tmp_path / "data.py").write_text("PAID = {'acc': 0.25}\n")
     command = ["bash", str(ROOT / "scripts" / "tiny_cpu.sh"), "--reward", "my_reward.py:score", "--out_dir", "runs/x"]
-    options = {"cwd": tmp_path, "env": ENVIRONMENT | {"NGPU": "1"}, "capture_output": True, "text": True}
-    done = subprocess.run(command, check=False, **options)
+    done = run_command(command, ENVIRONMENT | {"NGPU": "1"}, tmp_path)
     assert done.returncode == 1 and "my_reward.py:score: score returned {'acc': 0.25}" in done.stderr, done.stderr
     assert (tmp_path / "runs" / "x" / "config.json").exists()

@@ -217,7 +217,7 @@ def test_an_exported_vision_policy_loads_in_both_libraries(model, found, tmp_pat
     assert json.loads((tmp_path / "out" / "results.json").read_text())["sets"]["train"]["problems"] == 5
 
 
-def test_a_sampled_image_token_is_text_and_pixel_values_are_shared_on_the_host(model):
+def test_a_sampled_image_token_is_text_in_the_position_ids(model):
     data = vision_data(vision_flags(model))
     rollout = vision_rollout(data)
     batch = pack_with_images(rollout, [0, 1])
@@ -230,6 +230,11 @@ def test_a_sampled_image_token_is_text_and_pixel_values_are_shared_on_the_host(m
     assert batch.position_ids_N[:, length:].tolist() == [list(range(len(data.rows[1].ids) + 4))] * 3
     texts = pack_with_images(rollout, [1, 3])
     assert texts.position_ids_N.dim() == 1 and texts.parts == ()
+
+
+def test_pixel_values_are_shared_and_stay_on_the_host(model):
+    data = vision_data(vision_flags(model))
+    rollout = vision_rollout(data)
     batches = pack_with_images(rollout, [0]), pack_with_images(rollout, [0, 1]).to(torch.device("meta"))
     first, second = (batch.parts[0].pixels[0] for batch in batches)
     assert first is second and first.device.type == "cpu" and first.shape == (24, 3 * 2 * 14 * 14)

@@ -279,10 +279,10 @@ def torchrun(num_ranks: int, script: str, *arguments: object, **environment: str
     return succeeded(run_ranks(num_ranks, script, list(arguments), **environment))
 
 
-def run_command(command: list[str], environment: dict[str, str] = ENVIRONMENT, timeout: float = GUARD_SECONDS) -> Done:
-    """What a command says in the repository's root."""
-    options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
-    return subprocess.run(command, **options, timeout=timeout, check=False)
+def run_command(command: list[str], environment: dict[str, str] = ENVIRONMENT, cwd: Path = ROOT) -> Done:
+    """What a command says."""
+    options = {"cwd": cwd, "env": environment, "capture_output": True, "text": True, "check": False}
+    return subprocess.run(command, **options, timeout=GUARD_SECONDS)
 
 
 def said(command: list[str], environment: dict[str, str] = ENVIRONMENT) -> str:

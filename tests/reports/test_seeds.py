@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.runs import GUARD_SECONDS, ROOT, wait_for
+from helpers.runs import GUARD_SECONDS, ROOT, run_command, wait_for
 
 SETUPS = sorted(x.stem for x in ROOT.glob("scripts/*.sh") if '/launch.sh"' in x.read_text())
 TELLS = 'echo "$SEED $OUT_DIR $*" >> started\n'
@@ -23,8 +23,7 @@ def place(folder: Path, script: str = TELLS) -> None:
 
 def seeds(folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
     without = {name: value for name, value in os.environ.items() if name != "OUT_DIR"}
-    options = {"cwd": folder, "env": without | environment, "capture_output": True, "text": True, "check": False}
-    done = subprocess.run(["bash", "scripts/seeds.sh", *arguments], **options, timeout=60)
+    done = run_command(["bash", "scripts/seeds.sh", *arguments], without | environment, folder)
     return done.returncode, done.stderr + done.stdout
 
 

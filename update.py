@@ -256,14 +256,12 @@ def add_gradients(
     every ratio is exactly 1. With dropout they are those of a pass without it.
     """
     is_unchanged = step.is_first and not policy.has_dropout and algorithm.old_logprobs == "trainer"
-    # A gradient of the entropies costs a second pass over the logits.
-    trains_entropy = algorithm.entropy_coef != 0
     passes = []
     with policy.dropout_on((step.seed, step.index), world):
         for i, batch in enumerate(update):
             begin_micro_batch(policy, memory.communicate_once, is_last=i == len(update) - 1)
             teacher = batch.run_teacher and batch.run_teacher(batch)
-            scores = policy(batch, algorithm.temperature, trains_entropy, teacher)
+            scores = policy(batch, algorithm.temperature, teacher)
             logprobs_N = scores.logprobs_N
             # Detached they are the same numbers, to the bit: a ratio of exactly 1, and a gradient all the same.
             old_logprobs_N = logprobs_N.detach() if is_unchanged else batch.old_logprobs_N

@@ -22,7 +22,7 @@ def make_optimizer(named: dict[str, nn.Parameter], adamw: AdamW, memory: Memory)
         from grading.user_code import load_reference
 
         try:
-            optimizer = load_reference(adamw.optimizer)(named, adamw)
+            optimizer = load_reference(adamw.optimizer)(dict(named), adamw)
         except (MemoryError, torch.OutOfMemoryError):  # no fault of the function
             raise
         except Exception as error:  # noqa: BLE001  the user's code may raise anything

@@ -57,7 +57,7 @@ def alone(tmp_path_factory) -> tuple[str, dict[str, int]]:
 def test_what_minimal_imports_trains_alone(whole, alone):
     """Two steps have the rewards, losses and norms of the whole tree."""
     said, _ = alone
-    form = r"^step \d/6 \| reward (\S+) \| loss (\S+) \| grad (\S+) \| gap \S+$"
+    form = r"^step \d/6 \| reward (\S+) \| advantage \S+ \| loss (\S+) \| grad (\S+) \| gap \S+$"
     steps = re.findall(form, said, flags=re.MULTILINE)
     expected = [[step[name] for name in ("reward/mean", "policy/loss", "optim/grad_norm")] for step in whole]
     assert [[float(number) for number in step] for step in steps] == expected and len(whole) == 2

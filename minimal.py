@@ -3,30 +3,23 @@
     python scripts/launch.py --ranks 2 minimal.py --model scripts/tiny_policy --out_dir - --total_steps 3 \
         --train_data scripts/tiny_policy/train.jsonl --max_prompt_tokens 16 --max_completion_tokens 48
 
-Left out: the gate and its check of answer keys, checkpoints, evaluation, observers, dynamic sampling, servers, turns,
-images, replay.
-The rest gives the same numbers, to the last bit, also where all files are deleted that this one does not import
-(tests/test_core.py). Each verb has one file: sample `rollout.py`, grade `reward.py`, pack and update `update.py`,
-equations `grpo.py`, log-probs `policy.py`, ranks `fsdp_utils.py`; records are in `batch.py`. Copy this file, hack it.
+Of train_grpo.py it leaves out the gate, checkpoints, evaluation, observers, dynamic sampling, servers, turns, images and
+replay. The rest gives the same numbers, to the last bit, with nothing but what this file imports (tests/test_core.py).
+Of the paper's GRPO (arXiv 2402.03300, algorithm 1) it leaves out the outer iterations, where a reward model learns and
+the reference becomes the policy: the rewards are rules here, and most recipes keep their reference, or have none.
+Each verb has one file: sample `rollout.py`, grade `reward.py`, pack `packing.py`, update `update.py`, equations
+`grpo.py`, log-probs `policy.py`, ranks `fsdp_utils.py`; records are in `batch.py`. Copy this file, hack it.
 """
 
 import argparse
 import sys
 from dataclasses import replace
 
+import numpy as np
+
 from algorithm import algorithm_of
 from data import PromptData
-from flags import (
-    FLAGS,
-    EngineSettings,
-    Grading,
-    Lora,
-    Memory,
-    PromptFormat,
-    Sampling,
-    add_flags,
-    with_defaults,
-)  # fmt: skip
+from flags import FLAGS, EngineSettings, Grading, Lora, Memory, PromptFormat, Sampling, add_flags, with_defaults
 from fsdp_utils import init_world
 from metrics import merge_updates
 from model.weights import load_tokenizer
@@ -51,10 +44,8 @@ def main() -> None:
     # Set-up: data and reward, ranks, the sharded policy, and an engine that gets the policy's weights.
     algorithm, tokenizer, prompt_format = algorithm_of(args), load_tokenizer(args.model), PromptFormat.from_flags(args)
     world = init_world(args.tensor_parallel_size, args.timeout_minutes, args.shard_ranks)
-    grading = Grading.from_flags(args)
-    grader = Grader(grading, workers_per_engine(world.tp_size) if world.is_engine_leader else 0)
-    sources = [PromptData.load(source, prompt_format, tokenizer, args.seed) for source in args.train_data]
-    data = PromptData.mix(sources)
+    grader = Grader(Grading.from_flags(args), workers_per_engine(world.tp_size) if world.is_engine_leader else 0)
+    data = PromptData.mix([PromptData.load(x, prompt_format, tokenizer, args.seed) for x in args.train_data])
     plan, memory = make_plan(args, len(data.rows)), Memory.from_flags(args)
     policy, reference, optimizer = build_policy(args.model, memory, Lora.from_flags(args), plan, world)
     sampling = Sampling.from_flags(args, num_samples=args.group_size, keeps_routes=args.router_replay)
@@ -65,20 +56,21 @@ def main() -> None:
 
     for step in range(1, min(plan.total_steps, args.stop_after or plan.total_steps) + 1):
         # 1. Sample G completions to each of P prompts; each is graded as soon as it is finished.
-        indices_P = data.indices_of_step(step, plan.prompts_per_step, args.seed, args.keep_last)
-        rows = [data.rows[i] for i in indices_P]
+        rows = [data.rows[i] for i in data.indices_of_step(step, plan.prompts_per_step, args.seed, args.keep_last)]
         seed = args.seed, step, 0, 0  # run, step, purpose, round
         rollout = engine.sample(rows, sampling, seed, "sample", grader.callback_for(rows, sampling))
         rollout = replace(rollout, grades=grader.collect_from_ranks())
+        rewards_B = rollout.rewards_B  # a number for each completion, in the order of the groups
         engine.sleep()  # and gives its memory to the trainer
 
         # 2. Log-probs of the sampled tokens under the old policy and the reference, where the loss needs them.
         updates = pack_updates(rollout, plan, algorithm, memory, policy, world)
         updates = add_logprobs(updates, policy, reference, algorithm)
 
-        # 3. Advantage: how much better is a completion than the others of its group? The loss reads what is in the
-        # batches, `advantages_N`: to change it, write a function (--advantage FILE.py:f), or change them here.
+        # 3. Advantage: how much better is a completion than the others of its group? To change it, write a function
+        # (--advantage FILE.py:f), or change `advantages_N` of the batches here: the loss reads these.
         rollout, updates = add_advantages(rollout, updates, algorithm, step, plan.total_steps)
+        advantages = np.concatenate(rollout.advantages)  # a number for each token, one completion after the other
 
         # 4. Update: one optimizer step per mini-batch of prompts.
         metrics = []
@@ -88,9 +80,10 @@ def main() -> None:
         # 5. Sync: the new weights go to the engine, one parameter at a time.
         engine.sync(policy.full_weights())
         if world.is_main:
-            mean, reward = merge_updates(metrics), rollout.rewards_B.mean()
+            mean, size = merge_updates(metrics), np.abs(advantages).mean()
             loss, norm, gap = (mean[name] for name in ("policy/loss", "optim/grad_norm", "policy/rollout_gap_mean"))
-            print(f"step {step}/{plan.total_steps} | reward {reward} | loss {loss} | grad {norm} | gap {gap}")
+            line = f"step {step}/{plan.total_steps} | reward {rewards_B.mean()} | advantage {size}"
+            print(f"{line} | loss {loss} | grad {norm} | gap {gap}")
 
     grader.close()
     engine.close()

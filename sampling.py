@@ -25,6 +25,7 @@ from batch import Metrics, Rollout, Row, Update
 from flags import Sampling
 from run import StepRecord, own_values
 from runtime.parts import part
+from runtime.rank import RunError
 from schedule import Plan
 from step_metrics import lag_metrics, rollout_metrics
 
@@ -77,6 +78,9 @@ class Sampler:
         return state
 
     def restore(self, state: dict) -> None:
+        if type(state.get("prompts_drawn")) is not int:
+            damaged = f"trainer/progress.json of the last checkpoint is damaged: {str(state)[:80]}"
+            raise RunError(f"{damaged}; move that checkpoint away, and the one before is used.")
         self.num_drawn, self.drawn_ahead = state["prompts_drawn"], dict(state.get("drawn_ahead", ()))
         self.solved = dict(state.get("solved", ()))
 

@@ -10,7 +10,7 @@ from grading.answer import read_answer, visible_text
 from grading.equality import canonical, check_key, equal, key_content
 from grading.spelling import MAX_FORMULA, clean
 from grading.values import SCALES, parse_value
-from grading.verifiers import uniform
+from grading.verifiers import shown, uniform
 
 
 def verify_math(case: Case) -> Verdict:
@@ -36,11 +36,11 @@ def verify_gsm8k(case: Case) -> Verdict:
     Of an answer in words ("18 eggs left over from 20") it is the first number. Without a mark it is the last number of
     the visible text. Several answers are incorrect.
     """
-    key = _gsm8k_key(case.answer)
-    answer = read_answer(case.completion, case.prompt, unmarked="none")
+    key, completion = _gsm8k_key(case.answer), shown(case.completion)
+    answer = read_answer(completion, case.prompt, unmarked="none")
     numbers: list[Fraction] = []
     if answer is None:
-        visible = visible_text(case.completion, case.prompt) or ""
+        visible = visible_text(completion, case.prompt) or ""
         if not re.search(r"\\f?box|<answer>", visible):
             numbers = _numbers(visible)[-1:]
     elif len(answer) <= MAX_FORMULA:

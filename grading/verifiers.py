@@ -22,14 +22,18 @@ def verify_exact(case: Case) -> Verdict:
     """1.0 if the final answer, or without a mark the whole visible text, is the row's, emphasized or not; else 0.0."""
     if not (key := uniform(case.answer)):
         raise ValueError("the answer is blank")
-    answer = uniform(read_answer(case.completion, case.prompt, unmarked="all") or "")
+    answer = uniform(read_answer(shown(case.completion), case.prompt, unmarked="all") or "")
     return float(key in (answer, plain(answer))), answer or None
 
 
+def shown(text: str) -> str:
+    """The text in NFC, without the format characters (Cf), which nobody sees."""
+    return unicodedata.normalize("NFC", "".join(c for c in text if unicodedata.category(c) != "Cf"))
+
+
 def uniform(text: str) -> str:
-    """The text, in which what looks the same is the same: NFC, no format characters (Cf), one minus, narrow ASCII."""
-    shown = "".join(c for c in text if unicodedata.category(c) != "Cf")
-    return unicodedata.normalize("NFC", shown).translate(NARROW).strip()
+    """The text as `shown`, with one minus and narrow ASCII: what looks the same is the same."""
+    return shown(text).translate(NARROW).strip()
 
 
 BUILT_IN = {  # name -> where its function is: a module is loaded only by a reward that names one of its verifiers

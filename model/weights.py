@@ -4,8 +4,8 @@
     shard(...)                            # FSDP2 divides shapes, not yet bytes
     fill(root, model, path, device)       # rank 0 reads, every rank keeps its shard
 
-Rank 0 has the whole model in host RAM while it loads, in the dtype of its files; the others have their shards, and a
-parameter that is on its way. transformers reads: names, experts and tied weights are its business.
+transformers reads on rank 0: names, experts and tied weights are its business. The files are mapped into memory, so that
+a dense model costs no host RAM beyond the shards and a parameter on its way; experts are stacked in a copy.
 """
 
 from __future__ import annotations
@@ -126,8 +126,10 @@ def fill(root: nn.Module, model: PreTrainedModel, path: str, device: torch.devic
 def read_weights(path: str, model: PreTrainedModel) -> dict[str, Tensor]:
     """The weights at `path` (folder or hub id), by their names in this model. Raises OSError or ValueError."""
     options = {"dtype": "auto", "output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
+    config = load_config(path)
+    config.dtype = None  # then "auto" is that of the files, which stay mapped; a copy would be converted in memory
     try:
-        loaded, found = type(model).from_pretrained(path, config=model.config, **options)
+        loaded, found = type(model).from_pretrained(path, config=config, **options)
     except SafetensorError as error:
         raise ValueError(f"a file is damaged ({error}); download or copy it again (git lfs pull).") from None
     if wrong := {kind: names for kind, names in found.items() if names}:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
 
+from algorithm import own_function
 from engine.options import stop_ids
 from flags import EngineSettings, Lora, Memory, PromptFormat, Saving, Servers
 from gate.checks import check_flags, launched_world_size
@@ -140,7 +141,11 @@ def check_inputs(args: argparse.Namespace) -> None:
 
     What depends on a tokenizer is checked where the folder of --model has one.
     """
-    parse_reward(args.reward)
+    named = {"--reward": ",".join(parse_reward(args.reward)), "--environment": args.environment, "--tools": args.tools}
+    for flag, references in named.items():
+        for reference in (references or "").split(","):
+            if ".py:" in reference:
+                own_function(flag, reference)
     samplings_of(args)
     prompt_format = PromptFormat.from_flags(args, system_prompt=read_system_prompt(args.system_prompt))
     tokenizer = None

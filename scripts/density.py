@@ -1,12 +1,16 @@
 """Counts what a reader has to understand: `python scripts/density.py`; tests/test_core.py lets no number rise.
 
 A node is an expression or a statement. The core is what `minimal.py` imports, all imports followed, and what lets its
-run survive; `minimal.py` needs none of `ROOMS`, and `train_grpo.py` gate/ and watch/.
+run survive; `minimal.py` needs none of `ROOMS`, and `train_grpo.py` gate/ and watch/. What its two steps never enter is
+counted by `entered.py`, on one rank: the other ranks' and the GPUs' functions, and those of grading workers, are in it.
 """
 
 import ast
+import json
 import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -15,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 BESIDE = {"tests", "scripts", "benchmarks", "docs", ".venv", "runs"}
 ROOMS = ("gate", "extras", "watch", "plan", "reports")
 PROGRAMS = ("train_grpo", "evaluate", "report")  # which may enter the rooms
+NEVER_ENTERED = "minimal.py: nodes that two steps never enter"
 STEP = ("train_grpo", "sampling", "rollout", "batch", "packing", "update", "grpo", "policy", "fsdp_utils")
 
 
@@ -87,6 +92,28 @@ def lines_of(modules: set[str]) -> int:
     return sum(len(files()[module].read_text("utf-8").splitlines()) for module in modules)
 
 
+def never_entered(entered: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Function of the core -> its nodes, if two steps of minimal.py have not entered it nor one around it.
+
+    `entered`: what `entered.py` has written.
+    """
+    found, entered = {}, set(map(tuple, entered))
+
+    def look(node: ast.AST, file: str, name: str) -> None:
+        for each in ast.iter_child_nodes(node):
+            inner = f"{name}.{each.name}" if isinstance(each, ast.FunctionDef | ast.ClassDef) else name
+            if isinstance(each, ast.FunctionDef):
+                first = min([each.lineno, *(decorator.lineno for decorator in each.decorator_list)])
+                if (file, first) not in entered:
+                    found[inner] = sum(isinstance(part, ast.expr | ast.stmt) for part in ast.walk(each))
+                    continue
+            look(each, file, inner)
+
+    for module in closure("minimal"):
+        look(tree_of(module), str(files()[module].relative_to(ROOT)), module)
+    return found
+
+
 def crossings() -> list[str]:
     """The imports from the core to `ROOMS`, when a module loads; the two programs may enter them."""
     found = []
@@ -143,16 +170,21 @@ def measured() -> dict[str, float]:
         "fields of batch.py that may be None": len(optional_fields()),
         "flags": len(FLAGS),
         "flags that nothing names": len(unused_flags()),
-        **{
-            f"nodes of {room}": nodes_of({each for each in modules if room_of(each) == room})
-            for room in ("core", *ROOMS)
-        },
     }
 
 
 if __name__ == "__main__":
     unused_flags()  # makes flags.py importable
-    for name, number in measured().items():
+    policy, output = ROOT / "scripts" / "tiny_policy", Path(tempfile.mkdtemp()) / "entered.json"
+    flags = f"--model {policy} --train_data {policy}/train.jsonl --max_prompt_tokens 16 --max_completion_tokens 48"
+    flags += " --out_dir - --prompts_per_step 16 --prompts_per_update 8 --kl_coef 0.001 --total_steps 2"
+    command = [sys.executable, ROOT / "scripts" / "entered.py", output, "minimal.py", *flags.split()]
+    subprocess.run(command, check=True, capture_output=True)
+    missed = never_entered(json.loads(output.read_text("utf-8")))
+    for name, number in (measured() | {NEVER_ENTERED: sum(missed.values())}).items():
         print(f"{number:7,} {name}")
     for line in [*crossings(), *(f"nothing names {flag}" for flag in unused_flags())]:
         print(line)
+    if "--list" in sys.argv:
+        for name in sorted(missed, key=missed.get, reverse=True):
+            print(f"{missed[name]:7,} {name} is never entered")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from density import closure, crossings, files, imports_of, measured
+from density import NEVER_ENTERED, closure, crossings, files, imports_of, measured, never_entered
 from helpers.runs import ROOT, metrics_of, run_copy, torchrun, without_times
 
 POLICY = ROOT / "scripts" / "tiny_policy"
@@ -20,7 +20,7 @@ NUMBERS = Path(__file__).with_name("core_numbers.json")
 
 def trained(folder: Path, program: str, *flags: str) -> str:
     """What the program of this folder has printed, on one rank."""
-    done = run_copy(folder, program, *FLAGS, *flags)
+    done = run_copy(folder, program, *flags, *FLAGS)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -45,10 +45,19 @@ def copied(folder: Path, modules: set[str]) -> Path:
     return folder
 
 
-def test_what_minimal_imports_trains_alone(whole, tmp_path):
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> tuple[str, dict[str, int]]:
+    """What minimal.py says with nothing but what it imports, and the nodes of each function that it never enters."""
+    folder = copied(tmp_path_factory.mktemp("alone"), closure("minimal"))
+    shutil.copy(ROOT / "scripts" / "entered.py", folder / "scripts")
+    said = trained(folder, "scripts/entered.py", f"{folder}/entered.json", "minimal.py", "--out_dir", "-")
+    return said, never_entered(json.loads((folder / "entered.json").read_text()))
+
+
+def test_what_minimal_imports_trains_alone(whole, alone):
     """Two steps have the rewards, losses and norms of the whole tree."""
-    said = trained(copied(tmp_path, closure("minimal")), "minimal.py", "--out_dir", "-")
-    form = r"^step \d/6 \| reward (\S+) \| loss (\S+) \| grad (\S+) \| gap \S+$"
+    said, _ = alone
+    form = r"^step \d/6 \| reward (\S+) \| advantage \S+ \| loss (\S+) \| grad (\S+) \| gap \S+$"
     steps = re.findall(form, said, flags=re.MULTILINE)
     expected = [[step[name] for name in ("reward/mean", "policy/loss", "optim/grad_norm")] for step in whole]
     assert [[float(number) for number in step] for step in steps] == expected and len(whole) == 2
@@ -84,10 +93,10 @@ def test_the_core_imports_no_room_when_it_loads():
     assert crossings() == []
 
 
-def test_no_number_rises():
+def test_no_number_rises(alone):
     """Each is lowered when it has fallen by 2 %. A new capability is paid for in its own room."""
-    allowed = json.loads(NUMBERS.read_text())
-    found = measured()  # by scripts/density.py
+    allowed, (_, missed) = json.loads(NUMBERS.read_text()), alone
+    found = measured() | {NEVER_ENTERED: sum(missed.values())}  # by scripts/density.py
     assert found.keys() == allowed.keys()
     assert {name: number for name, number in found.items() if number > allowed[name]} == {}
     assert {name: number for name, number in found.items() if number < 0.98 * allowed[name]} == {}, "lower these"

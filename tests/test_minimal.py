@@ -28,7 +28,7 @@ def test_same_numbers(tmp_path):
     assert (trained.returncode, minimal.returncode) == (0, 0), trained.stderr + minimal.stderr
     metrics = metrics_of(tmp_path / "run")
     expected = [[metrics[i][name] for name in ("reward/mean", "policy/loss", "optim/grad_norm")] for i in (1, 2)]
-    form = r"^step \d/6 \| reward (\S+) \| loss (\S+) \| grad (\S+) \| gap \S+$"
+    form = r"^step \d/6 \| reward (\S+) \| advantage \S+ \| loss (\S+) \| grad (\S+) \| gap \S+$"
     lines = re.findall(form, minimal.stdout, flags=re.MULTILINE)
     assert [[json.loads(number) for number in line] for line in lines] == expected
     assert expected[0] != expected[1]

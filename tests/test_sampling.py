@@ -16,6 +16,7 @@ from data import PromptData
 from flags import Memory, Sampling
 from grading import Grade
 from helpers.made_up import ALONE, flags, make_grade, make_rollout, make_row
+from runtime.rank import RunError
 from sampling import Sampler, choose_groups, has_signal_P, prompts_to_sample
 from schedule import Plan, make_plan
 from update import add_advantages, pack_updates
@@ -236,3 +237,9 @@ def test_a_prompt_is_solved_at_the_share_of_the_flag_and_a_steps_prompts_are_nev
     for bound, count in ((0.5, 4.0), (0.51, 2.0)):  # of two of the four prompts one completion of two is correct
         args = flags(prompts_per_step=4, group_size=2, drop_solved=bound)
         assert sampler_over(data_of(9), args, EvenRows()).collect(1)[1]["sampling/prompts_solved"] == count
+
+
+@pytest.mark.parametrize("state", [{}, {"prompts_drawn": "4"}, {"prompts_drown": 4}])
+def test_a_state_without_the_place_in_the_data_ends_the_run_in_a_sentence(state):
+    with pytest.raises(RunError, match=r"trainer/progress\.json of the last checkpoint is damaged: {.*move that"):
+        Sampler.restore(SimpleNamespace(), state)

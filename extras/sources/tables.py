@@ -29,6 +29,7 @@ MISTAKES = (
     YAMLError,  # a README with broken settings
     errors.HTTPError, IndexError,  # the last for a saved split without rows
 )  # fmt: skip
+GUESSED = {".csv", ".tsv"}  # their types
 UNTYPED = (
     "in .csv and .tsv files numbers would be guessed (007 is read as 7); convert them to .jsonl, as they are written"
 )
@@ -99,7 +100,7 @@ def _load_splits(source: str, what: str, split: str | None) -> dict[str, dataset
             split = "train"
         elif path.is_dir():
             if not any(file.suffix.lower() in TABLES for file in path.rglob("*")):
-                raise ValueError(f"the folder does not contain any data files ({', '.join(sorted(TABLES))})")
+                raise ValueError(f"the folder does not contain any data files ({', '.join(sorted(TABLES - GUESSED))})")
             data_files = datasets.load_dataset_builder(full).config.data_files
             files = [Path(file) for file in chain.from_iterable(data_files.values())]
             if files[0].suffix == ".md":
@@ -109,7 +110,7 @@ def _load_splits(source: str, what: str, split: str | None) -> dict[str, dataset
                 return {str(key): names for key, names in data_files.items()}
             for file in files:  # such as `train.jsonl.gz`: `datasets` would unpack it, and guess its types
                 check_content(file)
-                if file.suffix.lower() in (".csv", ".tsv"):
+                if file.suffix.lower() in GUESSED:
                     raise ValueError(f"{file.name}: {UNTYPED}")
             loaded = datasets.load_dataset(full, split=split)
         elif path.is_file():

@@ -251,6 +251,9 @@ def test_what_could_not_run_anywhere_is_an_error_with_a_way_out(changes, words):
     ({"eval_data": "x.jsonl", "eval_every": 1, "eval_samples": 4, "eval_temperature": 0}, "are 4 times the same"),
     ({"reward": "maths"}, "--reward 'maths': 'maths' is neither built in"),
     ({"reward": "absent.py:score"}, "the file '.*absent.py' does not exist"),
+    ({"reward": f"{ROOT}/docs/rewards/unit_tests.py:absent"}, "--reward .*unit_tests.py:absent cannot be loaded"),
+    ({"tools": f"{ROOT}/docs/environments/calculator.py:absent"}, "--tools .*:absent cannot be loaded"),
+    ({"environment": "absent.py:Env"}, "--environment absent.py:Env cannot be loaded"),
     ({"system_prompt": "absent.txt"}, "--system_prompt 'absent.txt': no such file"),
     ({"template_args": "enable_thinking=false"}, "--template_args enable_thinking=false: give NAME=VALUE, with a"),
 ])  # fmt: skip

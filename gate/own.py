@@ -22,7 +22,7 @@ Input = TypeVar("Input", Groups, Tokens, Tensor)
 def guarded(algorithm: Algorithm) -> Algorithm:
     """The algorithm, whose functions raise OwnCodeError where they fail, or return what cannot be trained on.
 
-    Those of the user get copies: what they change in place changes nothing else.
+    Those of the user get copies: what they change in place, then or later, changes nothing else.
     """
 
     def advantage(g: Groups) -> Tensor:
@@ -30,7 +30,7 @@ def guarded(algorithm: Algorithm) -> Algorithm:
         with own_code("--advantage", g.step, names):
             values = algorithm.advantage(handed_out(g, algorithm.advantage))
             check_returned("it", values, [tuple(g.rewards_PG.shape), tuple(g.returns_T.shape)])
-        return values
+        return values.clone()  # the function may keep it, too
 
     def policy_loss(t: Tokens) -> Loss:
         with own_code("the loss (--policy_loss, --kl_estimator)", t.step):

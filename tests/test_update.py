@@ -177,10 +177,11 @@ def test_a_loss_that_changes_its_input_changes_nothing_else(how, policy):
 
 
 def test_an_advantage_that_changes_its_input_changes_nothing_else():
-    """Neither the rollout, nor the rows, which come again in another epoch."""
+    """Neither the rollout, nor the rows, which come again in another epoch; nor later, what it returned."""
+    kept = torch.zeros(8)
 
     def careless(g):
-        advantages = grpo.dr_grpo(g)
+        advantages = kept.copy_(torch.repeat_interleave(grpo.dr_grpo(g).flatten(), g.lengths_B))
         for x in (g.rewards_PG, g.returns_T, g.lengths_B, g.mask_T, g.is_correct_PG, g.is_truncated_PG):
             x.zero_()
         g.columns[0]["level"].append(g.columns[0].pop("answer"))
@@ -190,6 +191,7 @@ def test_an_advantage_that_changes_its_input_changes_nothing_else():
     rollout = replace(graded(1, 0, 0, 1), rows=rows, is_truncated_B=np.array([True, False, True, False]))
     plain = algorithm_of(flags(group_size=2, advantage="dr_grpo"))
     found = compute_advantages(rollout, None, guarded(replace(plain, advantage=careless)))
+    kept.zero_()
     assert [x.tolist() for x in found] == [x.tolist() for x in compute_advantages(rollout, None, plain)]
     assert rollout.is_truncated_B.tolist() == [True, False, True, False]
     assert all(row.columns == {"answer": "7", "level": [1]} for row in rows)

@@ -3,7 +3,7 @@
     python scripts/launch.py --ranks 2 minimal.py --model scripts/tiny_policy --out_dir - --total_steps 3 \
         --train_data scripts/tiny_policy/train.jsonl --max_prompt_tokens 16 --max_completion_tokens 48
 
-Of train_grpo.py it leaves out the gate, checkpoints, evaluation, observers, dynamic sampling, servers, turns, images and
+Of train_grpo.py it leaves out gate, checkpoints, evaluation, observers, dynamic sampling, servers, turns, images and
 replay. The rest gives the same numbers, to the last bit, with nothing but what this file imports (tests/test_core.py).
 Of the paper's GRPO (arXiv 2402.03300, algorithm 1) it leaves out the outer iterations, where a reward model learns and
 the reference becomes the policy: the rewards are rules here, and most recipes keep their reference, or have none.

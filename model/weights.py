@@ -4,7 +4,7 @@
     shard(...)                            # FSDP2 divides shapes, not yet bytes
     fill(root, model, path, device)       # rank 0 reads, every rank keeps its shard
 
-transformers reads on rank 0: names, experts and tied weights are its business. The files are mapped into memory, so that
+transformers reads on rank 0: names, experts and tied weights are its business. The files are mapped into memory, so
 a dense model costs no host RAM beyond the shards and a parameter on its way; experts are stacked in a copy.
 """
 

@@ -40,7 +40,7 @@ SCALE = '    flag("--rloo_scale", 1.0, "advantages of rloo are multiplied by thi
 
 HACKS = {  # what is put before which place of which file
     "policy loss": [
-        ("grpo.py", "def gspo(", QUARTER),
+        ("grpo.py", "def reinforce(", QUARTER),
         ("algorithm.py", '        "clip": "grpo:clip",\n', '        "quarter": "grpo:quarter",\n'),
     ],
     "reward": [("my_reward.py", "", REWARD)],
@@ -52,7 +52,7 @@ HACKS = {  # what is put before which place of which file
         ("runtime/sources.py", "READERS: ", READER),
         ("runtime/sources.py", '".jsonl": read', '".lines": read_lines, '),
     ],
-    "metric": [("metrics.py", '        "completion/tokens_max"', LEAST)],
+    "metric": [("step_metrics.py", '        "completion/tokens_max"', LEAST)],
     "flag of the algorithm": [
         ("flags.py", '    flag("--advantage_ddof"', SCALE),
         ("grpo.py", ') -> Tensor:\n    """r - mean of the group\'s other', ", *, rloo_scale: float"),

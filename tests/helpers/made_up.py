@@ -23,7 +23,7 @@ from command_line import parse_flags
 from data import PromptData
 from extras.models.lora import add_adapter
 from extras.models.vision import add_images
-from flags import Lora, Memory, PromptFormat
+from flags import Grading, Lora, Memory, PromptFormat
 from fsdp_utils import World, gather_from_ranks
 from gate.inputs import check_template, load_reader
 from grading import Grade
@@ -211,6 +211,8 @@ def make_grade(reward: float, is_correct: bool = False, **parts: float) -> Simpl
 
 class Ear:
     """A grader: the reward of a completion is its length; each is heard once."""
+
+    grading = Grading()
 
     def __init__(self) -> None:
         self.heard: dict[int, SimpleNamespace] = {}

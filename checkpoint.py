@@ -28,6 +28,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
@@ -292,16 +293,38 @@ def export(policy: Policy, weights: Weights, companions: dict[str, bytes], folde
 def load(folder: Path, policy: Policy, optimizer: Optimizer) -> State:
     """The `state` that was saved. Restores parameters, optimizer and moving reference in place, on any number of ranks.
 
-    Raises DiskError for shards that are not of this policy and optimizer.
+    Raises DiskError for shards that are not of this policy and optimizer, or of other parameters of it.
     """
     shards = shards_of(policy, optimizer)
     try:
-        dcp.load(shards, checkpoint_id=folder / "trainer")
+        dcp.load(shards, checkpoint_id=folder / "trainer", planner=SameParameters(folder, policy))
     except CheckpointException as error:
         raise DiskError(f"{folder} cannot be loaded: {reason(error)}") from error
     parts = {"model_state_dict": shards["model"], "optim_state_dict": shards["optimizer"]}
     set_state_dict(policy, optimizer, **parts, options=StateDictOptions(strict=False))  # frozen ones stay
     return json.loads((folder / STATE).read_text("utf-8"))
+
+
+class SameParameters(DefaultLoadPlanner):
+    """Refuses shards of other parameters of the policy than the trained ones: the rest would be as in --model."""
+
+    def __init__(self, folder: Path, policy: Policy) -> None:
+        super().__init__()
+        self.folder = folder
+        self.known = {f"model.{name}" for name, _ in policy.named_parameters(remove_duplicate=False)}
+
+    def create_local_plan(self) -> LoadPlan:
+        saved = {key for key in self.metadata.state_dict_metadata if key.startswith("model.")}
+        trained = self.known.intersection(self.state_dict)
+        kinds = {"trained then, frozen now": saved - trained, "frozen then, trained now": trained - saved}
+        found = []
+        for kind, names in kinds.items():
+            if names:
+                found.append(f"{len(names)} parameters are {kind}, such as {min(names).removeprefix('model.model.')}")
+        if found and saved <= self.known:  # else it is another policy
+            way_on = f"go on from its weights, by --model {self.folder} with another --out_dir"
+            raise ValueError(f"{' and '.join(found)}; train the same again, or {way_on}")
+        return super().create_local_plan()
 
 
 def shards_of(policy: Policy, optimizer: Optimizer) -> dict[str, dict[str, object]]:

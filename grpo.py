@@ -109,7 +109,7 @@ class Tokens:
     advantages: Tensor
     mask: Tensor  # bool: a completion token that is trained
     sequence_ids: Tensor  # int64, the sequence that the token belongs to
-    entropies: Tensor | None = None  # of the policy's distribution, in nats; with gradient if --entropy_coef is not 0
+    entropies: Tensor | None = None  # of the policy's distribution, in nats, with gradient
     ref_logprobs: Tensor | None = None  # the reference's; None without --kl_coef
     step: int = 1  # 1, 2, ..., total_steps; this and the next are plain numbers
     total_steps: int = 1

@@ -72,23 +72,18 @@ class Policy(nn.Module):
         """The decoder layers, the units of sharding."""
         return list(self.model.get_decoder().layers)
 
-    def forward(
-        self, batch: Batch, temperature: float, trains_entropy: bool = False, teacher: tuple | None = None
-    ) -> TokenScores:
-        """The scores of the labels; constant zeros where the loss mask is false.
-
-        `trains_entropy`: the entropies have a gradient.
-        """
+    def forward(self, batch: Batch, temperature: float, teacher: tuple | None = None) -> TokenScores:
+        """The scores of the labels; constant zeros where the loss mask is false."""
         trained_K, head = batch.trained_K, self.model.get_output_embeddings()
         hidden_KD, labels_K = self._trained_hidden(batch), batch.labels_N.index_select(0, trained_K)
         temperature *= self.logits_divisor  # a teacher's has its own divisor in it
         # Not `head(hidden)`: the logits of all positions would take more memory than the model.
         if teacher:
-            settings = HeadSettings(temperature, trains_entropy, self.head_dtype or head.weight.dtype)
+            settings = HeadSettings(temperature, self.head_dtype or head.weight.dtype)
             distilled_logprobs = part("extras.teacher.head", "--kl_over vocabulary").distilled_logprobs
             scores = distilled_logprobs(hidden_KD, head.weight, labels_K, settings, teacher)
         else:
-            scores = chunked_logprobs(hidden_KD, head, labels_K, temperature, trains_entropy, self.head_dtype)
+            scores = chunked_logprobs(hidden_KD, head, labels_K, temperature, self.head_dtype)
         # Back to all positions, so that whatever adds up over them needs one kind of index.
         zeros_N = torch.zeros(len(batch.labels_N), device=trained_K.device)
 

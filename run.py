@@ -31,7 +31,7 @@ from batch import Batch, Metrics, Rollout, Update
 from flags import FLAGS
 from fsdp_utils import World, broadcast_from_main, end_if_requested
 from runtime.files import DiskError, append, best_effort, checkpoints, lock_file, must_write, write
-from runtime.history import INPUTS, digests_of, read_metrics
+from runtime.history import INPUTS, digests_of, read_lines, read_metrics
 from runtime.rank import OwnCodeError, RunError
 from runtime.stall import in_phase
 
@@ -321,7 +321,10 @@ class Run:
             observer.end(how)
 
     def describe_start(self, resumed_from: int) -> None:
-        """Appends command, code, packages and hardware to starts.jsonl, and writes uncommitted changes to a patch."""
+        """Appends command, code, packages and hardware to starts.jsonl, and writes uncommitted changes to a patch.
+
+        Says where the code is not that of the start before.
+        """
         if not self.world.is_main:
             return
         changes = _git("diff", "HEAD") + _own_files(self.inputs)
@@ -335,10 +338,19 @@ class Run:
             "device": device, "cores": os.cpu_count(), "commit": _git("rev-parse", "HEAD").strip() or None,
             "has_uncommitted_changes": bool(changes), "python": platform.python_version(), "packages": versions(),
         }  # fmt: skip
-        with best_effort(str(self.out_dir / "starts.jsonl")):
-            append(self.out_dir / "starts.jsonl", json.dumps(record, ensure_ascii=False) + "\n")
+        file, patch = self.out_dir / "starts.jsonl", self.out_dir / f"changes_{stamp}.patch"
+        with suppress(OSError, ValueError):
+            for last in read_lines(file)[-1:]:
+                old_patch = self.out_dir / f"changes_{last.get('time')}.patch"
+                old_changes = old_patch.read_bytes() if old_patch.exists() else b""
+                is_same_commit = last.get("commit") == record["commit"]
+                if not is_same_commit or old_changes != changes.encode("utf-8", "backslashreplace"):
+                    before = f"commit {last.get('commit')}, {old_patch.name if old_changes else 'no changes'}"
+                    now = f"commit {record['commit']}, {patch.name if changes else 'no changes'}"
+                    self.say(f"warning: the code has changed since the last start: {before}; now {now}")
+        with best_effort(str(file)):
+            append(file, json.dumps(record, ensure_ascii=False) + "\n")
         if changes:
-            patch = self.out_dir / f"changes_{stamp}.patch"
             with best_effort(str(patch)):
                 write(patch, changes)
 

@@ -32,7 +32,19 @@ from schedule import Plan, UpdateStep
 def pack_updates(
     rollout: Rollout, plan: Plan, algorithm: Algorithm, memory: Memory, policy: Policy, world: World
 ) -> list[Update]:
-    """The updates of one pass over the rollout, each of consecutive prompts and divided by `plan_micro_batches`."""
+    """The updates of one pass over the rollout, each of consecutive prompts and divided by `plan_micro_batches`.
+
+    Raises RunError for a rollout that is not of the plan's size, or whose groups are not of one prompt each.
+    """
+    places, size = [row.where for row in rollout.rows], algorithm.group_size
+    is_divisible = len(places) % (plan.updates_per_pass * size) == 0
+    is_grouped = places == [places[b - b % size] for b in range(len(places))]
+    if not (0 < len(places) == plan.completions_per_step and is_divisible and is_grouped):
+        raise RunError(
+            f"the rollout has {len(places)} completions; the plan has {plan.completions_per_step}, in "
+            f"{plan.updates_per_pass} equal updates, each {size} in a row to one prompt. Add or select whole groups, "
+            "and give pack_updates replace(plan, completions_per_step=len(rollout.rows)) (docs/hacks.md)."
+        )
     indices_of_updates = np.split(np.arange(plan.completions_per_step), plan.updates_per_pass)
     trained_lengths_B = torch.from_numpy(rollout.trained_lengths_B)
     # The weight of a token in the loss follows from the lengths of the whole update, before anything
@@ -229,7 +241,7 @@ def update_policy(
         beat()
         set_rate(optimizer, step.rate)
         optimizer.step()
-    optimizer.zero_grad()  # also of an update that was left out
+    policy.zero_grad()  # also of an update that was left out, and what the optimizer does not have
     if step.reference_mixup:
         part("extras.teacher.moving", "--reference_every").move_references(policy, optimizer, step)
     return metrics | {"perf/update_idle_frac": idle_share(update, policy.parity_length, guard.world)}
@@ -244,14 +256,12 @@ def add_gradients(
     every ratio is exactly 1. With dropout they are those of a pass without it.
     """
     is_unchanged = step.is_first and not policy.has_dropout and algorithm.old_logprobs == "trainer"
-    # A gradient of the entropies costs a second pass over the logits.
-    trains_entropy = algorithm.entropy_coef != 0
     passes = []
     with policy.dropout_on((step.seed, step.index), world):
         for i, batch in enumerate(update):
             begin_micro_batch(policy, memory.communicate_once, is_last=i == len(update) - 1)
             teacher = batch.run_teacher and batch.run_teacher(batch)
-            scores = policy(batch, algorithm.temperature, trains_entropy, teacher)
+            scores = policy(batch, algorithm.temperature, teacher)
             logprobs_N = scores.logprobs_N
             # Detached they are the same numbers, to the bit: a ratio of exactly 1, and a gradient all the same.
             old_logprobs_N = logprobs_N.detach() if is_unchanged else batch.old_logprobs_N

@@ -63,12 +63,17 @@ def describe_plan(plan: Plan) -> str:
 
 
 def describe_policy(policy: Policy) -> str:
-    """The numbers of parameters and of trained ones, for the first lines of the log."""
-    parameters = list(policy.parameters())
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    total = sum(parameter.numel() for parameter in parameters)
-    adapter = f": {policy.adapter.describe()}" if policy.adapter else ""
-    return f"trainable: {trained:,} of {total:,} parameters{adapter}"
+    """The numbers of parameters and of trained ones, and which are frozen, for the first lines of the log."""
+    named = dict(policy.model.named_parameters())
+    trained = sum(parameter.numel() for parameter in named.values() if parameter.requires_grad)
+    text = f"trainable: {trained:,} of {sum(parameter.numel() for parameter in named.values()):,} parameters"
+    frozen = [name for name, parameter in named.items() if not parameter.requires_grad]
+    if policy.adapter:  # the rest is frozen anyway
+        text += f": {policy.adapter.describe()}"
+        frozen = [name for name in frozen if ".lora_" in name]
+    if frozen:
+        text += f"; frozen: {', '.join(frozen[:3])}" + f" and {len(frozen) - 3} more" * (len(frozen) > 3)
+    return text
 
 
 def describe_template(prompt_format: PromptFormat, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from grpo import Algorithm, Groups, Loss, Tokens, as_loss
 from runtime.rank import PLACE, OwnCodeError
 
+ROOT = Path(__file__).parent.parent
+Input = TypeVar("Input", Groups, Tokens, Tensor)
+
 
 def guarded(algorithm: Algorithm) -> Algorithm:
-    """The algorithm, whose functions raise OwnCodeError where they fail, or return what cannot be trained on."""
+    """The algorithm, whose functions raise OwnCodeError where they fail, or return what cannot be trained on.
+
+    Those of the user get copies: what they change in place changes nothing else.
+    """
 
     def advantage(g: Groups) -> Tensor:
         names = f"parts are {', '.join(g.parts) or 'none'}; columns are {', '.join(g.columns[0]) or 'none'}"
         with own_code("--advantage", g.step, names):
-            values = algorithm.advantage(g)
+            values = algorithm.advantage(handed_out(g, algorithm.advantage))
             check_returned("it", values, [tuple(g.rewards_PG.shape), tuple(g.returns_T.shape)])
         return values
 
     def policy_loss(t: Tokens) -> Loss:
-        # What the batch keeps is copied: a loss of the user's may change it in place.
-        copies = {name: getattr(t, name).clone() for name in ("old_logprobs", "rollout_logprobs", "advantages", "mask")}
         with own_code("the loss (--policy_loss, --kl_estimator)", t.step):
-            loss = as_loss(algorithm.policy_loss(replace(t, **copies)), t)
+            loss = as_loss(algorithm.policy_loss(handed_out(t, algorithm.policy_loss)), t)
             for what, values in (loss._asdict() | loss.metrics).items():
                 if what != "metrics":
                     check_shape(what, values, [t.mask.shape])
@@ -35,11 +43,23 @@ def guarded(algorithm: Algorithm) -> Algorithm:
 
     def kl_estimator(x: Tensor) -> Tensor:
         with own_code("--kl_estimator", PLACE.step, "its input is a tensor"):
-            values = algorithm.kl_estimator(x)
+            values = algorithm.kl_estimator(handed_out(x, algorithm.kl_estimator))
             check_gradient(values, x)
         return values
 
     return replace(algorithm, advantage=advantage, policy_loss=policy_loss, kl_estimator=kl_estimator)
+
+
+def handed_out(value: Input, function: Callable) -> Input:
+    """A copy of the value, of all that is in it; the value itself for functions of ours, which change nothing."""
+    code = getattr(getattr(function, "func", function), "__code__", None)
+    file = Path(code.co_filename) if code else ROOT
+    if file == ROOT / "grpo.py" or ROOT / "extras" in file.parents:
+        return value
+    if isinstance(value, Tensor):
+        return value.clone()
+    fields = vars(value).items()  # a gradient goes through a clone, but not through a deep copy
+    return replace(value, **{name: x.clone() if isinstance(x, Tensor) else copy.deepcopy(x) for name, x in fields})
 
 
 @contextmanager
@@ -49,9 +69,9 @@ def own_code(
     """Names the flag if the block, perhaps the user's code, fails; `names`: what it could use."""
     try:
         yield
+    except (MemoryError, torch.OutOfMemoryError):  # no fault of the function
+        raise
     except Exception as error:  # noqa: BLE001  the user's code may raise anything
-        if "memory" in str(error):  # a lack of it is no fault of the function
-            raise
         words = f"{type(error).__name__}: {error}" + f"; {names}" * (not isinstance(error, ValueError))
         raise OwnCodeError(f"{flag} fails in step {step}: {words}") from error
 

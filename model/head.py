@@ -57,21 +57,15 @@ class HeadSettings(NamedTuple):
     """The settings of the head, in both passes."""
 
     temperature: float
-    has_entropy_gradient: bool
     dtype: torch.dtype  # of the logits
 
 
 def chunked_logprobs(
-    hidden: Tensor,
-    head: nn.Linear,
-    labels: Tensor,
-    temperature: float,
-    with_entropy_gradient: bool = False,
-    head_dtype: torch.dtype | None = None,
+    hidden: Tensor, head: nn.Linear, labels: Tensor, temperature: float, head_dtype: torch.dtype | None = None
 ) -> TokenScores:
     """The scores of the labels, one per row of `hidden` [T, D]. `head_dtype`: None: as the head's weight."""
     assert head.bias is None, "no supported model has a head with a bias"
-    settings = HeadSettings(temperature, with_entropy_gradient, head_dtype or head.weight.dtype)
+    settings = HeadSettings(temperature, head_dtype or head.weight.dtype)
     return TokenScores(*_HeadLogprobs.apply(hidden, head.weight, labels, settings))
 
 
@@ -90,6 +84,7 @@ class _HeadLogprobs(torch.autograd.Function):
         settings: HeadSettings,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(hidden, weight, labels)
+        ctx.set_materialize_grads(False)  # the entropy is mostly only a metric: then its gradient is None
         ctx.settings = settings
         outputs = [hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(2)]
         ctx.last_chunk = None
@@ -100,14 +95,17 @@ class _HeadLogprobs(torch.autograd.Function):
             for output, values in zip(outputs, by_rows(score, settings, logits, labels[rows]), strict=True):
                 output[rows] = values
             del logits
-        if not settings.has_entropy_gradient:  # the entropy is mostly only a metric
-            ctx.mark_non_differentiable(outputs[1])
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: FunctionCtx, grad_logprobs: Tensor | None, grad_entropies: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, labels = ctx.saved_tensors
         settings = ctx.settings
+        if grad_logprobs is None:  # a loss of entropies alone
+            grad_logprobs = torch.zeros_like(grad_entropies)
+        gradients = [grad_logprobs] if grad_entropies is None else [grad_logprobs, grad_entropies]
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for rows in reversed(chunks(len(labels), len(weight), ctx.most)):
@@ -192,12 +190,15 @@ def score(settings: HeadSettings, logits: Tensor, labels: Tensor) -> list[Tensor
 
 
 def replace_by_gradient(settings: HeadSettings, logits: Tensor, labels: Tensor, *gradients: Tensor) -> list[Tensor]:
-    """Writes over the logits their gradient, by the gradients of what `score` returns; returns nothing more."""
+    """Writes over the logits their gradient, by the gradients of what `score` returns; returns nothing more.
+
+    That of the entropies may be left out: it costs a second pass over the logits.
+    """
     temperature, grad_logprob = settings.temperature, gradients[0][:, None]
     log_p = log_probabilities(logits, temperature)
     p = log_p.exp()
     grad = p * -grad_logprob
-    if settings.has_entropy_gradient:
+    if len(gradients) == 2:
         slopes = log_p * p * -gradients[1][:, None]
         grad = slopes - p * (slopes.sum(dim=-1, keepdim=True) + grad_logprob)
     is_label = torch.arange(logits.shape[-1], device=logits.device) == labels[:, None]

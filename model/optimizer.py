@@ -8,31 +8,35 @@ from torch.optim.optimizer import Optimizer
 
 from flags import AdamW, Memory
 from runtime.parts import part
+from runtime.rank import OwnCodeError
 
 
 def make_optimizer(named: dict[str, nn.Parameter], adamw: AdamW, memory: Memory) -> Optimizer:
     """torch's AdamW where fp32 masters and their state are on the device; else ours, which takes less memory.
 
-    Or that of --optimizer, whose groups keep their rates relative to --learning_rate, as `relative_lr`. The state of
-    AdamW is made here: made in the first step, it would lie between activations in the GPU's memory.
+    Or that of --optimizer, whose groups keep their rates relative to --learning_rate, as `relative_lr`; parameters that
+    it leaves out are frozen. The state of AdamW is made here: made in the first step, it would lie between activations
+    in the GPU's memory. Raises OwnCodeError.
     """
     if adamw.optimizer != "adamw":
         from grading.user_code import load_reference
 
         try:
-            optimizer = load_reference(adamw.optimizer)(named, adamw)
+            optimizer = load_reference(adamw.optimizer)(dict(named), adamw)
+        except (MemoryError, torch.OutOfMemoryError):  # no fault of the function
+            raise
         except Exception as error:  # noqa: BLE001  the user's code may raise anything
-            if "memory" in str(error):  # a lack of it is no fault of the function
-                raise
-            raise ValueError(
+            raise OwnCodeError(
                 f"--optimizer {adamw.optimizer} fails: {type(error).__name__}: {error}; it gets parameters by name, of "
                 f"which the first is {next(iter(named))!r}, and {adamw}."
             ) from error
         if not isinstance(optimizer, Optimizer) or not {*parameters_of(optimizer)} <= {*named.values()}:
-            raise ValueError(
+            raise OwnCodeError(
                 f"--optimizer {adamw.optimizer} made {optimizer!r:.200}; make a torch.optim.Optimizer of parameters "
                 "that it was given, and of no others: those of a loss are not saved (docs/hacks.md)."
             )
+        for parameter in {*named.values()} - {*parameters_of(optimizer)}:
+            parameter.requires_grad_(False)  # what the optimizer leaves out is frozen
         for group in optimizer.param_groups:
             group["relative_lr"] = adamw.learning_rate and group.get("lr", 0.0) / adamw.learning_rate
         return optimizer

@@ -114,7 +114,7 @@ def test_loss_and_gradient_equal_one_process_with_one_batch(algorithm, results, 
     settings = algorithm_of(args_of(algorithm))
     batch = with_advantages(rollout, pack(rollout, list(range(8))))
     teacher = run(reference_of(policy), settings.kl_direction, 1.0, batch) if algorithm == "distill" else None
-    scores = model(batch, 1.0, True, teacher)
+    scores = model(batch, 1.0, teacher)
     logprobs_N = scores.logprobs_N
     batch = off_policy(replace(batch, old_logprobs_N=logprobs_N.detach()))
     if teacher:

@@ -46,6 +46,4 @@ def distilled_logprobs(
     for rows in chunks(len(labels), len(weight), sizes.HEAD_CHUNK_LOGITS // 2):
         pieces.append(checkpoint(scores, hidden[rows], teacher.hidden_TD[rows], labels[rows], use_reentrant=False))
     logprobs, entropies, *distilled = map(torch.cat, zip(*pieces, strict=True))
-    if not settings.has_entropy_gradient:
-        entropies = entropies.detach()
     return TokenScores(logprobs, entropies, Distilled(*distilled))

@@ -27,9 +27,9 @@ EXPECTED = {"reverse": (reverse, kl), "forward": (forward, lambda log_p, log_q: 
 EXPECTED |= {f"jsd {beta}": (partial(jsd, beta=beta), partial(mixed, beta=beta)) for beta in (0.3, 0.9)}
 
 
-@pytest.mark.parametrize("has_entropy_gradient", [False, True])
+@pytest.mark.parametrize("trains_entropy", [False, True])
 @pytest.mark.parametrize("name", EXPECTED)
-def test_value_and_gradient_are_those_of_full_logits_in_float64(name, has_entropy_gradient, monkeypatch):
+def test_value_and_gradient_are_those_of_full_logits_in_float64(name, trains_entropy, monkeypatch):
     """Logits of a spread of 2; chunks of 7 tokens, of which the last one has 6."""
     monkeypatch.setattr(sizes, "HEAD_CHUNK_LOGITS", 7 * V)
     torch.manual_seed(0)
@@ -38,7 +38,7 @@ def test_value_and_gradient_are_those_of_full_logits_in_float64(name, has_entrop
     nn.init.normal_(head.weight, std=0.25)
     divergence, plain = EXPECTED[name]
     teacher = Teacher(ref_hidden, ref_weight, divergence, 0.7)
-    settings = HeadSettings(0.7, has_entropy_gradient, torch.float32)
+    settings = HeadSettings(0.7, torch.float32)
     scores = distilled_logprobs(hidden, head.weight, labels, settings, teacher)
     found = scores.logprobs_N, scores.entropies_N, *scores.distilled
     exact = [x.detach().double().requires_grad_() for x in (hidden, head.weight)]
@@ -51,7 +51,7 @@ def test_value_and_gradient_are_those_of_full_logits_in_float64(name, has_entrop
     torch.testing.assert_close([x.double() for x in found], [*expected], atol=1e-6, rtol=1e-6)
     weights, gradients = torch.randn(3, T) / T, []
     for sums, tensors in ((found, (hidden, head.weight)), (expected, exact)):
-        terms = sums[0] * weights[0] + sums[3] * weights[1] + (sums[1] * weights[2] if has_entropy_gradient else 0)
+        terms = sums[0] * weights[0] + sums[3] * weights[1] + (sums[1] * weights[2] if trains_entropy else 0)
         gradients.append(torch.autograd.grad(terms.sum(), tensors))
     ours, wanted = gradients
     assert all(gradient.abs().max() > 0.01 for gradient in wanted)

@@ -282,7 +282,8 @@ def one_bit(tensor: torch.Tensor) -> torch.Tensor:
 def whole_update(rollout: Rollout, args: argparse.Namespace, policy: Policy, world: World) -> Update:
     """The whole rollout as one update, with the advantages that it comes with."""
     plan = replace(make_plan(args, args.prompts_per_step), completions_per_step=len(rollout.rows))
-    (update,) = pack_updates(rollout, plan, algorithm_of(args), Memory.from_flags(args), policy, world)
+    algorithm = replace(algorithm_of(args), group_size=1)  # so that groups do not matter
+    (update,) = pack_updates(rollout, plan, algorithm, Memory.from_flags(args), policy, world)
     return [with_advantages(rollout, batch) for batch in update]
 
 

@@ -41,12 +41,30 @@ def test_entropy_is_that_of_the_tempered_distribution(policy):
     expected = torch.distributions.Categorical(logits=plain(tokens).logits[0, 3:6] / 0.5).entropy()
     entropies = model(batch, 0.5)[1]
     torch.testing.assert_close(entropies[batch.loss_mask_N], expected, atol=1e-5, rtol=0)
-    assert not entropies.requires_grad, "as a metric it costs no memory for a backward pass"
-    model(batch, 0.5, True)[1].sum().backward()
+    entropies.sum().backward()
     expected.sum().backward()
     found, wanted = ({name: p.grad for name, p in x.named_parameters()} for x in (model.model, plain))
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
     assert max(gradient.abs().max() for gradient in wanted.values()) > 0.01
+
+
+def test_a_gradient_of_the_entropies_costs_a_pass_where_something_needs_it(policy, monkeypatch):
+    """As a metric alone they give the head none; with one of 0 the others' gradient is the same."""
+    batch, given, gradients = pack(make_rollout(), list(range(len(RAGGED)))), [], []
+    plain = model.head.replace_by_gradient
+
+    def noted(settings, logits, labels, *grads):
+        given.append(len(grads))
+        return plain(settings, logits, labels, *grads)
+
+    monkeypatch.setattr(model.head, "replace_by_gradient", noted)
+    for factor in (None, 0.0):
+        own = load_policy(policy)
+        scores = own(batch, 1.0)
+        (scores.logprobs_N if factor is None else scores.logprobs_N + factor * scores.entropies_N).sum().backward()
+        gradients.append(own.model.get_output_embeddings().weight.grad)
+    assert given == [1] * (len(given) // 2) + [2] * (len(given) // 2) and given
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
 
 
 def test_fp32_logits_are_exact_where_bf16_rounds_them(qwen3_policy):

@@ -8,8 +8,8 @@ from fractions import Fraction
 from grading import Case, Verdict, spelled
 from grading.answer import read_answer, visible_text
 from grading.equality import canonical, check_key, equal, key_content
-from grading.spelling import MAX_FORMULA
-from grading.values import SCALES, read_value
+from grading.spelling import MAX_FORMULA, clean
+from grading.values import SCALES, parse_value
 
 
 def verify_math(case: Case) -> Verdict:
@@ -45,7 +45,7 @@ def verify_gsm8k(case: Case) -> Verdict:
     elif len(answer) <= MAX_FORMULA:
         if equal(str(key), answer):
             numbers = [key]
-        elif not re.search("|".join(SCALES), answer) and read_value(answer)[0] != "list":
+        elif not re.search("|".join(SCALES), answer) and parse_value(clean(answer))[0] != "list":
             numbers = _numbers(answer)[:1]
     return float(numbers == [key]), str(numbers[0]) if numbers else None
 

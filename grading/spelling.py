@@ -1,8 +1,7 @@
-r"""A mathematical answer, LaTeX or plain text, as tokens: `tokens`. What they say is read in `values.py`.
+r"""A mathematical answer, LaTeX or plain text, as LaTeX in one spelling: `clean`. What it says is read in `values.py`.
 
-A token is a `\command`, a brace, a number (with its thousands: 1,000), a word, a mark, or one space. Fonts, sizes,
-colours and all that prints nothing fall out here, with their braces; what means the same is one token. Braces are left
-only as the argument of a command, of ^ or of _, where nothing can be without them: x^2 is x ^ { 2 }.
+Groups in braces are taken up from the inside out: fonts, colours and all that prints nothing fall out with their braces.
+Braces are left only as the argument of a command, of ^ or of _, where nothing can be without them: x^2 is x^{2}.
 """
 
 from __future__ import annotations
@@ -12,312 +11,136 @@ import unicodedata
 from functools import lru_cache
 
 MAX_FORMULA = 1000  # characters; what is longer is a text
-UPRIGHT = "\u2009"  # the space before upright text: \text{ cm}
-Tokens = tuple[str, ...]
+MAX_DEPTH = 20  # nested brackets; the LaTeX parser's time grows steeply with them
+UPRIGHT = "\u2009"  # the space before upright text: 5\text{ cm}
 
-GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi o pi rho varsigma sigma tau upsilon"
-GREEK = dict(zip("αβγδεζηθικλμνξοπρςστυφχψω", [*GREEK.split(), *["varphi", "chi", "psi", "omega"]], strict=True))
-SYMBOLS = str.maketrans({
-    "½": " 1/2", "¼": " 1/4", "¾": " 3/4", "⅓": " 1/3", "⅔": " 2/3", "∞": r"\infty ", "≤": r"\le ", "⩽": r"\le ",
-    "≦": r"\le ", "≥": r"\ge ", "⩾": r"\ge ", "≧": r"\ge ", "≠": r"\ne ", "°": r"^\circ ", "∪": r"\cup ",
-    "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "⁄": "/",
-    "∕": "/", "−": "-", "–": "-", "—": "-", "⁻": "-", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}",
-    "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}", "√": r"\sqrt ", "’": "'", "′": "'", "″": "''",
-    "≈": r"\approx ", "≃": r"\approx ", "≡": r"\equiv ", "∖": r"\setminus ", "→": r"\to ", "ℵ": r"\aleph ",
-    "⟨": r"\langle ", "⟩": r"\rangle ", "∠": r"\angle ", "△": r"\triangle ", "Ω": r"\Omega ", "Ω": r"\Omega ",
-    "Δ": r"\Delta ", "€": r"\euro ", "£": r"\sterling ", "₹": r"\rupee ", "¥": r"\yuan ", "￥": r"\yuan ",
-} | {letter: rf"\{name} " for letter, name in GREEK.items()})  # fmt: skip
+GREEK = (
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron rho varsigma sigma tau upsilon"
+)
+GREEK = [*GREEK.split(), *"phi chi psi omega varepsilon vartheta varphi ell".split()]
+SYMBOLS = str.maketrans({symbol: f"{meaning} " for meaning, *symbols in map(str.split, r"""
+    \le ≤⩽≦; \ge ≥⩾≧; \ne ≠; \infty ∞; ^\circ °; \cup ∪; \cap ∩; \in ∈; \pm ±; \times ×; \cdot ·⋅; / ÷⁄∕; - −–—⁻
+    \emptyset ∅; \mathbb{R} ℝ; \mathbb{Z} ℤ; \mathbb{N} ℕ; \mathbb{Q} ℚ; \mathbb{C} ℂ; \sqrt √; ' ’′; '' ″; \approx ≈≃
+    \equiv ≡; \setminus ∖; \to →; \aleph ℵ; \langle ⟨; \rangle ⟩; \angle ∠; \triangle △; \Omega ΩΩ; \Delta Δ; \euro €
+    \sterling £; \rupee ₹; \yuan ¥￥; \pi π; ~1/2 ½; ~1/4 ¼; ~3/4 ¾; ~1/3 ⅓; ~2/3 ⅔
+""".replace(";", "\n").strip().split("\n")) for symbol in symbols[0]}
+    | {letter: rf"\{name} " for letter, name in zip("αβγδεζηθικλμνξορςστυφχψω", GREEK, strict=False)})  # fmt: skip
 INVISIBLE = re.compile(r"[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]")
 
-# What a command does with the groups behind it: x leaves a group out, . keeps what is in it, t is upright text.
-GROUPS = {rf"\{name}": roles for roles, names in {
-    "x": "phantom hphantom vphantom hspace hspace* vspace vspace* label tag tag* cancel bcancel xcancel sout color kern",
-    "x.": "textcolor colorbox raisebox scalebox href", "xx.": "fcolorbox", "xx": "rule",
-    ".": "mathbf mathit mathtt mathnormal boldsymbol bm pmb underline boxed fbox smash mathop ensuremath",
-    "t": "text textbf textit textrm textsf texttt textnormal textup textsc emph mathrm mathsf mbox hbox operatorname "
-         "operatorname* ce rm",
+# What becomes of a group behind a command: it falls out, its braces fall out, it is upright text
+GROUPS = {rf"\{name}": role for role, names in {
+    "": "phantom hphantom vphantom hspace hspace* vspace vspace* label tag tag* cancel bcancel xcancel sout color kern",
+    r"\phantom": "rule",
+    "{}": "mathbf mathit mathtt mathnormal boldsymbol bm pmb underline boxed fbox smash mathop ensuremath",
+    UPRIGHT: "text textbf textit textrm textsf texttt textnormal textup textsc emph mathrm mathsf mbox hbox operatorname "
+             "operatorname* ce",
 }.items() for name in names.split()}  # fmt: skip
-VECTORS = {r"\mathbf", r"\boldsymbol", r"\bm", r"\pmb"}  # fonts of letters whose product has an order
-FUNCTIONS = "sin cos tan cot sec csc sinh cosh tanh coth arcsin arccos arctan arccot arcsec arccsc log ln exp gcd lcm"
-SYNONYMS = {name: meaning for meaning, names in {
-    r"\frac": r"\dfrac \tfrac \cfrac", r"\binom": r"\dbinom \tbinom", r"\ne": r"\neq != <> \not=", "<": r"\lt",
-    r"\le": r"\leq \leqslant \leqq <=", r"\ge": r"\geq \geqslant \geqq >=", ">": r"\gt", r"\{": r"\lbrace",
-    r"\}": r"\rbrace", "(": r"\lparen", ")": r"\rparen", "[": r"\lbrack", "]": r"\rbrack", ":": r"\colon",
-    "|": r"\lvert \rvert \vert \mid", r"\|": r"\lVert \rVert \Vert", r"\approx": r"\simeq \thickapprox",
-    r"\emptyset": r"\varnothing", r"\degree": r"\textdegree", r"\mathbb{R}": r"\R \reals", r"\sterling": r"\pounds",
-    r"\dollar": r"\$ \textdollar", r"\setminus": r"\backslash \smallsetminus", "i": r"\imath", "j": r"\jmath",
-    "'": r"\prime", r"\to": r"\rightarrow \longrightarrow", r"\infty": "infinity", r"\sqrt": "sqrt", r"\pi": "pi",
-    r"\mod": r"mod \bmod \pmod \pod", "^": "**", r"\lg": "lg", r"\tan": r"tg \tg", r"\cot": r"ctg \ctg cotg \cotg",
-    r"\arctan": r"arctg \arctg", r"\arccot": r"arcctg \arcctg", "*": r"\ast \*", r"\cdots": r"\dotsb \dots \ldots ...",
-    "%": r"\%", "&": r"\&", "#": r"\#",
-    " ": r"\, \; \: \! ~ \quad \qquad \enspace \enskip \thinspace \hfill \displaystyle \textstyle \scriptstyle \limits "
-         r"\nolimits \bf \it \sf \tt \large \Large \huge \small \normalsize \nonumber \notag \strut \mathstrut \( \) \[ \]"
-         r" \par \newline \hline $ $$ \relax",
-}.items() for name in names.split()} | {name: rf"\{name}" for name in FUNCTIONS.split()} | {"\\": " ", "": " "}  # fmt: skip
-ARGUMENTS = {"^": 1, "_": 1, r"\sqrt": 1, r"\frac": 2, r"\binom": 2, r"\vec": 1, r"\hat": 1, r"\overline": 1}
-BARE = ["cdot", "times", "pm", "mp", "div", "in", "le", "ge", "ne", "to", "cup", "cap", "setminus", "infty", "degree", "circ", "dollar", "mod", "approx", "equiv", "choose"]
-BARE = {rf"\{name}" for name in BARE}
-BARE |= {rf"\{name}" for name in GREEK.values()}  # behind other commands braces stay
-MATRIX = r"[pbBvV]?matrix|cases|array"  # other environments only set lines
+GROUP = re.compile(r"(?:(\\[A-Za-z]+\*?|[\^_])\s*|((?<=[}»\]])))?\{([^{}]*)\}")
+VECTORS = {rf"\{name}" for name in "vec mathbf boldsymbol bm".split()}
+VECTOR = "\u20d7"  # stands behind a letter in bold: a product of vectors has an order
+NAMES = {name: meaning for meaning, *names in map(str.split, r"""
+    \frac \dfrac \tfrac \cfrac; \binom \dbinom \tbinom; \ne \neq; < \lt; > \gt; \le \leq \leqslant \leqq; ⟅ \lbrace
+    \ge \geq \geqslant \geqq; ⟆ \rbrace; ( \lparen; ) \rparen; [ \lbrack; ] \rbrack; : \colon; \sterling \pounds
+    | \lvert \rvert \vert \mid; \approx \simeq \thickapprox; \emptyset \varnothing; \degree \textdegree; - \minus
+    \mathbb{R} \R \reals; \setminus \backslash \smallsetminus; i \imath; j \jmath; \to \rightarrow \longrightarrow
+    \infty infinity; \sqrt sqrt; \pi pi; \tan tg \tg tan; \cot ctg \ctg cotg cot; \arctan arctg \arctg arctan
+    \arccot arcctg arccot; \cdots \dots \ldots \dotsb; \lg lg; \log log; \ln ln; \sin sin; \cos cos; \exp exp
+    \arcsin arcsin; \arccos arccos; \sinh sinh; \cosh cosh; \tanh tanh; \csc csc; \gcd gcd; \lcm lcm; \mod mod \bmod \pmod
+    ~ \quad \qquad \enspace \enskip \thinspace \hfill \displaystyle \textstyle \scriptstyle \limits \nolimits \bf \it \rm
+    ~ \sf \tt \large \Large \huge \small \normalsize \nonumber \notag \strut \mathstrut \par \newline \hline \relax
+""".replace(";", "\n").strip().split("\n")) for name in names}  # fmt: skip
 
-TOKEN = re.compile(rf"""
-    \\(?:left|right|middle|[bB]igg?[lrm]?)(?![A-Za-z])\s*\.?(?P<size>)
-    |\\(?P<edge>begin|end)\s*\{{\s*(?:(?P<matrix>{MATRIX})|[A-Za-z]+)\*?\s*\}}(?:\s*\{{[lcr|\s]*\}})?
-    |\\\\(?:\s*\[-?[\d.]+[a-z]+\])?(?P<line>) |\\(?:mathbb|Bbb)\s*\{{?\s*(?P<set>[A-Z])(?![A-Za-z])\s*\}}?
-    |\\q?quad |\\not\s*= |\\[A-Za-z]+\*? |\\.
-    |(?P<spaced>(?<![\d.,])\d{{1,3}}(?:(?:[\ ~]|\\[,!;:\ ]\s*|,\s*\\[!,]\s*)\d{{3}})+(?![\d/,]|\ ?\d)(?:\.\d+)?)
-    |(?P<number>\d+(?:(?:,|\{{,\}})\d+)*(?:\.\d+)*|\.\d+) |(?P<rupee>(?<![A-Za-z])(?:Rs\.?|INR)\s*(?=\d))
-    |(?P<half_day>(?<=[\d\s{{}}])(?:[apAP]\.\s?[mM]\b\.?|[AaPp]m\b|[AP]M\b))
-    |(?P<word>[A-Za-z]+) |[①-⑳] |[^\W\d_A-Za-z①-⑳]+ |(?P<space>\s+)
-    |(?<![\w)])!=|[<>]=|<>|\*\*|\.\.+|'+|!+|\$\$ |.
-""", re.VERBOSE | re.DOTALL)  # fmt: skip
+
+def _reduced(match: re.Match) -> str:
+    """A group without groups in it, and its command; the braces of an argument are « and »."""
+    command, inside = match[1] or "", match[3].strip()
+    role = GROUPS.get(command, "«" if command or match[2] is not None else "{}")
+    if r"\choose" in inside:
+        top, _, bottom = inside.partition(r"\choose")
+        return rf"{command}\binom«{top.strip()}»«{bottom.strip()}»"
+    if command in (r"\begin", r"\end") and not re.fullmatch("[pbBvV]?matrix|cases|array", inside):
+        return " "
+    if command in VECTORS and len(inside) == 1 and inside.isalpha():
+        return f" {inside}{VECTOR}"
+    if role == UPRIGHT:
+        return f"{UPRIGHT}{match[3]} "
+    if role == "«":
+        return f"{command}«{inside}»"
+    return (f" {inside} " if command else inside) if role == "{}" else role
+
+
+BRACED = [  # arguments without braces
+    (r"\\sqrt(\[\d+\])? (\d+)", r"\\sqrt\1{\2}"),
+    (
+        r"\\(sqrt|[dtc]?frac|[dt]?binom|mathbb|hat|vec)(?![\s{\[]*\{)\s*(\[\d+\])?\s*([A-Z0-9]|\\[a-z]+x?|[a-z])",
+        r"\\\1\2{\3}",
+    ),
+]
+# Pattern and replacement: what LaTeX and plain text allow in several spellings. "x?" stands for: no letter follows.
+IDIOMS = [
+    (r"\\q?quad", " "),
+    (r"\\([A-Za-z]+)\*?|(?<![A-Za-z\\])[A-Za-z]+(?![A-Za-z])",
+     lambda m: NAMES.get(m[0], m[0]) + " " * (m[0][0] != "\\" and m[0] in NAMES)),
+    (r"\\q?quad|\\[,!;: ]|~|(?<!\\)\\[()\[\]]|\$", " "),
+    (r"\\(?:left|right|middle|[bB]igg?[lrm]?)x?\s*\.?", ""),
+    # Lines of an equation, a system as a list, the branches of a function
+    (r"(?<![\s,;.])[\s,;.]*⏎(?:\[-?[\d.]+[a-z]+\])?", "⏎"), (r"⏎\s*(?=&?\s*=)", ""),
+    (r"(?:⟅\s*)?\\begin\{(cases|array)\}(?:\{[^{}]*\})?([^&]*?)\\end\{\1\}", r"\2"),
+    (r"\\(begin|end)\{array\}(?:\{[^{}]*\})?", r"\\\1{pmatrix}"),
+    (r"\\begin\{cases\}", r"\\cases{"), (r"\\end\{cases\}", "}"),
+    (r"\s*,?\s*&\s*(?:(?:if|for|when)x?\s*)?", "&"),
+    # Arguments without braces
+    *BRACED, (r"\s+(?=[\^_])", ""),
+    (r"(\\(?:frac|binom)\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})\s*([A-Za-z0-9]|\\[a-z]+x?)", r"\1{\2}"),
+    (r"\\sqrt\s*(\[\d+\])?\s*\(((?:[^()]|\([^()]*\))*)\)", r"\\sqrt\1{\2}"),
+    (r"([\^_])\s*\(([^()]*)\)", r"\1{\2}"),
+    (r"\s*([\^_])\s*([-+]?\d+(?:\.\d+)?|[A-Za-z*+-]|\\(?!frac|sqrt)[a-z]+x?)", r"\1{\2}"),
+    (r"\s*\^\{\s*\\circ\s*\}", r"\\degree "), (r"\^\{((?:\s*\\prime)+)\}", lambda m: "'" * m[1].count("p")),
+    (rf"\\(?:hat|vec)\{{([A-Za-z]){VECTOR}?\}}", r"\1"),
+    (r"\\%", "%"), (r"(?<![\w\s\\])sec(?=[\s(^])", r"\\sec "),
+    # Numbers
+    (r"(?<![\d.,])\d{1,3}(?:[ ]\d{3})+(?![\d/,]| ?\d)", lambda m: m[0].replace(" ", "")),  # 1 000 000
+    (r"(?<![\d,])\d{3}(?:,\d{3}){3,}(?![\d,])", lambda m: m[0].replace(",", ", ")),  # 108,135,180,117 is a list
+    (r"(?<=[\d\s}])([apAP])\.\s?[mM]\b\.?|(?<=[\d\s}])([aApP])[mM]\b", lambda m: f"{m[1] or m[2]}m".lower()),
+    # Signs
+    (r"(?:US\s*)?\\dollar", r"\\dollar"), (r"(?<![A-Za-z])(?:Rs\.?|INR)\s*(?=\d)", r"\\rupee "),
+    (r"\\notx?\s*=|(?<![\w)])!=|<>", r"\\ne "), ("<=", r"\\le "), (">=", r"\\ge "), (r"(?<=[\w)}])\s*\*\*\s*", "^"),
+    (r"\\mod\s*\{([^{}]*)\}", r"\\mod \1"), (r"\(\s*\\mod\s*([^()]*)\)", r"\\mod \1"), (rf"{VECTOR}\s*\\times", r"\\wedge "), (VECTOR, ""),
+    (r"(\w+)\s*\\choose\s*(\w+)", r"\\binom{\1}{\2}"), (r"\^\{\}|_\{\}", ""), (r"\.\.\.", r"\\cdots "),
+    (r"(?:^|(?<=\\cup))\s*\]", "("), (r"\[\s*(?=\\cup|$)", ")"),  # ]0, 1[
+    (rf"(\\[A-Za-z]+)[ ]+(?![A-Za-z({UPRIGHT}])", r"\1"), (rf"(?<!\s)\s*{UPRIGHT}\s*", UPRIGHT),
+    (r" {2,}", " "), (r"(?<=\{) | (?=\})", ""),
+]  # fmt: skip
+
+
+def _replaced(text: str, rules: list) -> str:
+    for pattern, replacement in rules:
+        text = re.sub(pattern.replace("x?", "(?![A-Za-z])"), replacement, text)
+    return text
 
 
 @lru_cache(maxsize=8192)
-def tokens(text: str) -> Tokens:
-    """The tokens of an answer."""
+def clean(text: str) -> str:
+    """The answer in one spelling."""
     if len(text) > 4 * MAX_FORMULA:
-        return (text,)
+        return text
     text = re.sub(r"([⁰¹²³⁴-⁹⁺⁻ⁿ]+)", r"^{\1}", text)
     text = re.sub(r"([₀-₉]+)", r"_{\1}", text)
     # Not of ①③, which is no 13
     text = re.sub(r"[^\u2460-\u24ff]+", lambda m: unicodedata.normalize("NFKC", m[0]), text.translate(SYMBOLS))
-    text = re.sub(r"^[`*\s]+|(?<!\^)[`*\s]+$", "", INVISIBLE.sub("", text))
-    is_price = re.fullmatch(r"[^$]*(?<!\\)\$\s*\d[^$]*", text)  # a lone dollar sign before a number
-    reader = Reader()
-    for match in TOKEN.finditer(text):
-        reader.read(match, r"\dollar" if is_price and match[0] == "$" else match[0])
-    return tuple(_opened(reader.found))
-
-
-class Reader:
-    """Puts the tokens of a text into `found`, one after the other."""
-
-    def __init__(self) -> None:
-        self.found: list[str] = []
-        self.opened: list[tuple[str, int, int, str]] = []  # brackets: role, place, `wanted` and `roles` behind them
-        self.matrices: list[int] = []  # where they begin
-        self.roles = ""  # of the next groups, see `GROUPS`
-        self.wanted, self.command = 0, ""  # arguments that this command still takes
-        self.is_vector, self.vector_end = False, -1  # whether the font is bold; behind the last letter in bold
-
-    def read(self, match: re.Match, token: str) -> None:
-        """Takes in what matched; `token` is its text."""
-        kind, token = match.lastgroup, SYNONYMS.get("".join(token.split()), token)
-        last = next((each for each in reversed(self.found[-2:]) if not each.isspace()), "")
-        behind = match.string[match.end() : match.end() + 2]
-        if token == r"\sec" and match[0] == "sec" and last[-1:].isdigit():
-            token = "sec"
-        if kind == "edge" or (token == "&" and not self.matrices):
-            token = " "
-        if token == "{":
-            self.open(last, is_glued=behind in ("K}", "T}") and last[-1:].isdigit())
-        elif token == "}":
-            self.close()
-        elif token == " ":
-            if not self.roles and (not self.wanted or last == r"\sqrt"):
-                self.space()
-        elif token in GROUPS:
-            self.roles = "" if self.wanted and GROUPS[token] in (".", "t") else GROUPS[token]
-            self.is_vector = token in VECTORS
-        elif self.roles[:1] == "x":  # \phantom 1
-            self.roles = ""
-        elif kind == "matrix":
-            self.matrix(match[0], match["matrix"])
-        elif kind != "size":
-            self.roles = ""
-            self.add(kind, match[0] if kind in ("spaced", "number") else token, last, behind)
-
-    def space(self, sign: str = " ") -> None:
-        if self.found and self.found[-1] != "{":
-            self.found[-1].isspace() or self.found.append(sign)
-            self.found[-1] = sign
-
-    def open(self, last: str, is_glued: bool) -> None:
-        role, roles = self.roles[:1], self.roles[1:]
-        if not role:
-            role = "{" if self.wanted or (last[:1] == "\\" and last[1:].isalpha() and last not in BARE) else "."
-        if role == "t" and not is_glued:  # 5\text{K} is 5,000, but 5 K is a unit
-            self.space(UPRIGHT)
-        self.opened.append((role, len(self.found), max(self.wanted - 1, 0), roles))
-        self.wanted, self.roles = 0, ""
-        if role == "{":
-            self.found.append("{")
-
-    def close(self) -> None:
-        """Ends a group, and the round brackets that are left open in it."""
-        while self.opened and self.opened[-1][0] in "(s[m":
-            self.opened.pop()
-        if not self.opened:
-            return
-        role, start, wanted, roles = self.opened.pop()
-        if role == "x":
-            del self.found[start:]
-        elif role == "t":
-            self.space()
-        elif role in "{c":
-            self.end_argument(start)
-        if role == "." and self.is_vector and len(self.found) == start + 1:
-            self.vector_end = len(self.found)
-        self.wanted, self.roles = wanted, roles
-
-    def end_argument(self, start: int) -> None:
-        """Closes the brace that stands at `start`; what it makes with its command may be one token."""
-        found = self.found
-        if found[-1].isspace():
-            found.pop()
-        content, command = found[start + 1 :], found[start - 1] if start else ""
-        found.append("}")
-        if command in ("^", "_") and not content:
-            del found[start - 1 :]
-        elif command == "^" and content == [r"\circ"]:
-            found[start - 1 :] = [r"\degree"]
-        elif command == "^" and set("".join(content)) == {"'"}:
-            found[start - 1 :] = ["".join(content)]
-        elif command in (r"\vec", r"\hat") and len(content) == 1 and content[0].isalpha():
-            found[start - 1 :] = content
-            self.vector_end = len(found) if command == r"\vec" else -1
-
-    def matrix(self, text: str, name: str) -> None:
-        """Begins or ends a matrix. Lines without columns are a list: {cases} of a system."""
-        found = self.found
-        if text.startswith(r"\begin"):
-            self.matrices.append(len(found))
-            found.append(rf"\begin{{{name}}}")
-        elif self.matrices:
-            start = self.matrices.pop()
-            if name in ("cases", "array") and "&" not in found[start:]:
-                found[start:] = ["," if token == r"\\" else token for token in found[start + 1 :]]
-                if found[start - 1 : start] == [r"\{"]:
-                    del found[start - 1]
-            else:
-                name = "pmatrix" if name == "array" else name
-                found[start:] = [rf"\begin{{{name}}}", *_rows(found[start + 1 :]), rf"\end{{{name}}}"]
-
-    def add(self, kind: str | None, token: str, last: str, behind: str) -> None:
-        found, top = self.found, self.opened[-1][0] if self.opened else ""
-        if token == "(" or (token == "[" and last == r"\sqrt"):
-            is_argument = token == "(" and self.wanted and self.command in ("^", "_", r"\sqrt")
-            self.opened.append(("s" if is_argument else token, len(found), self.wanted, ""))
-            found.append("{" if is_argument else token)
-            self.wanted = 0
-        elif (token == ")" and top in ("(", "s", "m")) or (token == "]" and top == "["):
-            _, start, wanted, _ = self.opened.pop()
-            self.wanted = max(wanted - 1, 0) if top == "s" else wanted
-            if top == "s":
-                self.end_argument(start)
-            elif top != "m":
-                found.append(token)
-        elif self.wanted and (kind in ("number", "word") or token[0] == "\\" or token in "+-*'"):
-            self.argument(kind, token, behind)
-        elif kind == "number":
-            found.extend(_number(token))
-        elif kind == "spaced":
-            found.append(re.sub(r"[^\d.]", "", token))
-        elif kind == "set":
-            found.append(rf"\mathbb{{{token.strip(' }')[-1]}}}")
-        else:
-            self.add_mark(kind, token, last, top)
-        if found and found[-1] in ARGUMENTS:
-            self.wanted, self.command = ARGUMENTS[found[-1]], found[-1]
-
-    def argument(self, kind: str | None, token: str, behind: str) -> None:
-        """An argument without braces: \\frac12, x^2, x^-1; of a word its first letter."""
-        found = self.found
-        if token in ARGUMENTS:
-            found.append(token)
-            return
-        if found[-1] == "-" and found[-2] == "{":  # x^-1
-            found.append(token)
-            self.wanted -= 1
-            self.end_argument(len(found) - 3)
-            return
-        is_split = kind == "word" or (
-            kind == "number" and self.command in (r"\frac", r"\binom", r"\sqrt") and not found[-1].isspace()
-        )
-        pieces = [*token] if is_split else [token]
-        while pieces and self.wanted:
-            if found[-1].isspace():
-                found.pop()
-            found += ["{", pieces.pop(0)]
-            if found[-1] == "-" and self.command == "^" and (behind[:1].isalnum() or behind[:1] == "\\"):
-                return
-            self.wanted -= 1
-            self.end_argument(len(found) - 2)
-        if pieces:
-            found.append("".join(pieces))
-
-    def add_mark(self, kind: str | None, token: str, last: str, top: str) -> None:
-        found = self.found
-        self.wanted = 0
-        if token in ("^", "_", r"\degree") or (token == "=" and last == ","):  # 3 + 4 \\ = 7
-            while found and (found[-1].isspace() or found[-1] == "," and token == "="):
-                found.pop()
-        if token == r"\mod" and last == "(" and "(" in (top, self.opened[-2:][0][0]):  # (mod 7)
-            while found.pop() != "(":
-                pass
-            at = -1 if top == "(" else -2
-            self.opened[at] = ("m", *self.opened[at][1:])
-        elif token == r"\dollar" and last == "US":
-            del found[-1 - (found[-1].isspace()) :]
-        elif token == r"\times" and len(found) - ("".join(found[-1:]).isspace()) == self.vector_end:
-            token = r"\wedge"
-        if kind == "half_day":
-            token = token[0].lower() + "m"
-        elif kind == "rupee":
-            token = r"\rupee"
-        elif kind == "line":
-            token = r"\\" if self.matrices else ","
-        if token == r"\choose":
-            self.choose()
-        else:
-            found.append(token)
-
-    def choose(self) -> None:
-        """{n \\choose k}, or of two single tokens."""
-        found = self.found
-        while "".join(found[-1:]).isspace():
-            found.pop()
-        role, start, *rest = self.opened[-1] if self.opened else ("", len(found) - 1)
-        if role in ("{", "."):
-            start += role == "{"
-            self.opened[-1] = ("c", len(found) + 3, *rest)
-            found[start:start] = [r"\binom", "{"]
-            found += ["}", "{"]
-        elif found:
-            found[-1:] = [r"\binom", "{", found[-1], "}"]
-            self.wanted, self.command = 1, r"\binom"
-
-
-def _number(token: str) -> list[str]:
-    """1,000 and 0,25 as they are; of another number with commas the parts. 1{,}000 is 1000, and 3{,}14 is 3.14."""
-    digits = token.replace("{,}", ",")
-    is_large = re.fullmatch(r"[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?", digits)
-    if "{" in token:
-        return [digits.replace(",", "" if is_large else ".")]
-    if (
-        "," not in token
-        or re.fullmatch(r"0,\d+", token)
-        or (is_large and not re.fullmatch(r"\d{3}(?:,\d{3}){3,}", token))
-    ):
-        return [token]
-    return re.findall(r"[^,]+|,", token)
-
-
-def _rows(found: list[str]) -> list[str]:
-    """The rows of a matrix without spaces, and without commas and "if" around their columns."""
-    found = [token for token in found if not token.isspace() and token not in ("if", "for", "when")]
-    ends = (*found[1:], r"\\")
-    return [token for token, behind in zip(found, ends, strict=True) if token not in ",." or behind not in ("&", r"\\")]
-
-
-def _opened(found: list[str]) -> list[str]:
-    """]0, 1[ as (0, 1)."""
-    places = [i for i, token in enumerate(found) if not token.isspace()]
-    edges = [False, *(found[i] == r"\cup" for i in places), False]
-    for at, i in enumerate(places):
-        if found[i] == "]" and (at == 0 or edges[at]):
-            found[i] = "("
-        elif found[i] == "[" and (at == len(places) - 1 or edges[at + 2]):
-            found[i] = ")"
-    return found
+    text = " ".join(INVISIBLE.sub("", text).split())
+    text = re.sub(r"^[`*\s]+|(?<!\^)[`*\s]+$", "", text).replace("\\\\", "⏎").replace(r"\{", "⟅").replace(r"\}", "⟆")
+    text = re.sub(r"\\\$|(?<!\$)\$(?=\s*\d[^$]*$)", r"\\dollar ", text)
+    text = re.sub(r"\\(?:textcolor|f?colorbox(?:\s*\{[^{}]*\}(?=\s*\{[^{}]*\}\s*\{))?|raisebox)\s*\{[^{}]*\}", "", text)
+    text = re.sub(r"(?<=\d)(?:\\[,!;: ]|~|\{,\}|,\s*\\[!,])\s*(?=\d{3}(?!\d))", "", text)  # 1\,000 and 1{,}000
+    text = re.sub(r"(?<=\d)\\text\{([KT])\}", r"\1", text.replace("{,}", "."))  # 5\text{K} is 5,000, 5 K a temperature
+    text = _replaced(text, BRACED)
+    for _ in range(MAX_DEPTH):
+        text, num_groups = GROUP.subn(_reduced, text)
+        if not num_groups:
+            break
+    text = text.replace("«", "{").replace("»", "}")
+    text = _replaced(text, IDIOMS)
+    if not re.search(r"\\(?:begin|cases)", text):
+        text = text.replace("⏎", ", ").replace("&", " ")
+    return text.replace("⏎", r"\\").replace("⟅", r"\{").replace("⟆", r"\}").strip()

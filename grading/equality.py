@@ -49,7 +49,7 @@ UNREADABLE = re.compile(  # or skipped by the parser without a word, such as the
 )
 REPAIRS = [(re.compile(pattern), replacement) for pattern, replacement in [  # what the parser does not know
     (r"(\d+(?:\.\d+)?)\\degree ?", r"(\1\\cdot\\frac{\\pi}{180})"),
-    (r"\\log_\{e\}", r"\\ln "), (r"\\lg(?![a-z]) ?", r"\\log_{10} "), (r"\+\s*const(?:ant)?$", "+C"),
+    (r"\\log_\{e\}", r"\\ln "), (r"\\lg(?![a-z]) ?", r"\\log_{10} "),
     (r"\\sqrt\[(\d*[13579])\]\{-([\d.]+)\}", r"(-\\sqrt[\1]{\2})"),
     (r"(?<![\d.}])(\d+)/(\d+)(?=[A-Za-z])", r"\\frac{\1}{\2}"),  # 1/2x
     (r"(?<![A-Za-z\\])C(?:\((\d+),(\d+)\)|_\{(\d\d+|[3-9]|n)\}\^\{(\d+|[kmr])\})", r"\\binom{\1\3}{\2\4}"),
@@ -196,18 +196,11 @@ def _same_quantity(key: Value, answer: Value) -> bool:
 
 
 def _renamed(key: str, answer: str) -> str:
-    """The answer with the key's letter for the constant: x^2 + C, also of a solution: Ce^{2x}."""
-    letters, letters_2 = ({*re.findall("[A-Za-z]", re.sub(r"\\[A-Za-z]+", " ", text))} for text in (key, answer))
-    (constant, *more), (constant_2, *more_2) = [*letters - letters_2] or [""], [*letters_2 - letters] or [""]
-    variables = letters - {constant, "e"}
-    is_end = re.search(rf"\+{constant}$", key) and re.search(rf"\+{constant_2}$", answer)
-    is_constant = constant in ("C", "K") if is_end else constant == "C" and variables in ({"x"}, {"t"})
-    if more or more_2 or not (is_constant or (is_end and constant == "c" and len(variables) == 1)):
-        return answer
-    is_known = constant_2 in (*"CKck",) if is_end else constant_2.isupper() or constant_2 in ("c", "k")
-    if not is_known:
-        return answer
-    return re.sub(r"\\[A-Za-z]+|[A-Za-z]", lambda match: constant if match[0] == constant_2 else match[0], answer)
+    """The answer with the key's letter for a constant: x^2 + C of an integral, Ce^{2x}. Of x^3 + c, but not a + b + c."""
+    answer = re.sub(r"\+const(?:ant)?$", "+C", answer)
+    if re.search(r"\+[CKck]$", answer) and re.fullmatch(r"[^C]*\+C|[^K]*\+K|(?:[^A-Za-z]|\\[a-z]+ ?|[xtu])*\+c", key):
+        return answer[:-1] + key[-1]
+    return re.sub("^[A-Z](?=e)", "C", answer) if re.fullmatch(r"Ce\^\{[^A-Z]*\}", key) else answer
 
 
 # A single formula in SymPy --------------------------------------------------------------------------------------------
@@ -300,36 +293,29 @@ def _points(symbols: list[Symbol]) -> list[dict[Symbol, Float]]:
 
 
 def _breaks(formula: Basic) -> list[Expr]:
-    """What changes its sign where the formula changes its form: the contents of bars, roots, floors and maxima."""
+    """What is 0 where the formula changes its form: the contents of bars, roots and floors, differences of a maximum."""
     found = []
     for part in formula.atoms(sympy.Abs, sympy.sign, sympy.floor, sympy.ceiling, sympy.Max, sympy.Min, Pow):
-        if isinstance(part, sympy.floor | sympy.ceiling):
-            found += [part.args[0] - i for i in (-1, 0, 1, 2)]
-        elif isinstance(part, sympy.Max | sympy.Min):
-            found += [first - second for first, second in itertools.combinations(part.args, 2)]
-        elif not (isinstance(part, Pow) and part.exp.is_Integer):
-            found.append(part.args[0])
-    return [each for each in found if each.free_symbols][:12]
+        steps = (-1, 0, 1, 2) if isinstance(part, sympy.floor | sympy.ceiling) else part.args[1:] or (0,)
+        is_power = part.is_Pow and (part.exp.is_Integer or not part.exp.is_Rational)
+        found += [part.args[0] - (0 if part.is_Pow else step) for step in steps if not is_power]
+    return found[:12]
 
 
 def _points_between(symbols: list[Symbol], breaks: list[Expr]) -> list[dict[Symbol, Float]]:
-    """Points between and beside the real roots of the breaks, along each symbol."""
+    """Points beside and between the real roots of the breaks, along each symbol, and some that are 3 and 7 times as far."""
     points = []
-    for symbol, start in itertools.product(symbols[:4] if breaks else (), _points(symbols)[:2]):
-        others = {other: value for other, value in start.items() if other != symbol}
+    for start, symbol in itertools.product(_points(symbols)[:2] if breaks else (), symbols[:4]):
         roots: set[float] = set()
         for each in breaks:
             with contextlib.suppress(sympy.PolynomialError, *UNSOLVED):  # |sin x| has no polynomial
-                polynomial = sympy.Poly(each.subs(others), symbol)
+                polynomial = sympy.Poly(each.subs({**start, symbol: symbol}), symbol)
                 if 0 < polynomial.degree() <= 8:
                     roots |= {float(sympy.re(root)) for root in polynomial.nroots(15) if abs(sympy.im(root)) < 1e-9}
         middles = [(low + high) / 2 for low, high in itertools.pairwise(sorted(roots))]
-        beside = [root + side for root in sorted(roots) for side in (-1e-3, 1e-3)]
-        points += [others | {symbol: Float(f"{value!r}", 60)} for value in (*middles, *beside)]
-    scales = (3, 7) if breaks else ()
-    points += [
-        {symbol: value * scale for symbol, value in point.items()} for point in _points(symbols)[:2] for scale in scales
-    ]
+        for value in (*middles, *(root + side for root in roots for side in (-1e-3, 0, 1e-3))):
+            points.append({**start, symbol: Float(repr(value), 60)})
+        points += [{each: value * scale for each, value in start.items()} for scale in (3, 7)]
     return points
 
 

@@ -17,7 +17,7 @@ UPRIGHT = "\u2009"  # the space before upright text: 5\text{ cm}
 GREEK = (
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron rho varsigma sigma tau upsilon"
 )
-GREEK = [*GREEK.split(), *"phi chi psi omega varepsilon vartheta varphi ell".split()]
+GREEK = [*GREEK.split(), *["phi", "chi", "psi", "omega", "varepsilon", "vartheta", "varphi", "ell"]]
 SYMBOLS = str.maketrans({symbol: f"{meaning} " for meaning, *symbols in map(str.split, r"""
     \le ≤⩽≦; \ge ≥⩾≧; \ne ≠; \infty ∞; ^\circ °; \cup ∪; \cap ∩; \in ∈; \pm ±; \times ×; \cdot ·⋅; / ÷⁄∕; - −–—⁻
     \emptyset ∅; \mathbb{R} ℝ; \mathbb{Z} ℤ; \mathbb{N} ℕ; \mathbb{Q} ℚ; \mathbb{C} ℂ; \sqrt √; ' ’′; '' ″; \approx ≈≃
@@ -36,7 +36,7 @@ GROUPS = {rf"\{name}": role for role, names in {
              "operatorname* ce",
 }.items() for name in names.split()}  # fmt: skip
 GROUP = re.compile(r"(?:(\\[A-Za-z]+\*?|[\^_])\s*|((?<=[}»\]])))?\{([^{}]*)\}")
-VECTORS = {rf"\{name}" for name in "vec mathbf boldsymbol bm".split()}
+VECTORS = {rf"\{name}" for name in ["vec", "mathbf", "boldsymbol", "bm"]}
 VECTOR = "\u20d7"  # stands behind a letter in bold: a product of vectors has an order
 NAMES = {name: meaning for meaning, *names in map(str.split, r"""
     \frac \dfrac \tfrac \cfrac; \binom \dbinom \tbinom; \ne \neq; < \lt; > \gt; \le \leq \leqslant \leqq; ⟅ \lbrace
@@ -66,7 +66,7 @@ def _reduced(match: re.Match) -> str:
         return f"{UPRIGHT}{match[3]} "
     if role == "«":
         return f"{command}«{inside}»"
-    return (f" {inside} " if command else inside) if role == "{}" else role
+    return (f" {inside}" if command and inside[:1].isalpha() else inside) if role == "{}" else role
 
 
 BRACED = [  # arguments without braces
@@ -88,11 +88,12 @@ IDIOMS = [
     (r"(?:⟅\s*)?\\begin\{(cases|array)\}(?:\{[^{}]*\})?([^&]*?)\\end\{\1\}", r"\2"),
     (r"\\(begin|end)\{array\}(?:\{[^{}]*\})?", r"\\\1{pmatrix}"),
     (r"\\begin\{cases\}", r"\\cases{"), (r"\\end\{cases\}", "}"),
-    (r"\s*,?\s*&\s*(?:(?:if|for|when)x?\s*)?", "&"),
+    (r"(?<!\s)\s*(?:,\s*)?&\s*(?:(?:if|for|when)x?\s*)?", "&"),
     # Arguments without braces
     *BRACED, (r"\s+(?=[\^_])", ""),
     (r"(\\(?:frac|binom)\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})\s*([A-Za-z0-9]|\\[a-z]+x?)", r"\1{\2}"),
     (r"\\sqrt\s*(\[\d+\])?\s*\(((?:[^()]|\([^()]*\))*)\)", r"\\sqrt\1{\2}"),
+    (r"(\d[spdf]\^)(\d)(?=\d[spdf])", r"\1{\2}"),  # 1s^22s^2
     (r"([\^_])\s*\(([^()]*)\)", r"\1{\2}"),
     (r"\s*([\^_])\s*([-+]?\d+(?:\.\d+)?|[A-Za-z*+-]|\\(?!frac|sqrt)[a-z]+x?)", r"\1{\2}"),
     (r"\s*\^\{\s*\\circ\s*\}", r"\\degree "), (r"\^\{((?:\s*\\prime)+)\}", lambda m: "'" * m[1].count("p")),
@@ -106,7 +107,7 @@ IDIOMS = [
     (r"(?:US\s*)?\\dollar", r"\\dollar"), (r"(?<![A-Za-z])(?:Rs\.?|INR)\s*(?=\d)", r"\\rupee "),
     (r"\\notx?\s*=|(?<![\w)])!=|<>", r"\\ne "), ("<=", r"\\le "), (">=", r"\\ge "), (r"(?<=[\w)}])\s*\*\*\s*", "^"),
     (r"\\mod\s*\{([^{}]*)\}", r"\\mod \1"), (r"\(\s*\\mod\s*([^()]*)\)", r"\\mod \1"), (rf"{VECTOR}\s*\\times", r"\\wedge "), (VECTOR, ""),
-    (r"(\w+)\s*\\choose\s*(\w+)", r"\\binom{\1}{\2}"), (r"\^\{\}|_\{\}", ""), (r"\.\.\.", r"\\cdots "),
+    (r"(?<!\w)(\w+)\s*\\choose\s*(\w+)", r"\\binom{\1}{\2}"), (r"\^\{\}|_\{\}", ""), (r"\.\.\.", r"\\cdots "),
     (r"(?:^|(?<=\\cup))\s*\]", "("), (r"\[\s*(?=\\cup|$)", ")"),  # ]0, 1[
     (rf"(\\[A-Za-z]+)[ ]+(?![A-Za-z({UPRIGHT}])", r"\1"), (rf"(?<!\s)\s*{UPRIGHT}\s*", UPRIGHT),
     (r" {2,}", " "), (r"(?<=\{) | (?=\})", ""),

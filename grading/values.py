@@ -15,7 +15,7 @@ import re
 from fractions import Fraction
 from functools import lru_cache
 
-from grading.spelling import GREEK, MAX_DEPTH, MAX_FORMULA, UPRIGHT, clean
+from grading.spelling import GREEK, MAX_DEPTH, MAX_FORMULA, UPRIGHT
 
 Value = tuple
 
@@ -177,7 +177,7 @@ UNCOUNTED = re.compile(
     r"|subset|subseteq|setminus|aleph|overrightarrow|notin|mathbb)(?![A-Za-z])|!!|[fgh]\^\{-1\}\s?\(|\d\s?[ap]m$|\.\.|\?"
     r"|\\cases|\\\||\\degree\s*\d+\s*'|^[\^_]|\^\{\d*[+-]\}|[^\0-\x7f\u2009]"
 )
-OPENING, CLOSING = {*r"( [ { \{ \langle \lfloor \lceil".split()}, {*r") ] } \} \rangle \rfloor \rceil".split()}
+OPENING, CLOSING = {*[r"(", r"[", r"{", r"\{", r"\langle", r"\lfloor", r"\lceil"]}, {*[r")", r"]", r"}", r"\}", r"\rangle", r"\rfloor", r"\rceil"]}
 BRACKET = r"\\[{}]|\\[lr](?:angle|floor|ceil)|\\.|[()\[\]{}]"  # or an escaped character, which is none
 AMOUNTS = re.compile(r"(?<=[A-Za-z])\s+(?=\d)|[\s,;]+(?=\([b-hB-H]\))|(?<=\))(?=\([B-H]\))")
 COLUMN = re.compile(r"\\begin\{[pbB]matrix\}([^&]*)\\end\{[pbB]matrix\}")
@@ -294,7 +294,9 @@ def _named(text: str) -> Value | None:
             names = re.findall(r"[A-Za-z]", point)
             return parse_value(values) if names == sorted(names) else text_of(text)
         case [first, *rest] if (
-            rest and NAMED.fullmatch(first) and not any(map(NO_UNIT.fullmatch, re.findall(r"[A-Za-z]{2,}", first)))
+            rest
+            and NAMED.fullmatch(first)
+            and not any(map(NO_UNIT.fullmatch, re.findall(r"[A-Za-z]{2,}", first.partition("(")[0])))
         ):
             return ("named", re.sub(r"[\s{}]", "", fold(first)), _chain(rest), f"{latex(first)}={latex(rest[-1])}")
         case [first, *_, last] if CONSTANT.fullmatch(first) and CONSTANT.fullmatch(last):
@@ -352,7 +354,8 @@ def _collection(text: str) -> Value | None:
     if column := COLUMN.fullmatch(text):
         return ("sequence", "()", _parse_all(re.split(r"\s*\\\\\s*", column[1].strip())), ())
     if builder := BUILDER.fullmatch(text):
-        return parse_value(builder[1].strip())
+        value = parse_value(builder[1].strip())
+        return (*value[:3], ()) if value[0] == "sequence" else value
     match = re.fullmatch(r"(\\\{|\\langle|\(|\[|\{)(.*)(\\\}|\\rangle|(?<!\\)[)\]}])", text, re.DOTALL)
     depths = itertools.accumulate(
         (token in OPENING) - (token in CLOSING) for token in re.findall(BRACKET, match[2] if match else "")
@@ -425,7 +428,9 @@ def _is_formula(text: str) -> bool:
     pairs = {first + second for first, second in itertools.pairwise(product) if first != second}
     has_order = any(pair[::-1] in pairs for pair in pairs if pair.isupper() and pair.isalpha())
     are_known = "^{" in text and not MATRICES & {*product}  # I^2R
-    if has_order or (re.fullmatch("[A-Z]+", product) and pairs and not are_known):  # P^{-1}AP, AB - BA
+    if has_order or (
+        re.fullmatch("[A-Z]{2,}", product) and (pairs or "^{T}" in text) and not are_known
+    ):  # P^{-1}AP, AB - BA
         return False
     signs = re.sub(r"\\[A-Za-z]+|(?<![A-Za-z])(?:max|min)|_\{[^{}]*\}", r"\\", text)
     signs = re.sub(r"\^\{[^{}]*\}", "^", signs)
@@ -444,7 +449,7 @@ def text_of(text: str) -> Value:
     if SHELLS.fullmatch(plain := re.sub(r"\s", "", text)):
         text = re.sub(r"[\^{}]", "", plain)  # 1s2 2s1 is 1s^2 2s^1
     text = re.sub(r"^(?:an?|the) (?=\w{3})", "", text, flags=re.IGNORECASE)
-    text = re.sub(r"\\mathbb\{(\w)\}", r"\1", re.sub(r"(?<=[A-Za-z)])_\{(\w+)\}", r" \1", fold(text)))
+    text = re.sub(r"\\mathbb\{(\w)\}", r"\1", re.sub(r"(?<=[A-Za-z)])_\{(\w+)\}", r" \1 ", fold(text)))
     text = re.sub(r"(\^\{[^{}]*\})(_\{[^{}]*\})", r"\2\1", text)
     text = text if text.isascii() else text.casefold()
     found = re.findall(

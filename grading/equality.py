@@ -196,7 +196,7 @@ def _same_quantity(key: Value, answer: Value) -> bool:
 
 
 def _renamed(key: str, answer: str) -> str:
-    """The answer with the key's letter for a constant: x^2 + C of an integral, Ce^{2x}. Of x^3 + c, but not a + b + c."""
+    """The answer with the key's letter for a constant: x^2 + C, x^3 + c, Ce^{2x}; a + b + c ends in a variable."""
     answer = re.sub(r"\+const(?:ant)?$", "+C", answer)
     if re.search(r"\+[CKck]$", answer) and re.fullmatch(r"[^C]*\+C|[^K]*\+K|(?:[^A-Za-z]|\\[a-z]+ ?|[xtu])*\+c", key):
         return answer[:-1] + key[-1]
@@ -293,7 +293,7 @@ def _points(symbols: list[Symbol]) -> list[dict[Symbol, Float]]:
 
 
 def _breaks(formula: Basic) -> list[Expr]:
-    """What is 0 where the formula changes its form: the contents of bars, roots and floors, differences of a maximum."""
+    """What is 0 where the formula changes its form: what stands in bars, roots and floors, or between maxima."""
     found = []
     for part in formula.atoms(sympy.Abs, sympy.sign, sympy.floor, sympy.ceiling, sympy.Max, sympy.Min, Pow):
         steps = (-1, 0, 1, 2) if isinstance(part, sympy.floor | sympy.ceiling) else part.args[1:] or (0,)
@@ -303,7 +303,7 @@ def _breaks(formula: Basic) -> list[Expr]:
 
 
 def _points_between(symbols: list[Symbol], breaks: list[Expr]) -> list[dict[Symbol, Float]]:
-    """Points beside and between the real roots of the breaks, along each symbol, and some that are 3 and 7 times as far."""
+    """Points beside and between the real roots of the breaks, along each symbol; and all 3 and 7 times as far."""
     points = []
     for start, symbol in itertools.product(_points(symbols)[:2] if breaks else (), symbols[:4]):
         roots: set[float] = set()

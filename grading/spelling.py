@@ -1,6 +1,6 @@
 r"""A mathematical answer, LaTeX or plain text, as LaTeX in one spelling: `clean`. What it says is read in `values.py`.
 
-Groups in braces are taken up from the inside out: fonts, colours and all that prints nothing fall out with their braces.
+Groups in braces are reduced from the inside out: fonts, colours and what prints nothing fall out with their braces.
 Braces are left only as the argument of a command, of ^ or of _, where nothing can be without them: x^2 is x^{2}.
 """
 
@@ -32,8 +32,8 @@ GROUPS = {rf"\{name}": role for role, names in {
     "": "phantom hphantom vphantom hspace hspace* vspace vspace* label tag tag* cancel bcancel xcancel sout color kern",
     r"\phantom": "rule",
     "{}": "mathbf mathit mathtt mathnormal boldsymbol bm pmb underline boxed fbox smash mathop ensuremath",
-    UPRIGHT: "text textbf textit textrm textsf texttt textnormal textup textsc emph mathrm mathsf mbox hbox operatorname "
-             "operatorname* ce",
+    UPRIGHT: "text textbf textit textrm textsf texttt textnormal textup textsc emph mathrm mathsf mbox hbox "
+             "operatorname operatorname* ce",
 }.items() for name in names.split()}  # fmt: skip
 GROUP = re.compile(r"(?:(\\[A-Za-z]+\*?|[\^_])\s*|((?<=[}»\]])))?\{([^{}]*)\}")
 VECTORS = {rf"\{name}" for name in ["vec", "mathbf", "boldsymbol", "bm"]}
@@ -45,9 +45,10 @@ NAMES = {name: meaning for meaning, *names in map(str.split, r"""
     \mathbb{R} \R \reals; \setminus \backslash \smallsetminus; i \imath; j \jmath; \to \rightarrow \longrightarrow
     \infty infinity; \sqrt sqrt; \pi pi; \tan tg \tg tan; \cot ctg \ctg cotg cot; \arctan arctg \arctg arctan
     \arccot arcctg arccot; \cdots \dots \ldots \dotsb; \lg lg; \log log; \ln ln; \sin sin; \cos cos; \exp exp
-    \arcsin arcsin; \arccos arccos; \sinh sinh; \cosh cosh; \tanh tanh; \csc csc; \gcd gcd; \lcm lcm; \mod mod \bmod \pmod
-    ~ \quad \qquad \enspace \enskip \thinspace \hfill \displaystyle \textstyle \scriptstyle \limits \nolimits \bf \it \rm
-    ~ \sf \tt \large \Large \huge \small \normalsize \nonumber \notag \strut \mathstrut \par \newline \hline \relax
+    \arcsin arcsin; \arccos arccos; \sinh sinh; \cosh cosh; \tanh tanh; \csc csc; \gcd gcd; \lcm lcm
+    \mod mod \bmod \pmod
+    ~ \quad \qquad \enspace \enskip \thinspace \hfill \displaystyle \textstyle \scriptstyle \limits \nolimits \bf \it
+    ~ \rm \sf \tt \large \Large \huge \small \normalsize \nonumber \notag \strut \mathstrut \par \newline \hline \relax
 """.replace(";", "\n").strip().split("\n")) for name in names}  # fmt: skip
 
 
@@ -106,7 +107,8 @@ IDIOMS = [
     # Signs
     (r"(?:US\s*)?\\dollar", r"\\dollar"), (r"(?<![A-Za-z])(?:Rs\.?|INR)\s*(?=\d)", r"\\rupee "),
     (r"\\notx?\s*=|(?<![\w)])!=|<>", r"\\ne "), ("<=", r"\\le "), (">=", r"\\ge "), (r"(?<=[\w)}])\s*\*\*\s*", "^"),
-    (r"\\mod\s*\{([^{}]*)\}", r"\\mod \1"), (r"\(\s*\\mod\s*([^()]*)\)", r"\\mod \1"), (rf"{VECTOR}\s*\\times", r"\\wedge "), (VECTOR, ""),
+    (r"\\mod\s*\{([^{}]*)\}", r"\\mod \1"),
+    (r"\(\s*\\mod\s*([^()]*)\)", r"\\mod \1"), (rf"{VECTOR}\s*\\times", r"\\wedge "), (VECTOR, ""),
     (r"(?<!\w)(\w+)\s*\\choose\s*(\w+)", r"\\binom{\1}{\2}"), (r"\^\{\}|_\{\}", ""), (r"\.\.\.", r"\\cdots "),
     (r"(?:^|(?<=\\cup))\s*\]", "("), (r"\[\s*(?=\\cup|$)", ")"),  # ]0, 1[
     (rf"(\\[A-Za-z]+)[ ]+(?![A-Za-z({UPRIGHT}])", r"\1"), (rf"(?<!\s)\s*{UPRIGHT}\s*", UPRIGHT),

@@ -150,13 +150,15 @@ NAMES = re.compile(r"\(\s*[A-Za-z](?:_\{\d\})?(?:\s*,\s*[A-Za-z](?:_\{\d\})?)+\s
 VARIABLE = re.compile(r"[A-Za-z](?:_\{\w\})?(?:\(\w\))?|\\(?!pi|infty)[a-z]+")
 BUILDER = re.compile(rf"\\\{{\s*{NAME}(?:\s*\\in\s*\\mathbb\{{R\}})?\s*[:|]\s*(.+)\\\}}")
 CHOICE = re.compile(
-    r"(?!.$)(?i:option |choice |answer )?\s*(?:\(\s*([A-Ja-j])\s*\)|([A-J])(?![A-Za-z])|([a-j])(?=\)|$|[.:] ))([).:、]*)(.*)",
+    r"(?!.$)(?i:option |choice |answer )?\s*(?:\(\s*([A-Ja-j])\s*\)|([A-J])(?![A-Za-z])|([a-j])(?=\)|$|[.:] ))"
+    r"([).:、]*)(.*)",
     re.DOTALL,
 )
 DENIALS = re.compile(  # behind a letter and its mark: an operator, another option, or a word that takes it back
     r"^[-+*/^_=(<>']|^\s*(?:[,/&]|(?i:or|and|but|或|和)\b)|(?<!\w)\([B-Jb-j]\)|[,;]\s*[b-j][:.)]|(?<![\w(])[b-j]\)"
-    r"|(?<![\w.:])(?<!and )[B-J](?!\w|:[A-J]|\.[A-Z])(?! and [A-J]\b)|^ [A-Z]\. [A-Z]|\b(?i:not|maybe|perhaps|but) \(?A\b"
-    r"|\bA is\b|^\s*\(?A\W*$(?<!^ A)|^\s*(?i:is|was|can|would)\b.*\b(?i:wrong|false|incorrect|excluded|not (?:correct|right|true|the))\b"
+    r"|(?<![\w.:])(?<!and )[B-J](?!\w|:[A-J]|\.[A-Z])(?! and [A-J]\b)|^ [A-Z]\. [A-Z]"
+    r"|\b(?i:not|maybe|perhaps|but) \(?A\b|\bA is\b|^\s*\(?A\W*$(?<!^ A)"
+    r"|^\s*(?i:is|was|can|would)\b.*\b(?i:wrong|false|incorrect|excluded|not (?:correct|right|true|the))\b"
 )
 BASED = re.compile(r"\(?([0-9A-Fa-f]+)\)?_\{\s*(\d+|two|three|four|five|six|seven|eight|nine)\s*\}")
 EXCLUDED = re.compile(  # x \ne 1, x \ne 2
@@ -177,7 +179,8 @@ UNCOUNTED = re.compile(
     r"|subset|subseteq|setminus|aleph|overrightarrow|notin|mathbb)(?![A-Za-z])|!!|[fgh]\^\{-1\}\s?\(|\d\s?[ap]m$|\.\.|\?"
     r"|\\cases|\\\||\\degree\s*\d+\s*'|^[\^_]|\^\{\d*[+-]\}|[^\0-\x7f\u2009]"
 )
-OPENING, CLOSING = {*[r"(", r"[", r"{", r"\{", r"\langle", r"\lfloor", r"\lceil"]}, {*[r")", r"]", r"}", r"\}", r"\rangle", r"\rfloor", r"\rceil"]}
+OPENING = ("(", "[", "{", r"\{", r"\langle", r"\lfloor", r"\lceil")
+CLOSING = (")", "]", "}", r"\}", r"\rangle", r"\rfloor", r"\rceil")
 BRACKET = r"\\[{}]|\\[lr](?:angle|floor|ceil)|\\.|[()\[\]{}]"  # or an escaped character, which is none
 AMOUNTS = re.compile(r"(?<=[A-Za-z])\s+(?=\d)|[\s,;]+(?=\([b-hB-H]\))|(?<=\))(?=\([B-H]\))")
 COLUMN = re.compile(r"\\begin\{[pbB]matrix\}([^&]*)\\end\{[pbB]matrix\}")
@@ -186,7 +189,8 @@ SPOKEN = {
     r"\emptyset": r"(?:there (?:is|are) )?no (?:real )?(?:solutions?|roots?)|(?:the )?empty set|\\\{ ?\\\}",
 }  # fmt: skip
 INTRODUCTION = re.compile(
-    r"(?i)^\s*(?:(?:the )?(?:final )?answer\s*(?:is|:|=(?!.*=))|(?:so|thus|hence|therefore|then|it is|it's|that is)\b)[,:\s]*(?=\S)"
+    r"(?i)^\s*(?:(?:the )?(?:final )?answer\s*(?:is|:|=(?!.*=))|(?:so|thus|hence|therefore|then|it is|it's|that is)\b)"
+    r"[,:\s]*(?=\S)"
 )
 
 

@@ -13,7 +13,6 @@ import re
 from dataclasses import KW_ONLY, dataclass, field
 
 NOT_GRADED = "not graded"  # the status of a grade
-Verdict = tuple[float, str | None]  # a verifier's score and, if it reads one, the final answer
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Grade:
-    """The grade of a completion. `reward` is the weighted sum of the scores, and 0.0 unless the status is "ok"."""
+    """The grade of a completion: a verifier's score, or the weighted sum of all; 0.0 unless the status is "ok"."""
 
     reward: float
     status: str = "ok"  # or "truncated", "timeout", "error: ..." or, with --reward none, NOT_GRADED

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 # A topic of extras/ is a room of its own.
 FLOORS = (
     "grading runtime", "extras.sources flags fsdp_utils", "model schedule", "batch engine",
-    "data grpo policy rollout run",
+    "packing", "data grpo policy rollout run",
     "algorithm checkpoint extras.losses extras.models extras.teacher extras.turns metrics reward step_metrics watch",
     "command_line evaluation extras.servers reports sampling update", "extras.samplers gate minimal report",
     "evaluate plan train_grpo",

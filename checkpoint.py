@@ -316,11 +316,11 @@ class SameParameters(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         saved = {key for key in self.metadata.state_dict_metadata if key.startswith("model.")}
         trained = self.known.intersection(self.state_dict)
-        kinds = {"trained then, frozen now": saved - trained, "frozen then, trained now": trained - saved}
+        kinds = {"trained and are frozen now": saved - trained, "frozen and are trained now": trained - saved}
         found = []
         for kind, names in kinds.items():
             if names:
-                found.append(f"{len(names)} parameters are {kind}, such as {min(names).removeprefix('model.model.')}")
+                found.append(f"{len(names)} parameters were {kind}, such as {min(names).removeprefix('model.model.')}")
         if found and saved <= self.known:  # else it is another policy
             way_on = f"go on from its weights, by --model {self.folder} with another --out_dir"
             raise ValueError(f"{' and '.join(found)}; train the same again, or {way_on}")

@@ -200,6 +200,30 @@ def run_folder(pair, companions, tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize(("then", "now", "said"), [
+    ("", "layers.0.", r"12 parameters were trained and are frozen now, such as model.layers.0.input_layernorm.weight"),
+    ("layers.0.", "", r"12 parameters were frozen and are trained now, such as model.layers.0.input_layernorm.weight"),
+    ("layers.0.", "layers.1.", "12 .* were trained and are frozen now, .*layers.1.* and 12 .* were frozen and are trained now, .*"),
+    ("", "embed_tokens", "2 parameters were trained and are frozen now, such as lm_head.weight; train the same again"),
+])  # fmt: skip
+def test_a_resume_with_other_trained_parameters_is_refused_with_the_way_on(
+    then, now, said, policy, companions, tmp_path
+):
+    """And nothing of the policy is set back; with the same ones it continues."""
+
+    def frozen(part: str):
+        model, optimizer = trained(policy)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not part or part not in name)
+        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+    writer(tmp_path, companions).save(2, *frozen(then), {"prompts_drawn": 2})
+    folder = tmp_path / "step_2"
+    with pytest.raises(DiskError, match=f"^{folder} cannot be loaded: {said}.*--model {folder} with another --out_dir"):
+        checkpoint.load(folder, *frozen(now))
+    assert checkpoint.load(folder, *frozen(then)) == {"prompts_drawn": 2}
+
+
 def test_shards_of_another_policy_are_refused(run_folder, qwen3_policy):
     with pytest.raises(DiskError, match="step_2 cannot be loaded: Size mismatch between saved"):
         checkpoint.load(run_folder / "step_2", *trained(qwen3_policy))

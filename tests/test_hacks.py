@@ -176,3 +176,57 @@ def test_the_hacks_of_the_page_train_together(tmp_path, policy):
     assert (tmp_path / "mine" / "step_1" / "heldout.jsonl").read_text().count("\n") == 16 * 4
     mine = load_file(tmp_path / "mine" / "model.safetensors")
     assert all(torch.equal(mine[name], before[name]) != (name in changed) for name in mine), "the same are trained"
+
+
+NOTED = """
+import torch
+from grpo import clip, dr_grpo
+
+def loss(t, *, clip_low, clip_high, dual_clip):
+    torch.save([x[t.mask].detach() for x in (t.logprobs, t.old_logprobs)], f"{FOLDER}/step_{t.step}.pt")
+    return clip(t, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+
+def advantage(g):
+    spread = g.rewards_PG.amax(dim=1) - g.rewards_PG.amin(dim=1)
+    print("groups", g.step, len(spread), int((spread == 0).sum()))
+    return dr_grpo(g)
+"""
+
+
+def minimal_with(titles: list[str], policy: Path, folder: Path) -> list[list[int]]:
+    """Three steps of minimal.py with these hacks of the page: (step, groups trained on, of these with equal rewards).
+
+    An update has all of a step in one micro-batch; `folder` gets the log-probs of its tokens, and old ones.
+    """
+    copy = copied(folder)
+    for title, _, parts in hacks_of_page():
+        for file, before, after in parts if title in titles else ():
+            replace(copy / file, f"{before}\n", f"{after}\n")
+    (folder / "noted.py").write_text(NOTED.replace("{FOLDER}", str(folder)))
+    (folder / "odd.py").write_text("def odd(completion): return len(completion) % 7 == 0\n")
+    changes = {
+        "reward": f"{folder}/odd.py:odd", "policy_loss": f"{folder}/noted.py:loss", "stop_after": 3, "kl_coef": None,
+        "advantage": f"{folder}/noted.py:advantage", "prompts_per_update": None, "micro_batch_tokens": 2048,
+    }  # fmt: skip
+    said = run(copy, "minimal.py", *training_flags(policy, folder / "run", **NO_EVAL | changes))
+    return [[int(number) for number in line.split()] for line in re.findall(r"^groups (.*)$", said, re.MULTILINE)]
+
+
+def test_dynamic_filtering_trains_on_the_groups_whose_rewards_differ(policy, tmp_path):
+    plain = minimal_with([], policy, tmp_path / "plain")
+    (_, sampled, equal), *_ = plain
+    assert sampled == 8 and 0 < equal < 8, "of random completions"
+    filtered = minimal_with(["Dynamic filtering"], policy, tmp_path / "filtered")
+    assert filtered[0] == [1, sampled - equal, 0] and all(line[2] == 0 for line in filtered)
+
+
+def test_a_replay_buffer_trains_on_older_rows_with_their_importance_weight(policy, tmp_path):
+    """Their ratio is to the log-probs of the weights that sampled them, which have moved since; new ones have 1."""
+    assert [line[1] for line in minimal_with(["A replay buffer"], policy, tmp_path)] == [8, 16, 16]
+    for step in (2, 3):
+        _, before = torch.load(tmp_path / f"step_{step - 1}.pt")
+        logprobs, old = torch.load(tmp_path / f"step_{step}.pt")
+        is_older = torch.isin(old, before)
+        assert is_older.sum() >= 0.3 * len(old), "about a half, by tokens"
+        ratios = (logprobs - old).exp()
+        assert (ratios[~is_older] - 1).abs().max() < 1e-3 and (ratios[is_older] - 1).abs().max() > 0.05

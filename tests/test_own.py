@@ -10,18 +10,20 @@ import pytest
 import torch
 
 from algorithm import algorithm_of
+from checkpoint import shards_of
 from flags import AdamW, Memory
 from fsdp_utils import World
 from gate.checks import check_flags
 from gate.choices import check_choices
+from gate.describe import describe_policy
 from grading.user_code import load_reference
 from grpo import Tokens, k3
-from helpers.distributed import Metrics, Tensors, on_ranks, parsed, train, weights_of
-from helpers.made_up import build, flags
+from helpers.distributed import Metrics, Tensors, kept_gradients, on_ranks, parsed, train, weights_of
+from helpers.made_up import ALONE, build, flags, load_policy, make_rollout, train_once, whole_update
 from helpers.runs import NO_EVAL, ROOT, copy_at, metrics_of, run_ranks, torchrun, training_flags, without_times
 from model.optimizer import make_optimizer, set_rate
 from run import Run
-from runtime.rank import RunError
+from runtime.rank import OwnCodeError, RunError
 from watch.after_step import AfterStep
 
 MUON = "docs/optimizers/muon.py:make"
@@ -239,6 +241,15 @@ def none(named, adamw):
 
 def part(named, adamw):
     return torch.optim.SGD([named["lm_head.weight"]])
+
+def low(named, adamw):
+    raise RuntimeError("out of memory slots")
+
+def head(named, adamw):
+    return torch.optim.SGD([named.pop("model.lm_head.weight")], lr=1.0)
+
+def layer(named, adamw):
+    return torch.optim.AdamW([p for name, p in named.items() if "layers.1." in name], lr=1.0)
 """
 
 
@@ -265,7 +276,38 @@ def test_groups_of_an_own_optimizer_keep_their_rates_relative_to_the_schedule(tm
     ("part", "optimizers.py:part fails: KeyError: 'lm_head.weight'; it gets parameters by name, of which the "
              r"first is 'slow', and AdamW\(.*learning_rate=0.1"),
     ("none", "made None; make a torch.optim.Optimizer"),
+    ("low", "optimizers.py:low fails: RuntimeError: out of memory slots; it gets"),
 ])  # fmt: skip
 def test_what_is_no_optimizer_of_the_policy_is_refused_when_it_is_made(name, words, tmp_path):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(OwnCodeError, match=words):
         make_own(tmp_path, name)
+
+
+def norms_of(world: World, path: str, optimizer: str) -> tuple[list[float], str, list[str], list[str]]:
+    """Three updates at the rate 0: their gradient norms, the log's line, what is frozen, and what a checkpoint has."""
+    args = parsed(f"--model {path} --optimizer {optimizer} --max_grad_norm 1e9")
+    policy, _, own = build(args, world)
+    update = whole_update(make_rollout(), args, policy, world)
+    norms = [train_once(policy, own, update, args, world)["optim/grad_norm"] for _ in range(3)]
+    frozen = [name for name, parameter in policy.model.named_parameters() if not parameter.requires_grad]
+    return norms, describe_policy(policy), frozen, sorted(shards_of(policy, own)["model"])
+
+
+@pytest.mark.parametrize(("name", "kept"), [("head", ["lm_head."]), ("layer", ["layers.1."])])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_an_own_optimizer_leaves_out_is_frozen_and_said(num_ranks, name, kept, untied_policy, tmp_path):
+    """Its gradients do not add up from update to update, in the norm; also where the dictionary is taken apart."""
+    (tmp_path / "optimizers.py").write_text(OPTIMIZERS)
+    optimizer = f"{tmp_path}/optimizers.py:{name}"
+    norms, said, frozen, saved = on_ranks(num_ranks, norms_of, str(untied_policy), optimizer)
+    model = load_policy(untied_policy)
+    names = [name for name, _ in model.model.named_parameters()]
+    left_out = [name for name in names if not any(part in name for part in kept)]
+    assert frozen == left_out and saved == [f"model.{name}" for name in sorted(set(names) - {*left_out})]
+    assert said.endswith(f"; frozen: {', '.join(left_out[:3])} and {len(left_out) - 3} more")
+    args = flags(model=untied_policy, max_grad_norm=1e9)
+    plain = torch.optim.SGD(model.parameters(), lr=0.0)
+    gradients = kept_gradients(model, plain)
+    train_once(model, plain, whole_update(make_rollout(), args, model, ALONE), args)
+    squares = [gradients[f"model.{name}"].square().sum().item() for name in names if name not in left_out]
+    assert norms == pytest.approx([math.sqrt(sum(squares))] * 3, rel=1e-4) and norms[0] > 0.01

@@ -199,6 +199,31 @@ def test_a_start_is_described_with_its_code_and_hardware(tmp_path, monkeypatch):
     assert run_module._git("rev-parse", "HEAD") == ""
 
 
+def test_a_resume_says_that_the_code_has_changed(tmp_path, monkeypatch, capsys):
+    """Commit or uncommitted changes, with any line ends; not where both are the same, nor at the first start."""
+    run, code, folder = make_run(tmp_path), {}, tmp_path
+    monkeypatch.setattr(run_module, "_git", lambda what, *_: code[what])
+    monkeypatch.setattr(run_module.time, "strftime", lambda _: code["time"])
+    said = []
+    for time, commit, changes in (
+        ("T1", "a", ""), ("T2", "a", ""), ("T3", "b", ""), ("T4", "b", "+x\r\n"), ("T5", "b", "+x\r\n"),
+        ("T6", "b", "+y"), ("T7", "b", ""),
+    ):  # fmt: skip
+        code |= {"time": time, "rev-parse": f"{commit}\n", "diff": changes}
+        run.describe_start(2)
+        said.append(capsys.readouterr().out)
+    form = "warning: the code has changed since the last start: commit {}, {}; now commit {}, {}\n"
+    assert said == [
+        "", "", form.format("a", "no changes", "b", "no changes"),
+        form.format("b", "no changes", "b", "changes_T4.patch"), "",
+        form.format("b", "changes_T5.patch", "b", "changes_T6.patch"),
+        form.format("b", "changes_T6.patch", "b", "no changes"),
+    ]  # fmt: skip
+    (folder / "starts.jsonl").write_text('{"time": "T7", "commit"}\n')  # damaged: it is not needed
+    run.describe_start(2)
+    assert capsys.readouterr().out == "" and len((folder / "starts.jsonl").read_text().splitlines()) == 2
+
+
 def test_a_reward_file_unknown_to_git_is_in_the_patch(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "my_reward.py").write_text("def score(completion):\n    return 0.5\n")

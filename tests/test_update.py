@@ -7,6 +7,7 @@ import re
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial, wraps
 from unittest import mock
 
 import numpy as np
@@ -18,9 +19,10 @@ import grpo
 import update
 from algorithm import algorithm_of
 from batch import Rollout, Update
+from extras.losses.k3_plus import k3_plus
 from extras.teacher.penalties import gather_penalties
 from flags import Memory
-from gate.own import guarded
+from gate.own import guarded, handed_out, own_code
 from grpo import Loss, Tokens
 from helpers import made_up
 from helpers.made_up import ALONE, RAGGED, flags, load_policy, make_grade, make_rollout, make_row
@@ -140,21 +142,110 @@ def test_a_wrong_kl_estimator_ends_its_step_with_a_sentence(kl_in, estimator, wo
         next(train_step(load_policy(policy), args, graded_rollout(), kl_estimator=estimator))
 
 
-def test_a_loss_that_changes_its_input_changes_no_batch(policy):
-    """Else one that clears the mask would train nothing, and one that scales would do so in each pass."""
+@pytest.mark.parametrize("how", ["in place", "without a gradient", "as data"])
+def test_a_loss_that_changes_its_input_changes_nothing_else(how, policy):
+    """No batch, and no KL, entropy bonus or metric of the same pass: all is as with a loss that changes nothing."""
+
+    def careful(t):
+        return -t.advantages.clone() * t.logprobs.clone()  # what the backward pass needs stays as it is
 
     def careless(t):
-        loss = -t.advantages.mul_(2) * t.logprobs
-        t.mask.zero_(), t.old_logprobs.zero_(), t.rollout_logprobs.zero_()
+        loss, tensors = careful(t), [x for x in vars(t).values() if isinstance(x, torch.Tensor)]
+        assert len(tensors) == 8
+        for x in tensors:
+            if how == "in place":
+                x.detach().zero_()
+            elif how == "as data":
+                x.data.fill_(1)
+            else:
+                with torch.no_grad():
+                    x.zero_()
         return loss
 
-    args, batches = flags(**TWO_UPDATES, num_iterations=2), []
-    for own in ({}, {"policy_loss": careless}):
-        trained, _ = next(train_step(load_policy(policy), args, graded_rollout(), **own))
-        batches.append(trained)
-    for batch, other in zip(*batches, strict=True):
-        for name in ("loss_mask_N", "advantages_N", "old_logprobs_N", "rollout_logprobs_N"):
-            assert torch.equal(getattr(batch, name), getattr(other, name)), name
+    args = flags(**TWO_UPDATES, num_iterations=2, kl_coef=0.1, entropy_coef=0.01, learning_rate=1e-2)
+    reference = load_policy(policy)
+    found = [
+        list(train_step(load_policy(policy), args, graded_rollout(), reference, policy_loss=each))
+        for each in (careful, careless)
+    ]
+    for ((batch,), metrics), ((other,), others) in zip(*found, strict=True):
+        assert metrics == others
+        for name, values in vars(batch).items():
+            if isinstance(values, torch.Tensor):
+                assert torch.equal(values, getattr(other, name)), name
+    assert metrics["policy/kl_ref"] != 0
+
+
+def test_an_advantage_that_changes_its_input_changes_nothing_else():
+    """Neither the rollout, nor the rows, which come again in another epoch."""
+
+    def careless(g):
+        advantages = grpo.dr_grpo(g)
+        for x in (g.rewards_PG, g.returns_T, g.lengths_B, g.mask_T, g.is_correct_PG, g.is_truncated_PG):
+            x.zero_()
+        g.columns[0]["level"].append(g.columns[0].pop("answer"))
+        return advantages
+
+    rows = [make_row([1], columns={"answer": "7", "level": [1]}) for _ in range(4)]
+    rollout = replace(graded(1, 0, 0, 1), rows=rows, is_truncated_B=np.array([True, False, True, False]))
+    plain = algorithm_of(flags(group_size=2, advantage="dr_grpo"))
+    found = compute_advantages(rollout, None, guarded(replace(plain, advantage=careless)))
+    assert [x.tolist() for x in found] == [x.tolist() for x in compute_advantages(rollout, None, plain)]
+    assert rollout.is_truncated_B.tolist() == [True, False, True, False]
+    assert all(row.columns == {"answer": "7", "level": [1]} for row in rows)
+
+
+def test_functions_of_ours_change_nothing_and_get_no_copies():
+    """A wrapper in a file of the user's that has the name of ours is the user's."""
+    x = torch.ones(3)
+    assert all(handed_out(x, function) is x for function in (grpo.k2, partial(grpo.k3, kl_clamp=0.0), k3_plus))
+    assert all(handed_out(x, function) is not x for function in (lambda x: x, wraps(grpo.k2)(lambda x: x), torch.abs))
+
+
+@pytest.mark.parametrize("changes", [{}, {"share_prompts": True}, {"kl_coef": 0.1, "kl_over": "vocabulary"}])
+def test_an_entropy_bonus_in_an_own_loss_has_the_gradient_of_the_flag(changes, policy):
+    """Also where nothing else in the loss has one. To 1e-5 of it."""
+    found = []
+    for coefficient, own in ((0.3, lambda t: 0.0 * t.logprobs), (0.0, lambda t: -0.3 * t.entropies)):
+        args = flags(entropy_coef=coefficient, learning_rate=0, **TWO_UPDATES | changes)
+        found.append(
+            [metrics for _, metrics in train_step(load_policy(policy), args, graded_rollout(), policy_loss=own)]
+        )
+    for flag, written in zip(*found, strict=True):
+        assert written["policy/loss"] == pytest.approx(flag["policy/loss"], rel=1e-5)
+        assert written["optim/grad_norm"] == pytest.approx(flag["optim/grad_norm"], rel=1e-5)
+        assert flag["optim/grad_norm"] > 0.05
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, KeyError])
+def test_an_own_error_that_speaks_of_memory_is_told_as_any_other(error):
+    """What is no fault of the function is told by its type."""
+    for words in ("CUDA out of memory", "the memory bank has no key 3"):
+        with pytest.raises(OwnCodeError, match=f"--f fails in step 2: {error.__name__}: .*{words}"), own_code("--f", 2):
+            raise error(words)
+    for lack in (MemoryError, torch.OutOfMemoryError):
+        with pytest.raises(lack, match="^all is taken$"), own_code("--f", 2):
+            raise lack("all is taken")
+
+
+@pytest.mark.parametrize(("chosen", "completions", "given"), [
+    ([*range(8)] * 2, 8, "16 completions; the plan has 8, in 2 equal updates"),  # a replay buffer
+    ([0, 1, 2, 3], 8, "4 completions; the plan has 8"),  # a filter
+    ([0, 1, 2, 3], 4, "4 completions; the plan has 4, in 2 equal updates, each 4 in a row to one prompt. Add or"),
+    ([0, 1, 2, 4, 5, 6, 7, 3], 8, "8 completions; the plan has 8"),  # as many, but of mixed groups
+    ([0, 2, 4, 6], 4, "4 completions; the plan has 4"),
+    ([], 0, "0 completions; the plan has 0"),
+])  # fmt: skip
+def test_a_rollout_that_is_not_as_the_plan_says_is_refused(chosen, completions, given):
+    rollout, args, policy = graded_rollout(), flags(**TWO_UPDATES), Namespace(parity_length=math.inf)
+    rows = [make_row([1, 2], where=f"line {b // 4}") for b in range(8)]
+    rollout, memory = replace(rollout, rows=rows), Memory.from_flags(args)
+    plan = replace(make_plan(args, num_rows=2), completions_per_step=completions)
+    with pytest.raises(RunError, match=f"the rollout has {given}"):
+        pack_updates(rollout.select(chosen), plan, algorithm_of(args), memory, policy, ALONE)
+    more = rollout.select([4, 5, 6, 7, *range(8), 0, 1, 2, 3])
+    updates = pack_updates(more, replace(plan, completions_per_step=16), algorithm_of(args), memory, policy, ALONE)
+    assert [update[0].update_tokens for update in updates] == [sum(RAGGED)] * 2
 
 
 def test_the_whole_penalty_is_taken_off_before_the_baseline():

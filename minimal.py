@@ -13,7 +13,6 @@ Each verb has one file: sample `rollout.py`, grade `reward.py`, pack `packing.py
 
 import argparse
 import sys
-from dataclasses import replace
 
 import numpy as np
 
@@ -59,7 +58,7 @@ def main() -> None:
         rows = [data.rows[i] for i in data.indices_of_step(step, plan.prompts_per_step, args.seed, args.keep_last)]
         seed = args.seed, step, 0, 0  # run, step, purpose, round
         rollout = engine.sample(rows, sampling, seed, "sample", grader.callback_for(rows, sampling))
-        rollout = replace(rollout, grades=grader.collect_from_ranks())
+        rollout = rollout.graded(grader.collect_from_ranks())
         rewards_B = rollout.rewards_B  # a number for each completion, in the order of the groups
         engine.sleep()  # and gives its memory to the trainer
 

@@ -42,6 +42,7 @@ class Grade:
     answer: str | None = None  # what the first verifier that reads one read as the final answer
     feedback: str = ""  # what functions of one's own say about it in words
     turn_rewards: tuple[float, ...] = ()  # from an environment that gives one for each turn
+    is_compared: bool = True  # false: a function of the user's has failed, so that nobody knows the reward
 
     @property
     def score(self) -> float:

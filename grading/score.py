@@ -61,7 +61,7 @@ class RewardWorker:
 
     ("grade", case)      a grade: the sum of the verifiers that look at one completion
     ("compare", cases)   a grade for each completion of a group: the sum of the functions that look at all of them
-    ("check", cases)     why each row cannot be used, or None; the completions do not matter
+    ("check", cases)     why the built-in verifiers cannot grade each case, or the user's be called; None: they can
     ("inputs", None)     what the reward has to be given
 
     Raises what a file of `spec` raises, and ValueError if it has no such function or math-verify is broken.
@@ -121,8 +121,7 @@ class RewardWorker:
         return grades
 
     def problem(self, case: Case) -> str | None:
-        """The reason why the row cannot be used, or None."""
-        case = replace(case, completion="", num_tokens=0, max_tokens=1)
+        """The reason why built-in verifiers cannot grade the case, or functions of the user's be called; or None."""
         try:
             for name in self.weights:
                 if name in self.own:

@@ -205,7 +205,8 @@ def make_row(ids: list[int] | np.ndarray, **fields: object) -> SimpleNamespace:
 
 def make_grade(reward: float, is_correct: bool = False, **parts: float) -> SimpleNamespace:
     """A stand-in for `grading.Grade`."""
-    fields = {"status": "ok", "is_failed": False, "parts": parts, "answer": None, "turn_rewards": ()}
+    fields = {"status": "ok", "is_failed": False, "is_compared": True}
+    fields |= {"parts": parts, "answer": None, "turn_rewards": ()}
     return SimpleNamespace(reward=float(reward), is_correct=is_correct, **fields)
 
 

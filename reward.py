@@ -3,7 +3,8 @@
 What `--reward` takes, functions of your own included: `docs/rewards.md`. Verifiers run in worker
 processes (`grading/pool.py`) while the engine still samples. A verifier that exceeds its time or
 memory, raises, returns no finite number or ends its process costs one completion: its reward is
-0.0, and its status says why. No torch here. `scripts/grade.py` grades a file.
+0.0, and its status says why. If it is a function of the user's, nobody knows the reward, so that
+the completion is left out. No torch here. `scripts/grade.py` grades a file.
 """
 
 from __future__ import annotations

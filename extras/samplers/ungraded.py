@@ -6,6 +6,7 @@ advantage, also one of the user's, sees groups as if it had never been sampled. 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -52,7 +53,9 @@ def compare_the_rest(
     for size, indices in chosen.items():
         others = tuple(g for other, g in groups.items() if other != size)
         complete = replace(groups[size], others=others)
-        found = compare(size, lambda _, complete=complete: algorithm.advantage(complete))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"std\(\): degrees of freedom")  # of one that is left alone there is none
+            found = compare(size, lambda _, complete=complete: algorithm.advantage(complete))
         for b, values in zip(indices, found, strict=True):
             advantages[b] = values
     return advantages

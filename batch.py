@@ -112,6 +112,11 @@ class Rollout:
         return np.array([grade.is_correct for grade in self.grades], dtype=bool)
 
     @property
+    def is_compared_B(self) -> np.ndarray:
+        """bool: false where a function of the user's could not grade it: it is left out, also of all comparisons."""
+        return np.array([grade.is_compared for grade in self.grades], dtype=bool)
+
+    @property
     def completion_lengths_B(self) -> np.ndarray:
         """Sampled tokens of each completion."""
         return np.array([is_sampled.sum() for is_sampled in self.is_sampled])
@@ -137,6 +142,10 @@ class Rollout:
         # A turn begins where the policy speaks again: where the flag rises from 0 to 1.
         begins = [np.diff(is_sampled.astype(np.int8), prepend=0) == 1 for is_sampled in self.is_sampled]
         return [np.cumsum(is_begin) - 1 for is_begin in begins]
+
+    def graded(self, grades: list[Grade]) -> Rollout:
+        """The rollout with its grades. What could not be graded is not trained."""
+        return replace(self, grades=grades, is_trained_B=self.is_trained_B & [grade.is_compared for grade in grades])
 
     def hinted(self) -> Rollout | None:
         """The rollout as the reference reads it: the same completions to prompts with hints; None if there are none."""

@@ -103,7 +103,7 @@ GROUPS["reward"] = [
     flag("--reward", "exact", "math, gsm8k, gsm8k_strict, ifeval, exact, format, think_format, length; a weighted "
          "sum (math:1.0,format:0.1); @COLUMN: the one that the row's column names; my_reward.py:function; none: "
          "nothing is graded"),
-    flag("--reward_timeout", 5.0, "seconds after which the grading of a completion is stopped: reward 0", (TINY, 1e6),
+    flag("--reward_timeout", 5.0, "seconds after which the grading of a completion is stopped, and fails", (TINY, 1e6),
          free_on_resume=True),
     flag("--reward_in_flight", 1, "completions that a grading process grades at a time, each in a thread; for "
          "functions that only wait, such as for a server", (1, 1000), free_on_resume=True),

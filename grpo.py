@@ -46,6 +46,8 @@ class Groups:
     turns_T: Tensor | None = None  # int64: the turn of each token, 0, 1, ...
     states_B: list[list[bytes]] | None = None  # what the environment said before each turn; b"" before the first
     turn_rewards_PGK: Tensor | None = None  # float32; nan where an episode has fewer turns; None: none by turn
+    # Where some completions could not be graded: the step's groups of which more, or fewer, are left
+    others: tuple[Groups, ...] = ()
 
 
 def grpo(g: Groups, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
@@ -56,7 +58,8 @@ def grpo(g: Groups, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
 
 def grpo_batch_std(g: Groups, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
     """(r - mean of group) / (std of the step + eps). Lite PPO (arXiv 2508.08221); TRL: `scale_rewards="batch"`."""
-    return divided(centred(g.rewards_PG), g.rewards_PG.std(correction=advantage_ddof) + advantage_eps)
+    rewards = torch.cat([each.rewards_PG.flatten() for each in (g, *g.others)])
+    return divided(centred(g.rewards_PG), rewards.std(correction=advantage_ddof) + advantage_eps)
 
 
 def dr_grpo(g: Groups) -> Tensor:
@@ -67,7 +70,7 @@ def dr_grpo(g: Groups) -> Tensor:
 def rloo(g: Groups) -> Tensor:
     """r - mean of the group's other rewards. RLOO (arXiv 2402.14740), section 2.3."""
     group_size = g.rewards_PG.shape[1]
-    return centred(g.rewards_PG) * group_size / (group_size - 1)
+    return centred(g.rewards_PG) * group_size / max(group_size - 1, 1)
 
 
 def reward_itself(g: Groups) -> Tensor:

@@ -3,7 +3,7 @@
     python scripts/launch.py --ranks 2 minimal.py --model scripts/tiny_policy --out_dir - --total_steps 3 \
         --train_data scripts/tiny_policy/train.jsonl --max_prompt_tokens 16 --max_completion_tokens 48
 
-Of train_grpo.py it leaves out the gate, checkpoints, evaluation, observers, dynamic sampling, servers, turns, images and
+Of train_grpo.py it leaves out gate, checkpoints, evaluation, observers, dynamic sampling, servers, turns, images and
 replay. The rest gives the same numbers, to the last bit, with nothing but what this file imports (tests/test_core.py).
 Of the paper's GRPO (arXiv 2402.03300, algorithm 1) it leaves out the outer iterations, where a reward model learns and
 the reference becomes the policy: the rewards are rules here, and most recipes keep their reference, or have none.
@@ -13,7 +13,6 @@ Each verb has one file: sample `rollout.py`, grade `reward.py`, pack `packing.py
 
 import argparse
 import sys
-from dataclasses import replace
 
 import numpy as np
 
@@ -59,7 +58,7 @@ def main() -> None:
         rows = [data.rows[i] for i in data.indices_of_step(step, plan.prompts_per_step, args.seed, args.keep_last)]
         seed = args.seed, step, 0, 0  # run, step, purpose, round
         rollout = engine.sample(rows, sampling, seed, "sample", grader.callback_for(rows, sampling))
-        rollout = replace(rollout, grades=grader.collect_from_ranks())
+        rollout = rollout.graded(grader.collect_from_ranks())
         rewards_B = rollout.rewards_B  # a number for each completion, in the order of the groups
         engine.sleep()  # and gives its memory to the trainer
 

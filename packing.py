@@ -8,9 +8,8 @@ The examples are of this rollout, whose sequences are [10, 11, 12] and [20, 21, 
     >>> rows = [Row([], "", {}, "", ids=np.array(prompt)) for prompt in ([10, 11], [20])]
     >>> rollout = replace(rollout, rows=rows, loss_weights_B=np.array([1.0, 1.0]))
 
-With --share_prompts, completions of a prompt that are packed together share its positions: the
-first is packed whole, the others from the prompt's last token on: it predicts a token of each.
-Dimensions: `batch.py`.
+With --share_prompts, completions of a prompt that are packed together share its positions: the first is packed whole,
+the others from the prompt's last token on, which predicts a token of each. Dimensions: `batch.py`.
 """
 
 from __future__ import annotations

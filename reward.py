@@ -3,7 +3,8 @@
 What `--reward` takes, functions of your own included: `docs/rewards.md`. Verifiers run in worker
 processes (`grading/pool.py`) while the engine still samples. A verifier that exceeds its time or
 memory, raises, returns no finite number or ends its process costs one completion: its reward is
-0.0, and its status says why. No torch here. `scripts/grade.py` grades a file.
+0.0, and its status says why. If it is a function of the user's, nobody knows the reward, so that
+the completion is left out. No torch here. `scripts/grade.py` grades a file.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Grader:
         self.grading = grading
         self.weights = parse_reward(grading.reward)
         self.not_graded: dict[int, Grade] = {}
-        self.groups: dict[int, dict[int, Case]] = {}  # for functions that compare: b // group size -> b -> its case
+        self.cases: dict[int, Case] = {}
+        self.groups: dict[int, list[int]] = {}  # for functions that compare: key of the request -> its completions
         self.is_proven = False  # something has been graded
         self.pool: Pool | None = None
         self.inputs = RewardInputs(cases=False, groups=False, token_ids=False)
@@ -63,26 +65,23 @@ class Grader:
         `grade`: what an environment has given it already.
         """
         assert self.pool or not self.weights, "completions are submitted on the first rank of their engine"
+        self.cases[b] = case
         if case.is_truncated and self.grading.truncated == "zero":
             self.not_graded[b] = self.nothing("truncated")
         elif grade or not self.weights:
             self.not_graded[b] = grade or self.nothing(NOT_GRADED)
         elif self.inputs.cases:
             self.pool.submit(b, ("grade", case))
-        if self.inputs.groups:
-            number = b // group_size
-            group = self.groups.setdefault(number, {})
-            group[b] = case
-            if len(group) == group_size and (members := self._compared(number)):
-                self.pool.submit(-1 - number, ("compare", [group[i] for i in members]))
+        first = b - b % group_size
+        group = range(first, first + group_size)  # its request has a negative key, -1 - first
+        if self.inputs.groups and self.cases.keys() >= {*group}:
+            members = self.groups[~first] = [i for i in group if i not in self.not_graded]
+            if members:
+                self.pool.submit(~first, ("compare", [self.cases[i] for i in members]))
 
-    def nothing(self, status: str) -> Grade:
+    def nothing(self, status: str, is_compared: bool = True) -> Grade:
         """The grade without a mark; an advantage of the user's finds each verifier in it."""
-        return Grade(0.0, status, dict.fromkeys(self.weights, 0.0))
-
-    def _compared(self, number: int) -> list[int]:
-        """The completions of a group that are graded, in their order."""
-        return sorted(self.groups[number].keys() - self.not_graded.keys())
+        return Grade(0.0, status, dict.fromkeys(self.weights, 0.0), is_compared=is_compared)
 
     def callback_for(self, rows: Sequence[Row] | Mapping[int, Row], sampling: Sampling) -> OnFinished:
         """The function that `Engine.sample` calls with each finished completion b: it submits the completion.
@@ -111,21 +110,23 @@ class Grader:
 
     def collect(self) -> dict[int, Grade]:
         """The grade of each completion submitted here since the last call, by its b; waits for those not done yet."""
-        if self.pool is None:
-            grades, self.not_graded = self.not_graded, {}
-            return grades
+        outcomes = self.outcomes("grade") if self.pool else {}
+        lost = ()  # the requests in which a function of the user's has failed
+        if ".py:" in self.grading.reward:
+            from grading.own import lost_requests
+
+            lost = lost_requests(outcomes, self.cases, self.pool, self.outcomes)
         parts: dict[int, list[Grade]] = defaultdict(list)
-        for key, outcome in self.outcomes("grade").items():
-            is_group = key < 0
-            members = self._compared(-1 - key) if is_group else [key]
+        for key, outcome in sorted(outcomes.items(), reverse=True):  # first those of one completion
+            members = self.groups.get(key, [key])
             if isinstance(outcome, Failure):
-                values = [self.nothing(str(outcome))] * len(members)
+                values = [self.nothing(str(outcome), key not in lost)] * len(members)
             else:
-                values = outcome if is_group else [outcome]
+                values = outcome if key in self.groups else [outcome]
             for b, grade in zip(members, values, strict=True):
                 parts[b].append(grade)
         grades = self.not_graded | {b: add_up(grades, self.weights) for b, grades in parts.items()}
-        self.not_graded, self.groups = {}, {}
+        self.not_graded, self.cases, self.groups = {}, {}, {}
         return grades
 
     def outcomes(self, what: str) -> dict[int, object]:
@@ -155,8 +156,7 @@ class Grader:
         except Stopped:  # the others learn it from the next line
             own = {}
         end_if_requested()
-        by_b = {b: grade for share in gather_from_ranks(own) for b, grade in share.items()}
-        grades = [by_b[b] for b in range(len(by_b))]
+        grades = [grade for _, grade in sorted(pair for share in gather_from_ranks(own) for pair in share.items())]
         tried = [grade for grade in grades if grade.status != "truncated"]
         if not self.is_proven and tried and all(grade.is_failed for grade in tried):
             flag = f"--reward {self.grading.reward!r}" if self.weights else "--environment"

@@ -16,8 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from run import StepRecord, own_values
 from runtime.parts import part
 from runtime.rank import RunError
 from schedule import Plan
-from step_metrics import lag_metrics, rollout_metrics
+from step_metrics import differs_P, lag_metrics, rollout_metrics
 
 if TYPE_CHECKING:  # importing vLLM takes seconds; the checks of bad input come first
     from data import PromptData
@@ -104,6 +105,9 @@ class Sampler:
         self.rollout = Rollout.concatenate(rounds)
         self.round_B = np.repeat(np.arange(len(rounds)), [len(rollout.rows) for rollout in rounds])
         self.used_B, metrics = choose_groups(self.rollout, len(rounds), self.plan)
+        if is_mostly_lost(self.rollout):
+            with self.run.shown(partial(self.step_record, step, self.rollout, []), is_complete=False):
+                self.end_without_grades(step)
         if self.plan.drop_solved:
             metrics |= part("extras.samplers.solved", "--drop_solved").drop_solved(self)
         # Metrics of rewards and lengths count all that were sampled: dynamic sampling would flatter them.
@@ -134,8 +138,18 @@ class Sampler:
             self.seconds_RE.append(self.engine.seconds_E)
             with self.run.phase("reward"):  # short: most were graded while others were sampled
                 grades = self.grader.collect_from_ranks()
-            rounds.append(self.as_training_data(replace(rollout, grades=grades), step))
+            rounds.append(self.as_training_data(rollout.graded(grades), step))
         return rounds
+
+    def end_without_grades(self, step: int) -> NoReturn:
+        """Raises RunError, which says how many completions of the step could be graded, and the last error."""
+        reward, given = self.grader.grading.reward, [x for x in self.rollout.grades if x.status != "truncated"]
+        lost = [grade for grade in given if not grade.is_compared]
+        raise RunError(
+            f"step {step} is not trained: {'--environment' if reward == 'none' else f'--reward {reward!r}'} has graded "
+            f"{len(given) - len(lost)} of {len(given)} completions, less than half; the last error: {lost[-1].status}. "
+            "Mend that; the same command continues from the last checkpoint."
+        )
 
     def completions(self, step: int, number: int, count: int) -> Rollout:
         """The completions of the next `count` prompts; the grader gets each as soon as it is finished."""
@@ -145,7 +159,9 @@ class Sampler:
     def as_training_data(self, rollout: Rollout, step: int) -> Rollout:
         """The rollout with `is_trained_B` and `lags`."""
         # "mask": what was cut is compared with like all, but left out of the loss.
-        is_trained_B = ~rollout.is_truncated_B if self.grader.grading.truncated == "mask" else rollout.is_trained_B
+        is_trained_B = rollout.is_trained_B
+        if self.grader.grading.truncated == "mask":
+            is_trained_B = is_trained_B & ~rollout.is_truncated_B
         # The weights that are trained in this step were trained in all steps before it.
         versions_B = rollout.parts.get("versions")
         lags = versions_B and [step - 1 - versions for versions in versions_B]
@@ -185,8 +201,13 @@ class Sampler:
 def has_signal_P(rollout: Rollout, plan: Plan) -> np.ndarray:
     """bool: some completions of the group are correct and some are not (DAPO, eq. 11), or its rewards differ."""
     values_B = rollout.is_correct_B if plan.dynamic_sampling == "correct" else rollout.rewards_B
-    values_PG = values_B.reshape(-1, plan.group_size)
-    return values_PG.max(axis=1) > values_PG.min(axis=1)
+    return differs_P(rollout, values_B, plan.group_size)
+
+
+def is_mostly_lost(rollout: Rollout) -> bool:
+    """Whether functions of the user's could grade less than half of what they were given."""
+    num_given = sum(grade.status != "truncated" for grade in rollout.grades)
+    return 2 * np.count_nonzero(~rollout.is_compared_B) > num_given
 
 
 def prompts_to_sample(rounds: list[Rollout], plan: Plan) -> int:
@@ -198,7 +219,10 @@ def prompts_to_sample(rounds: list[Rollout], plan: Plan) -> int:
         return plan.prompts_per_step
     if plan.dynamic_sampling == "off" or len(rounds) == MOST_ROUNDS:
         return 0
-    is_kept_P = has_signal_P(Rollout.concatenate(rounds), plan)
+    sampled = Rollout.concatenate(rounds)
+    if is_mostly_lost(sampled):  # the run ends
+        return 0
+    is_kept_P = has_signal_P(sampled, plan)
     num_kept = int(is_kept_P.sum())
     num_missing = max(plan.prompts_per_step - num_kept, 0)
     expected = math.ceil(num_missing * len(is_kept_P) / max(num_kept, 1))

@@ -54,24 +54,25 @@ def rollout_metrics(rollout: Rollout, group_size: int) -> Metrics:
 
 
 def reward_metrics(rollout: Rollout, group_size: int) -> Metrics:
-    """The metrics of rewards, of right and wrong completions, and of what could not be graded."""
-    lengths_B = rollout.completion_lengths_B
+    """The metrics of rewards, of right and wrong completions, and of what could not be graded.
+
+    What a function of the user's could not grade counts in the last ones alone.
+    """
+    lengths_B, is_compared_B = rollout.completion_lengths_B, rollout.is_compared_B
     group_B = np.arange(len(lengths_B)) // group_size
-    rewards_PG = rollout.rewards_B.reshape(-1, group_size)
-    is_correct_PG = rollout.is_correct_B.reshape(-1, group_size)
+    rewards_B = rollout.rewards_B[is_compared_B]
+    is_right_B, is_wrong_B = is_compared_B & rollout.is_correct_B, is_compared_B & ~rollout.is_correct_B
+    has_right_P, has_wrong_P = (each_B.reshape(-1, group_size).any(axis=1) for each_B in (is_right_B, is_wrong_B))
     metrics = {
-        "reward/mean": rewards_PG.mean(),
-        "reward/mean_stderr": stderr_of_mean(rollout.rewards_B, group_B),
-        "reward/std": rewards_PG.std(),
-        "reward/frac_groups_all_right": is_correct_PG.all(axis=1).mean(),
-        "reward/frac_groups_all_wrong": (~is_correct_PG).all(axis=1).mean(),
+        "reward/mean": rewards_B.mean(),
+        "reward/mean_stderr": stderr_of_mean(rewards_B, group_B[is_compared_B]),
+        "reward/std": rewards_B.std(),
+        "reward/frac_groups_all_right": (has_right_P & ~has_wrong_P).mean(),
+        "reward/frac_groups_all_wrong": (has_wrong_P & ~has_right_P).mean(),
     }
     if group_size > 1:
-        metrics["reward/frac_groups_with_signal"] = (rewards_PG.max(axis=1) > rewards_PG.min(axis=1)).mean()
-    by_outcome = {
-        "completion/tokens_right_mean": rollout.is_correct_B,
-        "completion/tokens_wrong_mean": ~rollout.is_correct_B,
-    }
+        metrics["reward/frac_groups_with_signal"] = differs_P(rollout, rollout.rewards_B, group_size).mean()
+    by_outcome = {"completion/tokens_right_mean": is_right_B, "completion/tokens_wrong_mean": is_wrong_B}
     for name, chosen_B in by_outcome.items():
         if chosen_B.any():
             metrics[name] = lengths_B[chosen_B].mean()
@@ -79,20 +80,29 @@ def reward_metrics(rollout: Rollout, group_size: int) -> Metrics:
     num_failed = sum(grade.is_failed for grade in rollout.grades)
     metrics["reward/timeouts"] = sum(grade.status == "timeout" for grade in rollout.grades)
     metrics["reward/errors"] = num_failed - metrics["reward/timeouts"]
+    if num_left_out := np.count_nonzero(~is_compared_B):
+        metrics["reward/left_out"] = num_left_out
     return metrics
+
+
+def differs_P(rollout: Rollout, values_B: np.ndarray, group_size: int) -> np.ndarray:
+    """bool: not all values of the group are the same; those that could not be graded are no values."""
+    most_B, least_B = (np.where(rollout.is_compared_B, values_B, none) for none in (-np.inf, np.inf))
+    return most_B.reshape(-1, group_size).max(axis=1) > least_B.reshape(-1, group_size).min(axis=1)
 
 
 def part_metrics(rollout: Rollout) -> Metrics:
     """The mean of each part of a reward that is a sum; a part that is alone is the reward itself."""
     names = dict.fromkeys(name for grade in rollout.grades for name in grade.parts)
-    if len(names) == 1:
+    grades = [grade for grade in rollout.grades if grade.is_compared]
+    if len(names) == 1 or not grades:
         return {}
     short = {name: re.sub(r".*/(?=[^/]+\.py:)", "", name) for name in names}  # /home/me/my_reward.py:score
     counts = Counter(short.values())
     metrics = {}
     for name in names:
         shown = short[name] if counts[short[name]] == 1 else name
-        parts = [grade.parts.get(name, 0.0) for grade in rollout.grades]
+        parts = [grade.parts.get(name, 0.0) for grade in grades]
         metrics[f"reward/part/{shown}"] = sum(parts) / len(parts)
     return metrics
 

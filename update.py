@@ -167,7 +167,11 @@ def with_advantages(rollout: Rollout, batch: Batch) -> Batch:
 def compute_advantages(
     rollout: Rollout, penalties: list[np.ndarray] | None, algorithm: Algorithm, step: int = 1, total_steps: int = 1
 ) -> list[np.ndarray]:
-    """The advantage of each completion's tokens."""
+    """The advantage of each completion's tokens; 0 for what could not be graded, with which nothing is compared."""
+    if not rollout.is_compared_B.all():
+        return part("extras.samplers.ungraded", "a reward that fails").compare_the_rest(
+            rollout, penalties, algorithm, step, total_steps
+        )
     rewards_B = torch.from_numpy(rollout.rewards_B)
     lengths_B = torch.tensor([len(completion) for completion in rollout.completions])
     returns_T = torch.repeat_interleave(rewards_B, lengths_B)

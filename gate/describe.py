@@ -44,12 +44,12 @@ def describe_algorithm(args: Namespace) -> str:
 
 def describe_world(world: World) -> str:
     """The log's line: 16 ranks on cuda, 2 copies of the policy, 8 engines of 2."""
-    text = f"{world.num_trainers} rank{'s' * (world.num_trainers > 1)} on {world.device.type}"
+    text = f"{counted(world.num_trainers, 'rank')} on {world.device.type}"
     if world.shard_ranks not in (None, world.num_trainers):
         text += f", {world.num_trainers // world.shard_ranks} copies of the policy"
     if not world.has_engines:
         return f"{text}, generation servers"
-    return f"{text}, {world.num_engines} engine{'s' * (world.num_engines > 1)} of {world.tp_size}"
+    return f"{text}, {counted(world.num_engines, 'engine')} of {world.tp_size}"
 
 
 def describe_plan(plan: Plan) -> str:

@@ -98,7 +98,8 @@ class Inputs:
         check_groups(grader, eval_flag(args, "samples"), *(sampling.num_samples for sampling in samplings))
         companions = {}
         if is_main_process():
-            print(*describe_template(prompt_format, tokenizer), sep="\n", flush=True)
+            for line in describe_template(prompt_format, tokenizer):
+                print(line, flush=True)
             companions = files_of(args.model, getattr(torch, args.dtype), ends) if train_data else {}
         return Inputs(
             tokenizer=tokenizer,

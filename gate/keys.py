@@ -46,6 +46,7 @@ def without_markers(data: PromptData) -> PromptData:
 def bad_keys(grader: Grader, cases: list[Case]) -> dict[int, str]:
     """Index -> reason, of the cases whose answer key cannot be used; their completions do not matter."""
     assert grader.pool is not None, "keys are checked on the first rank of an engine"
+    cases = [replace(case, completion="", num_tokens=0, max_tokens=1) for case in cases]
     reasons: dict[int, str | None] = {}
     for size in (KEYS_AT_ONCE, 1):  # the keys of a request that fails are checked again, one by one
         left = [i for i in range(len(cases)) if i not in reasons]

@@ -29,6 +29,8 @@ def guarded(algorithm: Algorithm) -> Algorithm:
         names = f"parts are {', '.join(g.parts) or 'none'}; columns are {', '.join(g.columns[0]) or 'none'}"
         with own_code("--advantage", g.step, names):
             values = algorithm.advantage(handed_out(g, algorithm.advantage))
+            if g.rewards_PG.shape[1] == 1 < algorithm.group_size and isinstance(values, Tensor):
+                values = values.nan_to_num(0.0, 0.0, 0.0)  # one that is left of a group has no std
             check_returned("it", values, [tuple(g.rewards_PG.shape), tuple(g.returns_T.shape)])
         return values.clone()  # the function may keep it, too
 

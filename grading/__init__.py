@@ -13,7 +13,6 @@ import re
 from dataclasses import KW_ONLY, dataclass, field
 
 NOT_GRADED = "not graded"  # the status of a grade
-Verdict = tuple[float, str | None]  # a verifier's score and, if it reads one, the final answer
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Grade:
-    """The grade of a completion. `reward` is the weighted sum of the scores, and 0.0 unless the status is "ok"."""
+    """The grade of a completion: a verifier's score, or the weighted sum of all; 0.0 unless the status is "ok"."""
 
     reward: float
     status: str = "ok"  # or "truncated", "timeout", "error: ..." or, with --reward none, NOT_GRADED
@@ -43,6 +42,7 @@ class Grade:
     answer: str | None = None  # what the first verifier that reads one read as the final answer
     feedback: str = ""  # what functions of one's own say about it in words
     turn_rewards: tuple[float, ...] = ()  # from an environment that gives one for each turn
+    is_compared: bool = True  # false: a function of the user's has failed, so that nobody knows the reward
 
     @property
     def score(self) -> float:

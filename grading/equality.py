@@ -25,8 +25,8 @@ from sympy import Basic, Derivative, Eq, Expr, Float, I, Integral, Limit, Pow, P
 from sympy.core.function import AppliedUndef
 
 from grading.answer import read_answer
-from grading.spelling import MAX_FORMULA, clean, fold
-from grading.values import DATED, Value, parse_value, quantity
+from grading.spelling import MAX_FORMULA, clean
+from grading.values import DATED, MATRICES, Value, latex, parse_value, quantity, text_of
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
 
@@ -39,14 +39,21 @@ UNFINISHED = (Sum, Product, Integral, Limit, Derivative, AppliedUndef)
 UNSOLVED = (TypeError, ValueError, ArithmeticError, NotImplementedError, RecursionError)
 NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True)
 CONVERSION = ConversionConfig(lowercase_symbols=False)
-STAND_INS = {  # letters that the parser takes for constants, d and ^T, by letters that nobody uses
+STAND_INS = {  # letters that the parser takes for constants, d and ^T, by rare ones, which are indexed for that
     r"\gamma": r"\upsilon ", "I": r"\varsigma ", "E": r"\varpi ", "e_": r"\omicron _", "d": r"\vartheta ",
-    "T": r"\varrho ",
+    "T": r"\varrho ", r"\upsilon": "u_{91}", r"\varsigma": "u_{92}", r"\varpi": "u_{93}", r"\omicron": "u_{94}",
+    r"\vartheta": "u_{95}", r"\varrho": "u_{96}",
 }  # fmt: skip
 UNREADABLE = re.compile(  # or skipped by the parser without a word, such as the index of 1_2
-    r"binom\{?\d{6}|\\approx|\\f?box|\.\.|\d\s*\\text|(?:gcd|lcm)\W.*[a-z]"
-    r"|(?<![\w^.{])\d[\d.]*\s*_|\)\s*_|[\d)]'|[^\0-\x7fͰ-Ͽ]"
+    r"binom\{\d{6}|(?:gcd|lcm)\W.*[a-z]|(?<![\w^.{])\d[\d.]*_|\)_|[\d)]'|_\{[^{}]*\{|[^\0-\x7f]"
 )
+REPAIRS = [(re.compile(pattern), replacement) for pattern, replacement in [  # what the parser does not know
+    (r"(\d+(?:\.\d+)?)\\degree ?", r"(\1\\cdot\\frac{\\pi}{180})"),
+    (r"\\log_\{e\}", r"\\ln "), (r"\\lg(?![a-z]) ?", r"\\log_{10} "),
+    (r"\\sqrt\[(\d*[13579])\]\{-([\d.]+)\}", r"(-\\sqrt[\1]{\2})"),
+    (r"(?<![\d.}])(\d+)/(\d+)(?=[A-Za-z])", r"\\frac{\1}{\2}"),  # 1/2x
+    (r"(?<![A-Za-z\\])C(?:\((\d+),(\d+)\)|_\{(\d\d+|[3-9]|n)\}\^\{(\d+|[kmr])\})", r"\\binom{\1\3}{\2\4}"),
+]]  # fmt: skip
 DIFFERENTIAL = re.compile(r"\\int|\\frac\s*\{\s*d.{0,3}\}\s*\{\s*d|d\w?\s*/\s*d")
 TOKEN = re.compile(r"\\(?:text|begin|end|mathbb|mathcal|mathrm)\s*\{[^{}]*\}|_\{[^{}]*\}|\\[A-Za-z]+|e_|[A-Za-z]")
 
@@ -60,10 +67,10 @@ def equal(key: str, answer: str) -> bool:
     """
     if key.strip() == answer.strip():
         return key.strip() != ""
-    key, answer = clean(key), clean(answer)
-    if _same(parse_value(key), parse_value(answer)):
+    if (value := parse_value(clean(key))) != ("words", "") and _same(value, parse_value(clean(answer))):
         return True
-    return "matrix}" in key + answer and same_formula(key, answer)
+    texts = [latex(clean(text)) for text in (key, answer)]
+    return "matrix}" in "".join(texts) and same_formula(*texts)
 
 
 def _same(key: Value, answer: Value) -> bool:
@@ -78,19 +85,33 @@ def _same(key: Value, answer: Value) -> bool:
             name == name_2 or ("y" in (name, name_2) and "(x)" in name + name_2)  # a curve is y or f(x)
         ):
             return _same(value, value_2)
+        case (("equation", text), ("sequence", bounds, (low, high), (name,))) | (
+            ("sequence", bounds, (low, high), (name,)),
+            ("equation", text),
+        ):  # y > 1 - x is x + y > 1
+            sides = [low[1], "<" if bounds[0] == "(" else r"\le ", name, "<" if bounds[1] == ")" else r"\le ", high[1]]
+            sides = sides[2:] if "infty" in str(low) else sides[:3]
+            return same_formula(text, "".join(map(str, sides)))
         case ("named" | "equation", *_, text), ("named" | "equation", *_, text_2):
             return same_formula(text, text_2)
         case ("named", _, value, _), _:
             return _same(value, answer)
         case _, ("named", _, value, _):
             return _same(key, value)
-        case (("words", text), ("formula", text_2, _)) | (("formula", text, _), ("words", text_2)):
-            is_product = text.isalpha() and re.search(r"\\cdot|\*", text_2)  # IR is R \cdot I
-            return _letters(text) == _letters(text_2) != "" or bool(is_product and same_formula(text, text_2))
-        case ("number", value, _), ("words", text) if DATED.fullmatch(text):  # 10 - 3 is 7, but 4-1 no 5-2
+        case ("either", values), _:
+            return any(_same(value, answer) for value in values)
+        case _, ("either", values):
+            return any(_same(key, value) for value in values)
+        case (("words", text), ("formula", formula, _)) | (("formula", formula, _), ("words", text)):
+            is_product = r"\cdot" in formula and text.replace(" ", "").isalpha() and not MATRICES & {*text}
+            return text_of(formula) == ("words", text) or (is_product and same_formula(text, formula))
+        case ("number", value, _), ("words", text) if DATED.fullmatch(
+            text.replace(" ", "")
+        ):  # 10 - 3 is 7, but 4-1 no 5-2
             return same_formula(value, text)
         case (("words", text), ("list", items)) | (("list", items), ("words", text)):
-            return [str(item[1]).casefold() for item in items] == [*text.casefold()]  # A, C, D is ACD
+            letters = [str(item[1]).casefold() for item in items]  # A, C, D is ACD
+            return letters == [*text.casefold().replace(" ", "")]
         case (("choice", *_), _) | (_, ("choice", *_)):
             return _same_choice(key, answer)
         case ("number" | "formula", *_), ("number" | "formula", *_):
@@ -104,6 +125,10 @@ def _same(key: Value, answer: Value) -> bool:
         case ("sequence", brackets, items, names), ("sequence", brackets_2, items_2, names_2):
             are_named_alike = not names or not names_2 or names == names_2
             return brackets == brackets_2 and are_named_alike and _same_ordered(items, items_2)
+        case (("sequence", _, values, names), ("list", parts)) | (("list", parts), ("sequence", _, values, names)) if (
+            len(names) > 1 and {*names} <= {f"{part[1]}_{i}" for part in parts if part[0] == "named" for i in range(9)}
+        ):  # x_1 = 2, x_2 = -3 is x = 2, x = -3
+            return len({part[1] for part in parts}) == 1 and _same_unordered(values, tuple(part[2] for part in parts))
         case (("sequence", "()" | "", point, names), ("list", parts)) | (
             ("list", parts),
             ("sequence", "()" | "", point, names),
@@ -130,13 +155,9 @@ def _same_choice(key: Value, answer: Value) -> bool:
             key = value
         case (kind, text, *_), ("choice", letter, value):
             answer = value
-    text = _letters(text).upper() if kind == "formula" else ""
+    text = text.upper() if kind == "formula" else ""
     is_another_option = re.fullmatch("[A-J]", text)  # A. B is not B
     return text == letter or (not is_another_option and _same(key, answer))
-
-
-def _letters(text: str) -> str:
-    return re.sub(r"\\text|\\cdot|[\s(){}_]", "", fold(text))
 
 
 def _same_ordered(keys: tuple[Value, ...], answers: tuple[Value, ...]) -> bool:
@@ -163,13 +184,23 @@ def _same_quantity(key: Value, answer: Value) -> bool:
     match key, answer:
         case ("number", percent, "%"), ("number", value, ""):
             return value in (percent, percent / 100)
+        case ("number", _, ""), ("number", _, unit) if unit.startswith("base"):  # 12_3 is no 12
+            return False
         case ("number", value, ""), ("number", percent, "%"):
             return percent / 100 == value
         case (_, _, unit), (_, _, unit_2) if unit and unit_2 and unit != unit_2:
             return False
         case ("number", value, _), ("number", value_2, _):
             return value == value_2
-    return same_formula(key[1], answer[1])
+    return same_formula(key[1], _renamed(str(key[1]), str(answer[1])))
+
+
+def _renamed(key: str, answer: str) -> str:
+    """The answer with the key's letter for a constant: x^2 + C, x^3 + c, Ce^{2x}; a + b + c ends in a variable."""
+    answer = re.sub(r"\+const(?:ant)?$", "+C", answer)
+    if re.search(r"\+[CKck]$", answer) and re.fullmatch(r"[^C]*\+C|[^K]*\+K|(?:[^A-Za-z]|\\[a-z]+ ?|[xtu])*\+c", key):
+        return answer[:-1] + key[-1]
+    return re.sub("^[A-Z](?=e)", "C", answer) if re.fullmatch(r"Ce\^\{[^A-Z]*\}", key) else answer
 
 
 # A single formula in SymPy --------------------------------------------------------------------------------------------
@@ -181,7 +212,8 @@ def read_formula(text: str | Fraction) -> Basic | None:
     text = str(text)
     if len(text) > MAX_FORMULA or UNREADABLE.search(text):
         return None
-    text = re.sub(r"(\d+(?:\.\d+)?)\s*\^\\circ", r"(\1\\cdot\\frac{\\pi}{180})", text)
+    for pattern, replacement in REPAIRS:
+        text = pattern.sub(replacement, text)
     text = re.sub(r"(?<![\d.,])(\d*\.\d+)(?![\d.])", lambda m: f"{{{Fraction(m[1])}}}", text)
     text = re.sub(r"(?<=[\d)])(?<!_\d)\s*(?=\(\s*-?\d)", r"\\cdot ", text)  # the parser adds 2 and 4 in 2(4)
     text = re.sub(r"([A-Za-z])('+)", lambda m: f"{m[1]}_{{{'p' * len(m[2])}}}", text)
@@ -228,7 +260,8 @@ def same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
         except UNSOLVED:  # a letter that is a matrix
             return False
     are_rational = all(isinstance(side, Expr) and side.is_rational_function() for side in (gold, pred))
-    points = _points(symbols)[: 2 if are_rational else None]
+    points = _points(symbols)
+    points = points[:2] if are_rational else points + _points_between(symbols, [*_breaks(gold), *_breaks(pred)])
     if are_equations:  # they agree if one is a multiple of the other
         gold /= pred
         pred = next((value for point in points if (value := _value(gold, point))), sympy.nan)
@@ -257,6 +290,33 @@ def _points(symbols: list[Symbol]) -> list[dict[Symbol, Float]]:
         values = [Float(f"{share * scale}", 60) * sign * next_sign**i for i, share in enumerate(order)]
         points.append(dict(zip(symbols, values, strict=True)))
     return points if symbols else [{}]
+
+
+def _breaks(formula: Basic) -> list[Expr]:
+    """What is 0 where the formula changes its form: what stands in bars, roots and floors, or between maxima."""
+    found = []
+    for part in formula.atoms(sympy.Abs, sympy.sign, sympy.floor, sympy.ceiling, sympy.Max, sympy.Min, Pow):
+        steps = (-1, 0, 1, 2) if isinstance(part, sympy.floor | sympy.ceiling) else part.args[1:] or (0,)
+        is_power = part.is_Pow and (part.exp.is_Integer or not part.exp.is_Rational)
+        found += [part.args[0] - (0 if part.is_Pow else step) for step in steps if not is_power]
+    return found[:12]
+
+
+def _points_between(symbols: list[Symbol], breaks: list[Expr]) -> list[dict[Symbol, Float]]:
+    """Points beside and between the real roots of the breaks, along each symbol; and all 3 and 7 times as far."""
+    points = []
+    for start, symbol in itertools.product(_points(symbols)[:2] if breaks else (), symbols[:4]):
+        roots: set[float] = set()
+        for each in breaks:
+            with contextlib.suppress(sympy.PolynomialError, *UNSOLVED):  # |sin x| has no polynomial
+                polynomial = sympy.Poly(each.subs({**start, symbol: symbol}), symbol)
+                if 0 < polynomial.degree() <= 8:
+                    roots |= {float(sympy.re(root)) for root in polynomial.nroots(15) if abs(sympy.im(root)) < 1e-9}
+        middles = [(low + high) / 2 for low, high in itertools.pairwise(sorted(roots))]
+        for value in (*middles, *(root + side for root in roots for side in (-1e-3, 0, 1e-3))):
+            points.append({**start, symbol: Float(repr(value), 60)})
+        points += [{each: value * scale for each, value in start.items()} for scale in (3, 7)]
+    return points
 
 
 def _value(formula: Basic, point: dict[Symbol, Float]) -> Expr | None:
@@ -298,23 +358,12 @@ def check_key(key: str) -> None:
     text = clean(key_content(key))
     if len(text) > MAX_FORMULA:
         raise ValueError(f"no \\boxed answer in a key of {len(key)} characters ({key[:60]!r}...)")
-    if len(re.findall(r"[A-Za-z]{2,}", re.sub(r"\\[A-Za-z]+", " ", text))) > MAX_WORDS:
+    if len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", text)) > MAX_WORDS:
         raise ValueError(f"a sentence, not an answer: {key[:80]!r}")
-    if not re.search(r"\w", re.sub(r"\\(?:text|[^A-Za-z])", "", text)):
+    if not re.search(r"\w", text):
         raise ValueError(f"no answer in the key {key[:80]!r}")
-    _check_formulas(parse_value(text))
-
-
-def _check_formulas(value: Value) -> None:
-    """Raises ValueError for a formula or an equation that SymPy cannot read; a choice is met by its letter."""
-    match value:
-        case ("formula" | "equation", text, *_) if read_formula(text) is None:
-            raise ValueError(f"math-verify cannot read {text[:80]!r}")
-        case ("choice", *_):
-            return
-    for part in value:
-        if isinstance(part, tuple):
-            _check_formulas(part)
+    if text.count("{") != text.count("}"):
+        raise ValueError(f"math-verify cannot read {text[:80]!r}")
 
 
 def canonical(answer: str) -> str:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import re
 
-from grading import Case, Verdict
+from grading import Case, Grade
 from grading.answer import opens_thought
 
 
-def verify_format(case: Case) -> Verdict:
+def verify_format(case: Case) -> Grade:
     """1.0 if the completion is `<think>...</think><answer>...</answer>` and nothing else, each tag once; else 0.0.
 
     Neither may be blank. A prompt that ends with `<think>` (as QwQ's chat template does) has opened the first tag: then
     the completion must not open it again.
     """
-    return float(_has_form(case, "<answer>(.*)</answer>", "think|answer")), None
+    return Grade(float(_has_form(case, "<answer>(.*)</answer>", "think|answer")))
 
 
-def verify_think_format(case: Case) -> Verdict:
+def verify_think_format(case: Case) -> Grade:
     """1.0 if the completion is `<think>...</think>` and then some text, each tag once; else 0.0. Else as `format`."""
-    return float(_has_form(case, "(.*)", "think")), None
+    return Grade(float(_has_form(case, "(.*)", "think")))
 
 
 def _has_form(case: Case, ending: str, tags: str) -> bool:
@@ -36,9 +36,9 @@ def _has_form(case: Case, ending: str, tags: str) -> bool:
     return True
 
 
-def verify_length(case: Case) -> Verdict:
+def verify_length(case: Case) -> Grade:
     """DAPO's soft overlong punishment (eq. 13): 0 up to max - cache tokens, then linearly down to -1 at max."""
     if case.num_tokens is None or case.max_tokens is None:
         raise ValueError("the reward `length` needs num_tokens and max_tokens")
     cache_tokens = case.overlong_cache_tokens or max(case.max_tokens // 5, 1)
-    return min(0.0, max(-1.0, (case.max_tokens - cache_tokens - case.num_tokens) / cache_tokens)), None
+    return Grade(min(0.0, max(-1.0, (case.max_tokens - cache_tokens - case.num_tokens) / cache_tokens)))

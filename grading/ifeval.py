@@ -27,7 +27,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from grading import Case, Verdict
+from grading import Case, Grade
 from grading.answer import visible_text
 
 Instruction = tuple[str, dict[str, object]]  # (the benchmark's instruction id, its arguments without nulls)
@@ -47,10 +47,10 @@ REPEAT_SENTENCE = (
 )
 
 
-def verify_ifeval(case: Case) -> Verdict:
+def verify_ifeval(case: Case) -> Grade:
     """1.0 if the completion, without its thinking, follows all instructions of its row; else 0.0."""
     instructions, text = read_instructions(case.answer, case.columns), visible_text(case.completion, case.prompt)
-    return float(text is not None and all(follows_instructions(text, instructions))), None
+    return Grade(float(text is not None and all(follows_instructions(text, instructions))))
 
 
 def follows_instructions(completion: str, instructions: list[Instruction]) -> list[bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from grading import Case, Verdict, spelled
+from grading import Case, Grade, spelled
 from grading.answer import read_answer, visible_text
 from grading.equality import canonical, check_key, equal, key_content
 from grading.spelling import MAX_FORMULA, clean
@@ -13,14 +13,14 @@ from grading.values import SCALES, parse_value
 from grading.verifiers import shown, uniform
 
 
-def verify_math(case: Case) -> Verdict:
+def verify_math(case: Case) -> Grade:
     """1.0 if the final answer (`answer.py`) equals the row's answer mathematically (`equality.py`); else 0.0."""
     answer = read_answer(case.completion, case.prompt)
     if answer is None:  # as when the keys of the data are checked
         _check_is_answer(case.answer)
         check_key(case.answer)
-        return 0.0, None
-    return float(equal(key_content(case.answer), answer)), canonical(answer)
+        return Grade(0.0)
+    return Grade(float(equal(key_content(case.answer), answer)), answer=canonical(answer))
 
 
 def _check_is_answer(key: str) -> None:
@@ -30,7 +30,7 @@ def _check_is_answer(key: str) -> None:
         raise ValueError(f"an object or a nested list, not an answer: {key[:80]!r}")
 
 
-def verify_gsm8k(case: Case) -> Verdict:
+def verify_gsm8k(case: Case) -> Grade:
     """1.0 if the final answer is the key's number, which may stand after "####" as in the data; else 0.0.
 
     Of an answer in words ("18 eggs left over from 20") it is the first number. Without a mark it is the last number of
@@ -48,7 +48,7 @@ def verify_gsm8k(case: Case) -> Verdict:
             numbers = [key]
         elif not re.search("|".join(SCALES), answer) and parse_value(clean(answer))[0] != "list":
             numbers = _numbers(answer)[:1]
-    return float(numbers == [key]), str(numbers[0]) if numbers else None
+    return Grade(float(numbers == [key]), answer=str(numbers[0]) if numbers else None)
 
 
 def _gsm8k_key(answer: str) -> Fraction:
@@ -69,7 +69,7 @@ def _numbers(text: str) -> list[Fraction]:
     return [Fraction(number.replace(",", "")) for number in numbers]
 
 
-def verify_gsm8k_strict(case: Case) -> Verdict:
+def verify_gsm8k_strict(case: Case) -> Grade:
     """1.0 if the last "#### number" within the last 300 characters is the key's, as text without commas; else 0.0.
 
     So does verl. "#### $18" and "#### 18.0" are not 18.
@@ -80,4 +80,4 @@ def verify_gsm8k_strict(case: Case) -> Verdict:
         raise ValueError(f"not a number alone, or alone after ####: the answer {case.answer[-80:]!r}")
     numbers = re.findall(r"#### (-?[0-9.,]+)", case.completion[-300:])
     answer = numbers[-1].replace(",", "") if numbers else None
-    return float(answer == key), answer
+    return Grade(float(answer == key), answer=answer)

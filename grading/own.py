@@ -16,11 +16,12 @@ import functools
 import inspect
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from inspect import Parameter
 
 from grading import Case, Grade
+from grading.pool import Failure, Pool
 from grading.user_code import load_own
 
 # What a case may know beside text, answer and columns
@@ -42,6 +43,20 @@ def values_of(case: Case, form: str) -> dict[str, object]:
         "extra_info": case.columns.get("extra_info") or {},
     }
     return {f"{name}s": values[name] for name in values} if form == "solution_strs" else values
+
+
+def lost_requests(
+    outcomes: dict[int, object], cases: dict[int, Case], pool: Pool, collect: Callable[[str], dict[int, object]]
+) -> set[int]:
+    """The failed requests in which a function of the user's is to blame. `cases`: of completions; a group has no key.
+
+    Where the built-in verifiers fail, too, when they are asked alone, these are: what they cannot read is wrong.
+    """
+    failed = {key for key, outcome in outcomes.items() if isinstance(outcome, Failure)}
+    for key in failed & cases.keys():
+        pool.submit(key, ("check", [cases[key]]))
+    alone = collect("grade") if failed else {}
+    return {key for key in failed if alone.get(key, [None]) == [None]}
 
 
 class WrongReturn(ValueError):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from grading import Case, Grade, Verdict, alternatives
+from grading import Case, Grade, alternatives
 from grading.verifiers import BUILT_IN, load_verifier, verifiers_of
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class RewardWorker:
 
     ("grade", case)      a grade: the sum of the verifiers that look at one completion
     ("compare", cases)   a grade for each completion of a group: the sum of the functions that look at all of them
-    ("check", cases)     why each row cannot be used, or None; the completions do not matter
+    ("check", cases)     why the built-in verifiers cannot grade each case, or the user's be called; None: they can
     ("inputs", None)     what the reward has to be given
 
     Raises what a file of `spec` raises, and ValueError if it has no such function or math-verify is broken.
@@ -82,8 +82,8 @@ class RewardWorker:
         for name in verifiers_of(self.weights):
             verifier = load_verifier(name)
             if name == "math":
-                right, wrong = (verifier(Case(rf"\boxed{{{text}}}", "x^2+2x+1"))[0] for text in ("(x+1)^2", "3x^2"))
-                if (right, wrong) != (1.0, 0.0):
+                grades = [verifier(Case(rf"\boxed{{{text}}}", "x^2+2x+1")) for text in ("(x+1)^2", "3x^2")]
+                if [grade.reward for grade in grades] != [1.0, 0.0]:
                     raise ValueError("math-verify or SymPy is broken; install the versions of the requirements file")
 
     def __call__(self, request: tuple[str, Case | list[Case] | None]) -> object:
@@ -108,8 +108,9 @@ class RewardWorker:
         weight, grades = self.weights[name], []
         if name not in self.own:
             for case in cases:
-                score, answer = built_in(name, case)
-                grades.append(Grade(weight * score, "ok", {name: score}, answer[:500] if answer else None))
+                grade = built_in(name, case)
+                answer = grade.answer[:500] if grade.answer else None
+                grades.append(Grade(weight * grade.reward, parts={name: grade.reward}, answer=answer))
             return grades
         for grade in self.own[name](cases):
             parts = {name: grade.reward}
@@ -120,8 +121,7 @@ class RewardWorker:
         return grades
 
     def problem(self, case: Case) -> str | None:
-        """The reason why the row cannot be used, or None."""
-        case = replace(case, completion="", num_tokens=0, max_tokens=1)
+        """The reason why built-in verifiers cannot grade the case, or functions of the user's be called; or None."""
         try:
             for name in self.weights:
                 if name in self.own:
@@ -133,23 +133,23 @@ class RewardWorker:
         return None
 
 
-def built_in(name: str, case: Case) -> Verdict:
-    """The verdict of a built-in verifier, for @COLUMN of the one that the row names. The key that fits best counts.
+def built_in(name: str, case: Case) -> Grade:
+    """The grade by a built-in verifier, for @COLUMN of the one that the row names. The key that fits best counts.
 
     Raises ValueError if the column names none, or if none of the row's keys can be used.
     """
     verifier = str(case.columns.get(name[1:])) if name[0] == "@" else name
     if verifier.lower() not in BUILT_IN:
         raise ValueError(f"column {name[1:]!r} is {verifier!r}, which names no verifier ({', '.join(BUILT_IN)})")
-    verdicts, problems = [], []
+    grades, problems = [], []
     for key in alternatives(case.answer):
         try:
-            verdicts.append(load_verifier(verifier.lower())(replace(case, answer=key)))
+            grades.append(load_verifier(verifier.lower())(replace(case, answer=key)))
         except ValueError as error:
             problems.append(error)
-    if not verdicts:
+    if not grades:
         raise problems[0]
-    return max(verdicts, key=lambda verdict: verdict[0])
+    return max(grades, key=lambda grade: grade.reward)
 
 
 def add_up(grades: Sequence[Grade], names: Iterable[str]) -> Grade:

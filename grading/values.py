@@ -1,9 +1,9 @@
 """A mathematical answer, LaTeX or plain text, as a value: `parse_value(clean(text))`.
 
-A value is a tuple: its kind, and what follows that.
-    number (fraction, unit)                    formula (text, unit)               words (text)
-    list, set, union (values)                  choice (letter, value): (C) 12
-    named (name, value, text): x = 5           equation (text): 2x < y            chain (equal values): 2+3 = 5
+A value is read to its end, or is a text of its tokens. It is a tuple: its kind, and what follows that.
+    number (fraction, unit)                    formula (LaTeX, unit)              words (tokens)
+    list, set, union (values)                  choice (letter, value): (C) 12     either (values): 0,5
+    named (name, value, LaTeX): x = 5          equation (LaTeX): 2x < y           chain (equal values): 2+3 = 5
     sequence (brackets, values, names): a point, an interval (0 < x, too), 12:30; without brackets 5 ft 11 in
 Numbers are exact fractions; formulas are left to SymPy (`equality.py`).
 """
@@ -15,23 +15,25 @@ import re
 from fractions import Fraction
 from functools import lru_cache
 
-from grading.spelling import FUNCTION, MAX_FORMULA, WORDS, clean, fold
+from grading.spelling import GREEK, MAX_DEPTH, MAX_FORMULA, UPRIGHT
 
 Value = tuple
-MAX_DEPTH = 20  # nested brackets; the LaTeX parser's time grows steeply with them
 
 # Numbers and units ------------------------------------------------------------------------------------------------
 
 DECIMAL = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
-LATEX_FRACTION = re.compile(rf"\\frac\s*\{{\s*(-?(?:{DECIMAL}))\s*\}}\s*\{{\s*({DECIMAL})\s*\}}")
-NUMBER = re.compile(  # 1,000.5 with or without a power of ten; 3/4 and 2 3/4; 0.1\overline{6}
+LATEX_FRACTION = re.compile(rf"\\frac\{{\s*(-?(?:{DECIMAL}))\s*\}}\{{\s*({DECIMAL})\s*\}}")
+NUMBER = re.compile(  # 1,000.5 with or without a power of ten; 3/4 and 2 3/4; 0.1\overline{6} and 0.1(6)
     rf"(?P<sign>[+-]?)\s*(?:(?P<digits>{DECIMAL})"
-    r"(?:\s*(?:(?:\\times|\\cdot|x)\s*10\s*\^\s*\{?|[eE])(?P<power>[+-]?\d{1,3})\}?)?"
+    r"(?:\s*(?:(?:\\times|\\cdot|x)\s*10\s*\^\s*\{|[eE])(?P<power>[+-]?\d{1,3})\}?)?"
     rf"|(?:(?P<whole>\d+)\s+)?(?P<top>-?(?:{DECIMAL}))\s*/\s*(?P<bottom>{DECIMAL})"
-    r"|(?P<fixed>\d*\.\d*)\\(?:overline|bar|dot)\s*\{?(?P<repeated>\d+)\}?)"
+    r"|(?P<fixed>\d*\.\d*)(?:\\(?:overline|bar|dot)\{|\()(?P<repeated>\d+)[})]|(?P<comma>0,\d+))"
 )
 SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9}
-SCALED = re.compile(rf"(.+?)\s*(?:\\text\{{\s*|\()?({'|'.join(SCALES)})\s*[)}}]?")
+SCALED = re.compile(rf"(.+?)\s*\(?({'|'.join(SCALES)})\)?")
+WORDS = {word: n for n, word in enumerate(re.findall(r"\w+", """
+    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
+    eighteen nineteen twenty"""))}  # fmt: skip
 
 
 def number(text: str) -> Fraction | None:
@@ -45,6 +47,8 @@ def number(text: str) -> Fraction | None:
         return None
     part = {name: digits.replace(",", "") for name, digits in match.groupdict("0").items()}
     result = Fraction(f"{part['digits']}e{part['power']}") + int(part["whole"])
+    if match["comma"]:
+        result = Fraction(match["comma"].replace(",", "."))
     if match["bottom"]:
         top, bottom = Fraction(part["top"]), Fraction(part["bottom"])
         if bottom == 0 or (match["whole"] and not 0 <= top < bottom):
@@ -65,49 +69,59 @@ UNITS = {name: names.split()[0] for names in re.findall("[^,]+", """
     degC celsius celsiu, degF fahrenheit, people person 人, child children, man men, woman women, mol mole, day 天 日,
     week 周, year 年, month, cent, euro, sterling, 元 yuan rmb, rupee inr, yen, 岁, 月, 个月, 分, 吨, 分米, 公顷
 """) for name in names.split()}  # fmt: skip
+PREFIXES = {"nano": "n", "micro": "μ", "milli": "m", "centi": "c", "kilo": "k", "mega": "M", "giga": "G", "pico": "p"}
+PREFIXED = re.compile(rf"({'|'.join(PREFIXES)})(meter|metre|gram|second|liter|litre|joule|newton|watt|volt|hertz|ohm"
+                      r"|ampere|amp|kelvin|tesla|pascal|mole)")  # fmt: skip
 SI = re.compile(r"[pnμmckMGT]?(?:[mgsAKNJWVCFTHL]|mol|Hz|Pa|Ω|eV|Wb|cal|bar)")  # a prefix and a symbol
 PLURAL = re.compile(  # or 3个苹果
     r"\w\w+[^\Ws](?<!th)s|[个只本块支张辆名位条棵件次种组页台间根颗盒箱袋朵套双](?![半十百千万亿])[\u4e00-\u9fff]*"
 )
 # Words about the value, behind it or on the left of "=": 7 dozens, 7 tenths, 7 more, half of x = 7
-NO_UNITS = {*SCALES, *WORDS, *re.findall(r"\w+", """
-    about above additional almost always and approx approximately around as at base below billions but centuries
-    couples decades does double dozens factorial false fewer gross guess half halves hundreds if inverse is
-    least less log maybe millions minus mod more most nearly negative never no not ones or others over pairs
-    percents plus quarters reciprocal root roughly scores sin square squared squares tens than thirds this
-    thousands times to trap trillion triples twice twins unless versus vs was wrong wrongly yes""")}  # fmt: skip
-UNIT_WORD = r"[A-Za-zμΩ\u4e00-\u9fff]+\.?(?:\s*\^\s*(?:\{-?\d\}|-?\d))?"
-QUANTITY = re.compile(
-    rf"(?!.*\\(?:sin|cos|tan|cot|sec|csc).*\\circ)(?P<value>.*(?:[\d}})]|\\pi|{'|'.join(SCALES)}))(?P<space>\s*)(?P<unit>\\?%|\^\\circ\s*"
-    r"|(?:\\text\{[^{}]*\}(?:\s*\^\s*(?:\{-?\d\}|-?\d))?\s*(?:/|\\cdot)?\s*)+"
-    rf"|\([^()]+\)|(?:(?<=\s)|(?<=[\d)}}])){UNIT_WORD}(?:(?:\s*/\s*|\s+){UNIT_WORD})*)", re.DOTALL,
-)  # fmt: skip
+NO_UNIT = re.compile(r"""(?ix)
+    (?:\w*(?:illion|illiard|teen|fold|tuple)|\w+(?<=n|r|f|x|v|h)ty|dozen|hundred|thousand|lakh|lac|crore|gross|grosse
+    |score|myriad|ream|googol|googolplex|one|two|three|four|five|six|sixe|seven|eight|nine|ten|eleven|twelve|half|halve
+    |third|quarter|pair|couple|twin|trio|century|centurie|decade|nought|double|triple|quadruple|square|squared|cubed
+    |root|power|time|log|sine|cosine|inverse|reciprocal|factorial|negative|percentage|radical|exponent|base|guess|guesse
+    |wrong|other|opposite|approximation|estimate|error|minu|plu|unles|les|versu|alway|perhap|ye|thi|wa|ha|hi|i)s
+    |\w*illion|about|above|additional|almost|and|approx|approximately|around|as|at|base|but|by|can|cannot|does|dozen
+    |down|double|either|except|factorial|false|fewer|fold|gross|half|hundred|if|inverse|is|lakh|least|less|log|maybe|minus
+    |mod|modulo|more|most|nearly|negative|neither|never|no|nor|not|or|over|plus|possibly|probably|quarter|reciprocal
+    |remainder|root|roughly|score|sin|square|squared|than|this|thousand|times|to|trap|triple|true|twice|under|unless|up
+    |versus|vs|was|wrong|wrongly|yes|crore|third""")
+CURRENCY = r"\\(?:dollar|euro|sterling|rupee|yuan)"
+UNIT_START = re.compile(  # behind a value; not behind an index
+    rf"(?:(?<=[\d)])|(?<!_\{{.)(?<!_\{{..)(?<=\}})|(?<=\\pi)|(?<={')|(?<='.join(SCALES)}))(?P<space>\s*)"
+    rf"(?=%|\(|{CURRENCY}|\\(?:degree|Omega|mu|frac)(?![a-z])|[A-Za-zμ\u4e00-\u9fff])"
+)
 
 
-def unit(text: str, is_apart: bool) -> str | None:
+def unit(text: str, is_apart: bool, is_upright: bool) -> str | None:
     """One spelling per unit; None for what is no unit: "more" and "dozens" say something about the value.
 
     A unit is made of known names, abbreviations and plurals of any noun. `is_apart`: a letter is no factor ("5 m").
     """
-    is_marked = "\\text" in text
-    is_apart |= is_marked
-    text = re.sub(r"\\text|\\cdot|[{}().]|^\W*in\s(?=\s*\w)", " ", text)
-    text = re.sub(r"\\?%", " percent ", text.replace("^\\circ", " deg "))
+    text = re.sub(r"\\frac\{([^{}]*)\}\{(.*)\}$", r"\1/\2", text.replace(r"\mu", "μ").replace(r"\Omega", "Ω"))
+    text = re.sub(r"\\degree\s*(?=[CF]\b)", " deg", text.replace("%", " percent "))
+    text = re.sub(r"\\cdot|[\\{}().]|^\W*in\s(?=\s*\w)", " ", re.sub(r"\^\{(-?\d)\}", r"^\1 ", text))
+    text = re.sub(r"\b([kM])\s+Ω", r"\1Ω", text)
     text = re.sub(r"\bper\b|每", "/", re.sub(r"(?i)\bdeg(?:ree)?s?\s(?=\s*[cf]\w)", "", text))
-    text = re.sub(r"\s+([A-Za-z]+)\s*\^\s*-(\d)", r"/\1^\2", text).replace("^1", "")
-    text = re.sub(r"(?i)\b(?:square|sq)\s+([a-z]+)|平方(\w+)|([a-z]+)\s+squared\b", r"\1\2\3^2", text)
-    text = re.sub(r"(?i)\b(?:cubic|cu)\s+([a-z]+)|立方(\w+)|([a-z]+)\s+cubed\b", r"\1\2\3^3", text)
+    text = re.sub(r"\s+([A-Za-z]+)\s*\^-(\d)", r"/\1^\2", re.sub(r"μ\s+", "μ", text)).replace("^1", "")
+    for words, power in ((r"square|sq|平方|squared", 2), (r"cubic|cu|立方|cubed", 3)):
+        text = re.sub(rf"(?i)\b(?:{words})\s*([a-z]+|\w+)|\b([a-z]+)\s+(?:{words})\b", rf"\1\2^{power}", text)
     text = re.sub(r"(?i)\b(?:of(?:\s+[a-z]+)?|the|old|left)\b", " ", text)  # boxes of candy
     names: list[str] = []
     for word in re.findall(r"[A-Za-zμΩ\u4e00-\u9fff]+|\^\s*-?\d|/|\S", text):
         folded = word.lower() if len(word) > 2 else word
-        may_be_factors = not is_marked and re.fullmatch("[MGT]?[A-Z]|.*[ACFHKT]|.", word)
-        is_glued = len(word.encode()) == 1 and not (is_apart or names)
-        if word.lower() in NO_UNITS:
+        may_be_factors = not is_upright and re.fullmatch("[MGT]?[A-Z]|.*[ACFHKT]|.", word)
+        if NO_UNIT.fullmatch(word):
             return None
+        prefixed = PREFIXED.match(folded)
         if word[0] in "^/" or ((is_apart or names) and SI.fullmatch(word) and not may_be_factors):
             name = word
+        elif prefixed:
+            name = PREFIXES[prefixed[1]] + UNITS[prefixed[2]]
         else:
+            is_glued = len(word.encode()) == 1 and not (is_apart or names)
             name = None if is_glued else UNITS.get(word) or UNITS.get(folded.removesuffix("s"))
         if name is None and PLURAL.fullmatch(folded):
             name = folded.removesuffix("s")
@@ -121,69 +135,109 @@ def unit(text: str, is_apart: bool) -> str | None:
 
 # Values -----------------------------------------------------------------------------------------------------------
 
-DENIED = "|".join(sorted(NO_UNITS))
-LETTER = (  # with its index; no function
-    r"(?:[A-Za-z]|\\(?i:alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|(?:var)?theta|iota|kappa|lambda|mu|nu|xi|rho"
-    r"|sigma|tau|upsilon|(?:var)?phi|chi|psi|omega|ell)(?![A-Za-z]))"
-    rf"(?:_(?:\{{[\w,]+\}}|\w|\{{?\\(?:min|max|triangle|text\{{(?!(?:{DENIED})\b)\w+\}})\s*[A-Z]*\}}?))?"
-)
-NAME = (  # x, x_1, f(x), f'(2), P(A), |v|, dy/dx, AB, \angle ABC, Area, \text{total cost}; no expression
+INDEX = r"_\{(?:[\w,]+|\\(?:min|max|triangle)\s*[A-Z]*)\}"
+LETTER = rf"(?:[A-Za-z]|\\(?i:{'|'.join(GREEK)})(?![A-Za-z]))(?:{INDEX})?"
+NAME = (  # x, x_{1}, f(x), f'(2), P(A), |v|, dy/dx, AB, \angle ABC, \Delta H, pH, Area, total cost; no expression
     rf"(?:{LETTER}(?:\^\{{-1\}}|'+)?\s?\((?![^()]*(?:\d[A-Za-z]|\bnot\b))[^()+*/^=-]*\)"
-    rf"|P\([^()]*[=<>|][^()]*\)|{LETTER}|d\w/d\w|\\frac\{{d\w\}}\{{d\w\}}"
-    r"|\|[A-Zuvw\s]+\||(?:m?\\(?:angle|triangle)\s*)?[A-Z]{1,4}"
-    rf"|(?!(?:\\text\{{)?[^{{}}=]*\b(?i:{DENIED})\b)(?:\\text\{{\s*[A-Za-z]{{3,}}|[A-Z][a-z]{{2,}}|[a-z]{{4,}})"
-    r"(?: [A-Za-z]{2,}){,2}\s*\}?)"
+    rf"|P\([^()]*[=<>|][^()]*\)|{LETTER}|d\w/d\w|\\frac\{{d\w\}}\{{d\w\}}|pH|\\Delta\s*[A-Z]"
+    r"|\|[A-Zuvw\s]+\||(?:m?\s*\\(?:angle|triangle)\s*)?[A-Z]{1,4}|(?:[A-Z][a-z]{2,}|[a-z]{3,})(?:\s[A-Za-z]{2,}){,2})"
 )
-CONSTANT = re.compile(  # a side without letters
-    r"(?:[^A-Za-z\\]|\\(?:frac|sqrt|cdot|times|div|pi|binom|circ|sin|cos|tan|log|ln|pm|\W|text\{[^{}]*\})(?![A-Za-z]))+"
-)
-NAMES = re.compile(r"\(\s*[A-Za-z](?:_\{?\d\}?)?(?:\s*,\s*[A-Za-z](?:_\{?\d\}?)?)+\s*\)")
 NAMED = re.compile(rf"{NAME}(?:\s*:\s*{NAME})*")
-BUILDER = re.compile(rf"\\\{{\s*{NAME}(?:\s*\\in\s*\\mathbb\{{R\}})?\s*(?:\\mid|:|\|)\s*(.+)\\\}}")
-CHOICE = re.compile(r"(?!.$)(?:option |choice |answer )?\s*\(?\s*([A-J])(?![A-Z])\s*([).:、]*)(.*)", re.I | re.DOTALL)
-DENIALS = re.compile(  # behind a letter and its mark: an operator; another option; a word that takes it back
-    r"^[-+*/^_=(<>']|^\s*(?:[,/&]|(?i:or|and|but|或|和)\s|\(?[A-J][).]*$)|(?<!\w)\([A-Ja-j]\)|[,;]\s*[a-j][:.)]|(?<![\w(])[A-Ja-j]\)"
-    r"|(?<![\w.(])[A-J](?:[.、](?=.*\w)|:(?![A-J]\b))|\b(?i:maybe|perhaps|not|but) \(?[A-J]\b|^ [A-Z]\. [A-Z]"
+CONSTANT = re.compile(  # a side without letters
+    r"(?:[^A-Za-z\\]|\\(?:frac|sqrt|cdot|times|div|pi|binom|degree|sin|cos|tan|log|ln|pm)(?![A-Za-z])|\b(?:cm|m|kg|g|s)\b)+"
+)
+NAMES = re.compile(r"\(\s*[A-Za-z](?:_\{\d\})?(?:\s*,\s*[A-Za-z](?:_\{\d\})?)+\s*\)")
+VARIABLE = re.compile(r"[A-Za-z](?:_\{\w\})?(?:\(\w\))?|\\(?!pi|infty)[a-z]+")
+BUILDER = re.compile(rf"\\\{{\s*{NAME}(?:\s*\\in\s*\\mathbb\{{R\}})?\s*[:|]\s*(.+)\\\}}")
+CHOICE = re.compile(
+    r"(?!.$)(?i:option |choice |answer )?\s*(?:\(\s*([A-Ja-j])\s*\)|([A-J])(?![A-Za-z])|([a-j])(?=\)|$|[.:] ))"
+    r"([).:、]*)(.*)",
+    re.DOTALL,
+)
+DENIALS = re.compile(  # behind a letter and its mark: an operator, another option, or a word that takes it back
+    r"^[-+*/^_=(<>']|^\s*(?:[,/&]|(?i:or|and|but|或|和)\b)|(?<!\w)\([B-Jb-j]\)|[,;]\s*[b-j][:.)]|(?<![\w(])[b-j]\)"
+    r"|(?<![\w.:])(?<!and )[B-J](?!\w|:[A-J]|\.[A-Z])(?! and [A-J]\b)|^ [A-Z]\. [A-Z]"
+    r"|\b(?i:not|maybe|perhaps|but) \(?A\b|\bA is\b|^\s*\(?A\W*$(?<!^ A)"
     r"|^\s*(?i:is|was|can|would)\b.*\b(?i:wrong|false|incorrect|excluded|not (?:correct|right|true|the))\b"
 )
-# A letter that is neither Latin nor Greek, or has an accent; \text that is no index
-FOREIGN = re.compile(r"[^\W\d_\x00-\x7fͰ-Ͽ]|(?<!_)(?<!_\{)\\text")
-BASED = re.compile(r"\(?([0-9A-Fa-f]+)\)?_\{?(?:\\text\{)?\s*(\d+|two|three|four|five|six|seven|eight|nine)\s*\}*")
-VARIABLE = re.compile(r"[A-Za-z](?:_\w)?(?:\(\w\))?|\\(?!pi|infty)[a-z]+")
+BASED = re.compile(r"\(?([0-9A-Fa-f]+)\)?_\{\s*(\d+|two|three|four|five|six|seven|eight|nine)\s*\}")
 EXCLUDED = re.compile(  # x \ne 1, x \ne 2
-    rf"({VARIABLE.pattern})\s*\\ne(?!\s*[xyz]$)((?:(?!(?!\1)[a-z]\s*\\ne|[<>=]|\\[lg]e(?![A-Za-z])).)+)"
+    rf"({VARIABLE.pattern})\s*\\ne\s*(?!\s*[xyz]$)((?:(?!(?!\1)[a-z]\s*\\ne|[<>=]|\\[lg]e(?![A-Za-z])).)+)"
+    r"|(?:\\mathbb\{R\}|R(?=[^{]*\\\{))\s*(?:\\setminus|-)\s*(?:\\?\{)?([^{}]*?)(?:\\?\})?",
+    re.DOTALL,
 )
 # Separators of a text, see `_split`
-RELATION = r"\\[lg]e(?![A-Za-z])|\\ne(?![A-Za-z])|(?<!\\)[<>]"
+RELATION = r"\\[lgn]e(?![A-Za-z])|(?<!\\)[<>]"
 EQUALS = r"(?<![<>:\\])=|\\in(?![A-Za-z])"
-COMMA = r"(?:、|(?<!\d),|,(?!\d{3}(?!\d))|;|,\s|(?<=[\s\d})])and(?=[\s(\\]))(?:\s*and(?=[\s(\\]))?"
-OR = r"(?<=[\s\d})\]])or(?=[\s\\(\d-]|\w(?:\(\w\))?\s*=)|\\cup(?![A-Za-z])"
-# What SymPy has no value for is compared as text.
-UNCOUNTED = re.compile(
-    r"\\(?:equiv|approx|[pb]?mod|[lc]?dots|mid|parallel|perp|neg|land|wedge|to|rightarrow|implies|iff|angle|triangle)(?![A-Za-z])"
-    r"|!!|[fgh]\s*\^\s*\{?-1\}?\s*\(|\d [ap]m$|\.\.|\?|\\cases|\\circ\s*\d+\s*'"
+COMMA = (
+    r"、|(?<!\d),|,(?!\d{3}(?!\d))|;|,\s|(?<![A-Za-z])and(?![A-Za-z])|[和与及](?![\u4e00-\u9fff])(?<![\u4e00-\u9fff].)"
 )
-OPENING, CLOSING = ("(", "[", "{", "\\{", "\\langle"), (")", "]", "}", "\\}", "\\rangle")
-AMOUNTS = re.compile(r"(?:(?<=\})\s*|(?<=[A-Za-z])\s+)(?:and\s+)?(?=\d)")
+OR = r"(?<![A-Za-z])or(?![A-Za-z])|或者?|\\(?:cup|lor)(?![A-Za-z])"
+# What SymPy has no value for is a text, and so are shells (1s^2 2s^1), substances and times
+UNCOUNTED = re.compile(
+    r"\\(?:equiv|approx|mod|cdots|parallel|perp|neg|land|wedge|to|[rR]ightarrow|implies|iff|angle|triangle|cong|sim|cap|cup"
+    r"|subset|subseteq|setminus|aleph|overrightarrow|notin|mathbb)(?![A-Za-z])|!!|[fgh]\^\{-1\}\s?\(|\d\s?[ap]m$|\.\.|\?"
+    r"|\\cases|\\\||\\degree\s*\d+\s*'|^[\^_]|\^\{\d*[+-]\}|[^\0-\x7f\u2009]"
+)
+OPENING = ("(", "[", "{", r"\{", r"\langle", r"\lfloor", r"\lceil")
+CLOSING = (")", "]", "}", r"\}", r"\rangle", r"\rfloor", r"\rceil")
+BRACKET = r"\\[{}]|\\[lr](?:angle|floor|ceil)|\\.|[()\[\]{}]"  # or an escaped character, which is none
+AMOUNTS = re.compile(r"(?<=[A-Za-z])\s+(?=\d)|[\s,;]+(?=\([b-hB-H]\))|(?<=\))(?=\([B-H]\))")
 COLUMN = re.compile(r"\\begin\{[pbB]matrix\}([^&]*)\\end\{[pbB]matrix\}")
-BRACKET = r"\\[{}]|\\[lr]angle|\\.|[()\[\]{}]"  # or an escaped character, which is none
+SPOKEN = {
+    r"\mathbb{R}": r"all real(?: number)?s?|\(-\\infty ?, ?\+?\\infty ?\)", "dne": "does not exist",
+    r"\emptyset": r"(?:there (?:is|are) )?no (?:real )?(?:solutions?|roots?)|(?:the )?empty set|\\\{ ?\\\}",
+}  # fmt: skip
+INTRODUCTION = re.compile(
+    r"(?i)^\s*(?:(?:the )?(?:final )?answer\s*(?:is|:|=(?!.*=))|(?:so|thus|hence|therefore|then|it is|it's|that is)\b)"
+    r"[,:\s]*(?=\S)"
+)
+
+
+RELATIONS = [(re.compile(pattern), replacement) for pattern, replacement in [  # in the order low, name, high
+    (r"\s\(([^()]*(?:[<>]|\\(?:in|[lgn]e)(?![A-Za-z]))[^()]*)\)$", r", \1"),  # y = 2x (x > 0)
+    (r"^(.+?)[\s,;(]+(?:where\s|for\s)?\s*([a-z])\s*\\in\s*\\mathbb\{Z\}$",  # k\pi, k \in \mathbb{Z}
+     lambda m: re.sub(rf"(?<![A-Za-z\\]){m[2]}(?![A-Za-z])", "n", m[1])),
+    (r"\s*(?<![A-Za-z])and(?![A-Za-z])\s*(?=[^<>]*(?:[<>]|\\[lg]e(?![A-Za-z])))", ", "),
+    # |x| < 2 and |x| > 2; x > 0, x < 1
+    (r"^\|([a-z])\|\s*(<|\\le)(?![a-z])\s*([^,<>|]+)$", r"-(\3)\2 \1\2 \3"),
+    (r"^\|([a-z])\|\s*(>|\\ge)(?![a-z])\s*([^,<>|]+)$", r"-(\3)\2 \1 or \1\2 \3"),
+    (r"(?:^|(?<=,))\s*([a-z])\s*>\s*([^,<>]+?)\s*(?=,|$)", r"\2<\1"),
+    (r"(?:^|(?<=,))\s*([a-z])\s*\\ge(?![a-z])\s*([^,<>]+?)\s*(?=,|$)", r"\2\\le \1"),
+    (r"^([a-z])\s*((?:<|\\le(?![a-z]))[^,<>]+),([^,<>]+(?:<|\\le))\s*\1$", r"\3 \1\2"),
+    (r"^([^,<>]+(?:<|\\le)\s*([a-z]))\s*,\s*\2\s*((?:<|\\le(?![a-z]))[^,<>]+)$", r"\1\3"),
+]]  # fmt: skip
 
 
 @lru_cache(maxsize=8192)
 def parse_value(text: str) -> Value:
     """The value of a cleaned answer."""
-    depths = itertools.accumulate((c in "([{") - (c in ")]}") for c in text)
-    if len(text) > MAX_FORMULA or max(depths, default=0) > MAX_DEPTH:
-        return ("words", text)
+    text = re.sub(r"^(?:=|\\approx(?![a-z]))|[,;:。\s]+$|(?<!\.)\.$", "", INTRODUCTION.sub("", text, 1).strip()).strip(
+        " ,"
+    )
+    depths = [0, *itertools.accumulate((c in "([{") - (c in ")]}") for c in text)]
+    if len(text) > MAX_FORMULA or max(depths) > MAX_DEPTH or text.count("|") > MAX_DEPTH:
+        return text_of(text)
+    words = text.lower()
+    if meaning := next((meaning for meaning, phrase in SPOKEN.items() if re.fullmatch(phrase, words)), None):
+        return ("formula", meaning, "")
     if DATED.fullmatch(text):
-        return _text(text)
-    if (value := number(text)) is not None:
-        return ("number", value, "")
+        return text_of(text)
+    if (value := number(str(WORDS.get(words, text)))) is not None:
+        decimal = ("number", value, "")
+        return ("either", (decimal, ("list", _parse_all(text.split(","))))) if re.fullmatch(r"0,\d", text) else decimal
+    for pattern, replacement in RELATIONS:
+        text = pattern.sub(replacement, text)
     for read in (_choice, _named, _collection, quantity):
         value = read(text)
         if value is not None:
             return value
-    return ("formula", text, "") if _is_formula(text) else _text(text)
+    return ("formula", latex(text), "") if _is_formula(text) else text_of(text)
+
+
+def latex(text: str) -> str:
+    """The text without spaces, but where a letter follows a command."""
+    return re.sub(r"(\\[A-Za-z]+)\s+(?=[A-Za-z])|\s", lambda m: f"{m[1]} " if m[1] else "", text)
 
 
 def _parse_all(texts: list[str]) -> tuple[Value, ...]:
@@ -202,54 +256,59 @@ def _split(text: str, separator: str) -> list[str]:
     return [part.strip() for part in [*parts, text[start:]]]
 
 
-def _brackets(text: str) -> tuple[str, str, str] | None:
-    """(opening, inside, closing) if one pair of brackets encloses the whole text."""
-    match = re.fullmatch(r"(\\\{|\\langle|\(|\[)(.*)(\\\}|\\rangle|\)|\])", text, re.DOTALL)
-    if not match:
-        return None
-    depths = itertools.accumulate((token in OPENING) - (token in CLOSING) for token in re.findall(BRACKET, match[2]))
-    return match.groups() if min(depths, default=0) >= 0 else None
+def _items(inside: str) -> list[str]:
+    """In brackets each comma parts, unless ", " or ";" stands there too, or 000 would be an item."""
+    if not re.search(r",\s|;|,0\d", inside):
+        inside = inside.replace(",", ", ")
+    return [*filter(None, _split(inside, COMMA))]
 
 
 def _choice(text: str) -> Value | None:
-    """(C), \\text{C}, option C, C. 12. Text behind a letter and its mark is the option's. Not "(a) 5, (b) 6"."""
-    match = CHOICE.fullmatch(re.sub(r"^(?:\\text\s*\{\s*)+([^{}]*)\}", r"\1 ", text))
+    """(C), option C, C. 12. Text behind a letter and its mark is the option's. Not "(a) 5, (b) 6"."""
+    match = CHOICE.fullmatch(text)
     if not match:
         return None
-    letter, mark, rest = match.groups()
+    letter, rest = match[1] or match[2] or match[3], match[5]
     if not rest.strip():
         return ("choice", letter.upper(), None)
-    if not mark or DENIALS.search(re.sub(r"\([^()]{2,}\)", "()", rest)):
+    if not (match[4] or match[1]) or DENIALS.search(rest):
         return None
-    return ("choice", letter.upper(), parse_value(clean(rest)))
+    return ("choice", letter.upper(), text_of(rest) if CHOICE.fullmatch(rest.strip()) else parse_value(rest))
 
 
 def _named(text: str) -> Value | None:
     """x = 5, f(x) = x^2, x in (0, 1); equations and relations that are no such definitions; 2 + 3 = 5 is 5."""
     if excluded := EXCLUDED.fullmatch(text):  # the reals without 1 and 2: all that lies between
-        points = parse_value(re.sub(rf"{excluded[1]}\s*\\ne", "", excluded[2]).strip())
+        name = excluded[1] or "x"
+        points = _parse_all(_items(re.sub(rf"{re.escape(name)}\s*\\ne", "", excluded[2] or excluded[3])))
         low, high = _parse_all([r"-\infty", r"\infty"])
-        pairs = itertools.pairwise([low, *sorted(_flat((points,))), high])
-        return ("union", tuple(("sequence", "()", pair, (excluded[1],)) for pair in pairs))
+        pairs = itertools.pairwise([low, *sorted(_flat(points)), high])
+        return ("union", tuple(("sequence", "()", pair, (name,)) for pair in pairs))
     if len(_split(text, f"{COMMA}|{OR}")) > 1:
         return None
     terms, sides = _split(text, RELATION), _split(text, EQUALS)
     if len(terms) > 1:
         signs = re.findall(RELATION, text)  # also those in brackets, which part no terms
         is_whole = len(sides) == 1 and all(terms) and len(signs) == len(terms) - 1
-        return _relation(terms, signs) if is_whole else _text(text)
+        return _relation(terms, signs) if is_whole else text_of(text)
+    if len(sides) > 1 and not all(sides):
+        return text_of(text)
     match sides:
         case [point, values] if NAMES.fullmatch(point):  # (x, y) = (1, 2)
             names = re.findall(r"[A-Za-z]", point)
-            return parse_value(values) if names == sorted(names) else _text(text)
-        case [first, *rest] if rest and NAMED.fullmatch(first):
-            return ("named", re.sub(r"\\text|[\s{}]", "", fold(first)), _chain(rest), f"{first} = {rest[-1]}")
+            return parse_value(values) if names == sorted(names) else text_of(text)
+        case [first, *rest] if (
+            rest
+            and NAMED.fullmatch(first)
+            and not any(map(NO_UNIT.fullmatch, re.findall(r"[A-Za-z]{2,}", first.partition("(")[0])))
+        ):
+            return ("named", re.sub(r"[\s{}]", "", fold(first)), _chain(rest), f"{latex(first)}={latex(rest[-1])}")
         case [first, *_, last] if CONSTANT.fullmatch(first) and CONSTANT.fullmatch(last):
             return _chain(sides)  # 2 + 3 = 5
-        case [_, _, _, *_]:
-            return _text(text)  # 2x = 10 = 5
-        case [_, _]:
-            return ("equation", text)
+        case [_, _] if _is_formula(text):
+            return ("equation", latex(text))
+        case [_, _, *_]:
+            return text_of(text)  # 2x = 10 = 5
     return None
 
 
@@ -272,13 +331,13 @@ def _relation(terms: list[str], signs: list[str]) -> Value:
         case [low, name, high] if VARIABLE.fullmatch(name) and {*signs} <= {"<", r"\le"}:
             brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
             return ("sequence", brackets, _parse_all([low, high]), (name,))
-    text = "".join(itertools.chain(*zip(terms, [*signs, ""], strict=True)))
-    return ("equation", text) if len(terms) == 2 else _text(text)
+    text = " ".join(itertools.chain(*zip(terms, [*signs, ""], strict=True)))
+    return ("equation", latex(text)) if len(terms) == 2 and _is_formula(text) else text_of(text)
 
 
 def _collection(text: str) -> Value | None:
     parts = _split(text, ";" if all(sign in text for sign in ",=;") else OR)  # x=1, y=2; x=2, y=1
-    if len(parts) > 1:
+    if len(parts) > 1 and all(parts):
         values = _parse_all(parts)
         # x < 1 or x > 2; A or B, which is no AB
         are_intervals = any(value[0] == "sequence" and len(value[3]) == 1 for value in values)
@@ -288,24 +347,32 @@ def _collection(text: str) -> Value | None:
     if len(parts) > 1:
         values = _flat(_parse_all(parts))
         if len({value[2] is None for value in values if value[0] == "choice"}) > 1:
-            return _text(text)  # (a) (b) 9
+            return text_of(text)  # (a) (b) 9
         return _labelled(values) or ("list", values)
-    if AMOUNTS.search(text) and (amounts := _labelled(_parse_all(AMOUNTS.split(text)))):
-        return amounts
+    if len(amounts := AMOUNTS.split(text)) > 1 and all(amounts):
+        values = _parse_all(amounts)
+        if labelled := _labelled(values) or (
+            {value[::2] for value in values} == {("choice", None)} and ("list", values)
+        ):
+            return labelled
     if column := COLUMN.fullmatch(text):
         return ("sequence", "()", _parse_all(re.split(r"\s*\\\\\s*", column[1].strip())), ())
     if builder := BUILDER.fullmatch(text):
-        return parse_value(builder[1].strip())
-    inner = _brackets(text)
-    if inner is None:
+        value = parse_value(builder[1].strip())
+        return (*value[:3], ()) if value[0] == "sequence" else value
+    match = re.fullmatch(r"(\\\{|\\langle|\(|\[|\{)(.*)(\\\}|\\rangle|(?<!\\)[)\]}])", text, re.DOTALL)
+    depths = itertools.accumulate(
+        (token in OPENING) - (token in CLOSING) for token in re.findall(BRACKET, match[2] if match else "")
+    )
+    if match is None or min(depths, default=0) < 0:
         if text.count("\\pm") != 1:
             return None
         return ("list", _parse_all([text.replace("\\pm", sign) for sign in "+-"]))
-    opening, inside, closing = inner
-    items = [*filter(None, _split(inside, COMMA))]
+    opening, inside, closing = match.groups()
+    items = _items(inside)
     if opening == "\\{":
         return ("set", _flat(_parse_all(items)))
-    if opening in ("[", "\\langle") or len(items) > 1:
+    if len(items) > 1 or (opening in ("[", "\\langle") and not inside.startswith("\\begin")):
         brackets = "()" if opening == "\\langle" else opening + closing
         return ("sequence", brackets, _parse_all(items), ())
     return parse_value(inside.strip())
@@ -336,47 +403,82 @@ def _flat(values: tuple[Value, ...]) -> tuple[Value, ...]:
 SUBSTANCE = re.compile(  # MgCl2, Al2(SO4)3, with capitals alone: EDF; GMm may be a product
     r"(?=.*[A-Za-z)]\d|[A-Z]+$|(?:[A-Z][a-z]?){3,}$)\d*(?:(?:[A-Z][a-z]?|\((?:[A-Z][a-z]?\d*)+\))\d*){2,}(?:\^[\d+-]+)?"
 )
+SHELLS = re.compile(
+    r"sp\^\{\d\}(?:d\^?\{?\d?\}?)?|(?:\[[A-Z][a-z]\])?(?:[1-7][spdf](?:\^\{\d+\}|\d+)){2,}|\[[A-Z][a-z]\].*"
+)
 DATED = re.compile(  # 40-45, 3-2, 2022-07-11, 09/06/2000, 10.0.0.1, C-A-B, (12)(34)
-    r"\d+(?:\.\d+)?(?:\s*-\s*\d+(?:\.\d+)?)+|\d+(?:\s*[/.]\s*\d+){2,}|0\d+/\d+|\d+/0\d+|[A-Z](?:-[A-Z]){2,}|(?:\(\d+\)){2,}"
+    r"\d+(?:\.\d+)?(?:\s*-\s*\d+(?:\.\d+)?)+|\d+(?:\s*/\s*\d+){2,}|\d+(?:\.\d+){2,}|0\d+/\d+|\d+/0\d+|[A-Z](?:-[A-Z]){2,}"
+    r"|(?:\(\d+\)){2,}"
+)
+MATRICES = {*"ABCDEOPQSUXY"}  # capitals that are matrices, sets and points more often than numbers
+WORD = r"(?<![\\A-Za-z])(?!(?:max|min|const|constant)\b)"
+# Alone or with at least four letters they are no product: dog, total; but abc, xyz, GMm
+WORDED = re.compile(
+    rf"(?:no|No|(?=.*(?:[A-Za-z]{{4}}|[A-Za-z]{{3}}\s|\s[A-Za-z]{{3}}))[A-Za-z\s]+|(?i:[a-z]+[aeiou][a-z]*(?<=...))|[A-Za-z]*([a-z])\1[a-z]*)|.*{WORD}(?i:(?=[a-z]{{4}})[a-z]+[aeiou]).*"
 )
 
 
 def _is_formula(text: str) -> bool:
-    """False for substances and capitals alone, for letters before digits (9 R 4) and digits apart (2 4 1)."""
-    if SUBSTANCE.fullmatch(re.sub(r"\\text|[\s_{}]", "", text)):
+    """False for words, substances, capitals alone, letters before digits (9 R 4) and digits apart (2 4 1)."""
+    bare = re.sub(r"[\s_{}]", "", text)
+    if (
+        UNCOUNTED.search(text)
+        or SUBSTANCE.fullmatch(bare)
+        or SHELLS.fullmatch(re.sub(r"\s", "", text))
+        or WORDED.fullmatch(text.strip())
+    ):
         return False
-    signs = re.sub(rf"\\[A-Za-z]+|(?<![A-Za-z])(?:{FUNCTION}|max|min|mod)|_\s*(?:\{{[^{{}}]*\}}|\w)", r"\\", text)
-    signs = re.sub(r"\^\s*(?:\{[^{}]*[^{}+-]\}|\w(?![+-]$))", "^", signs)
-    return not re.search(r"[A-Za-z]\s*\d|[A-Za-z]{2}\s+(?!d)[A-Za-z]{2}|[\d)]\s+\d|\^(?:\{\d*[+-]\}|\d*[+-]$)", signs)
+    product = re.sub(r"\^\{[^{}]*\}|[\s\d'()]", "", text)
+    pairs = {first + second for first, second in itertools.pairwise(product) if first != second}
+    has_order = any(pair[::-1] in pairs for pair in pairs if pair.isupper() and pair.isalpha())
+    are_known = "^{" in text and not MATRICES & {*product}  # I^2R
+    if has_order or (
+        re.fullmatch("[A-Z]{2,}", product) and (pairs or "^{T}" in text) and not are_known
+    ):  # P^{-1}AP, AB - BA
+        return False
+    signs = re.sub(r"\\[A-Za-z]+|(?<![A-Za-z])(?:max|min)|_\{[^{}]*\}", r"\\", text)
+    signs = re.sub(r"\^\{[^{}]*\}", "^", signs)
+    return not re.search(r"[A-Za-z]\s*\d|[A-Za-z]{2}\s+(?!d)[A-Za-z]{2}|[\d)]\s+\d", signs)
 
 
-def _text(text: str) -> Value:
-    """A text equals itself alone. Spaces do not count, but between digits; nor do fonts, and the case of words."""
-    words = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).strip()
-    words = words.casefold() if FOREIGN.search(words) else fold(words)
-    words = re.sub(r"^(?:an?|the) (?=\w{3})", "", words, flags=re.IGNORECASE)
-    return ("words", re.sub(r"\\text|[{}_\"!]|[.,;](?!\d)|(?<=[a-z])-(?=[a-z])|(?<!\d)\s+|\s+(?!\d)", "", words))
+def fold(text: str) -> str:
+    """The text with its words in lower case: Monday, EVEN. What may be a product of letters keeps its case: Rr, GMm."""
+    word = r"(?<![^\W\d_])(?=[^\W\d_]*[aeiouyAEIOUY])(?:[A-Z]?[a-z]{2,}|[A-Z]{4,}|(?i:yes|no))(?![^\W\d_])"
+    return re.sub(word, lambda match: match[0].lower(), text)
 
 
-WORDED = re.compile(  # yes, Monday, no solution; no product of letters (abc, GMm)
-    r"(?i:yes|no)|(?=.*(?:[^\W\d_]{4}|[^\W\d_]{3}\W|\W[^\W\d_]{3}))"
-    r"[^\W\d_][^\d_+*/^=<>\\(){}\[\]|]*"
-)
+def text_of(text: str) -> Value:
+    """A text of tokens: it equals itself alone. Fonts, spaces, the case of words and full stops do not count."""
+    text = text.replace(UPRIGHT, " ")
+    if SHELLS.fullmatch(plain := re.sub(r"\s", "", text)):
+        text = re.sub(r"[\^{}]", "", plain)  # 1s2 2s1 is 1s^2 2s^1
+    text = re.sub(r"^(?:an?|the) (?=\w{3})", "", text, flags=re.IGNORECASE)
+    text = re.sub(r"\\mathbb\{(\w)\}", r"\1", re.sub(r"(?<=[A-Za-z)])_\{(\w+)\}", r" \1 ", fold(text)))
+    text = re.sub(r"(\^\{[^{}]*\})(_\{[^{}]*\})", r"\2\1", text)
+    text = text if text.isascii() else text.casefold()
+    found = re.findall(
+        r"\\[A-Za-z]+|\\.|\d+(?:\.\d+)*|[A-Z]?[a-z]+|[A-Z①-⑳]|[^\W\d_A-Za-z①-⑳]+|!+|'+|[^\s.,;\"]|[.,](?=\d)", text
+    )
+    return ("words", " ".join(found))
 
 
 def quantity(text: str, is_apart: bool = False) -> Value | None:
-    """Based numbers, ratios and times, texts, and what has a unit. `is_apart`: also a unit of one letter (0.64N)."""
+    """Based numbers, ratios and times, and what has a unit. `is_apart`: also a unit of one letter (0.64N)."""
     if based := BASED.fullmatch(text):
         digits, base = based[1].lstrip("0").upper(), WORDS.get(based[2], based[2])
-        return ("number", Fraction(digits), f"base {base}") if digits.isdigit() else ("words", f"{digits}{base}")
+        return ("number", Fraction(digits), f"base {base}") if digits.isdigit() else ("words", f"{digits} {base}")
     if len(parts := _split(text, ":")) > 1:
-        return ("sequence", ":", _parse_all(parts), ())
-    if UNCOUNTED.search(text) or WORDED.fullmatch(text):
-        return _text(text)
-    if written := QUANTITY.fullmatch(text):
-        match parse_value(written["value"].strip()):
-            case ("number" | "formula" as kind, value, ""):
-                is_spaced = kind == "number" and written["space"] != ""
-                if name := unit(written["unit"], is_apart or is_spaced):
-                    return (kind, value, name)
-    return _text(text) if FOREIGN.search(text) else None
+        return ("sequence", ":", _parse_all(parts), ()) if all(parts) else None
+    text = re.sub(rf"^([+-]?)\s*({CURRENCY})\s*(.+)$", rf"\1\3{UPRIGHT}\2", text)
+    if not re.search(r"\\(?:sin|cos|tan|cot|sec|csc).*\\degree|\d\s?[ap]m$|^[\^_]", text):
+        for start in UNIT_START.finditer(text):
+            name = unit(
+                text[start.end("space") :],
+                is_apart or start["space"] != "",
+                is_apart or UPRIGHT in text[start.start() :],
+            )
+            if name:
+                match parse_value(text[: start.start()].strip()):
+                    case ("number" | "formula" as kind, value, ""):
+                        return (kind, value, name)
+    return None

@@ -1,4 +1,4 @@
-"""The built-in verifiers: each says how good one completion is. A new one is a function and an entry in `BUILT_IN`.
+"""The built-in verifiers: each grades one completion. A new one is a function and an entry in `BUILT_IN`.
 
 `exact` compares the final answer with the row's; `forms.py`, `mathematics.py` and `ifeval.py` have the others. They
 raise ValueError, in a few words, for a row whose answer key cannot be used. `score.py` adds them up, in processes that
@@ -11,19 +11,19 @@ import unicodedata
 from collections.abc import Callable, Iterable
 from pkgutil import resolve_name
 
-from grading import Case, Verdict
+from grading import Case, Grade
 from grading.answer import plain, read_answer
 
 NARROW = {c: c - 0xFEE0 for c in range(0xFF01, 0xFF5F)}  # full-width ASCII, and other minus signs
 NARROW |= dict.fromkeys(map(ord, "\u2212\u2010\u2011\u2012\u2013\ufe63"), "-")
 
 
-def verify_exact(case: Case) -> Verdict:
+def verify_exact(case: Case) -> Grade:
     """1.0 if the final answer, or without a mark the whole visible text, is the row's, emphasized or not; else 0.0."""
     if not (key := uniform(case.answer)):
         raise ValueError("the answer is blank")
     answer = uniform(read_answer(shown(case.completion), case.prompt, unmarked="all") or "")
-    return float(key in (answer, plain(answer))), answer or None
+    return Grade(float(key in (answer, plain(answer))), answer=answer or None)
 
 
 def shown(text: str) -> str:
@@ -48,7 +48,7 @@ BUILT_IN = {  # name -> where its function is: a module is loaded only by a rewa
 }
 
 
-def load_verifier(name: str) -> Callable[[Case], Verdict]:
+def load_verifier(name: str) -> Callable[[Case], Grade]:
     return resolve_name(BUILT_IN[name])
 
 

@@ -4,7 +4,7 @@
     shard(...)                            # FSDP2 divides shapes, not yet bytes
     fill(root, model, path, device)       # rank 0 reads, every rank keeps its shard
 
-transformers reads on rank 0: names, experts and tied weights are its business. The files are mapped into memory, so that
+transformers reads on rank 0: names, experts and tied weights are its business. The files are mapped into memory, so
 a dense model costs no host RAM beyond the shards and a parameter on its way; experts are stacked in a copy.
 """
 
@@ -132,8 +132,11 @@ def read_weights(path: str, model: PreTrainedModel) -> dict[str, Tensor]:
         loaded, found = type(model).from_pretrained(path, config=config, **options)
     except SafetensorError as error:
         raise ValueError(f"a file is damaged ({error}); download or copy it again (git lfs pull).") from None
+    except RuntimeError as error:  # a matrix of an expert is missing, or has another shape
+        raise ValueError(f"its files do not fit its config.json: they cannot be stacked: {error}") from None
     if wrong := {kind: names for kind, names in found.items() if names}:
-        listed = "; ".join(f"{kind.replace('_', ' ')}: {sorted(map(str, names))[:5]}" for kind, names in wrong.items())
+        named = {kind.replace("_", " "): sorted(map(str, names))[:5] for kind, names in wrong.items()}
+        listed = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in named.items())
         raise ValueError(f"its files do not fit its config.json: {listed}.")
     return loaded.state_dict()
 

@@ -55,7 +55,8 @@ def play(turns: Turns, data: PromptData) -> None:
         turns.environments.submit(turn)
         reply = turns.environments.pop_replies(LONGEST_WAIT)[0]
         if isinstance(reply, Failure):
-            sys.exit(f"error: this ends the episode, in training with reward 0: {reply.removeprefix('error: ')}")
+            cost = "which training leaves out" if turns.limits.environment else "in training with reward 0"
+            sys.exit(f"error: this ends the episode, {cost}: {reply.removeprefix('error: ')}")
         print(*(f"[{message['role']}] {message['content']}" for message in reply.messages), sep="\n", flush=True)
         if not reply.messages:
             print(f"--- the episode is over: {reply.grade or 'graded by --reward'}")

@@ -203,7 +203,8 @@ def run_folder(pair, companions, tmp_path_factory):
 @pytest.mark.parametrize(("then", "now", "said"), [
     ("", "layers.0.", r"12 parameters were trained and are frozen now, such as model.layers.0.input_layernorm.weight"),
     ("layers.0.", "", r"12 parameters were frozen and are trained now, such as model.layers.0.input_layernorm.weight"),
-    ("layers.0.", "layers.1.", "12 .* were trained and are frozen now, .*layers.1.* and 12 .* were frozen and are"),
+    ("layers.0.", "layers.1.",
+     "12 .* were trained and are frozen now, .*layers.1.* and 12 .* were frozen and are trained now, .*"),
     ("", "embed_tokens", "2 parameters were trained and are frozen now, such as lm_head.weight; train the same again"),
 ])  # fmt: skip
 def test_a_resume_with_other_trained_parameters_is_refused_with_the_way_on(

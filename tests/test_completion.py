@@ -69,9 +69,9 @@ def test_without_tags_the_text_has_no_special_tokens(template):
 def test_rewards_see_the_tags_and_the_log_names_them():
     text = read("<think>\\boxed{5}</think><answer>4</answer><|im_end|>")
     for name in ("math", "exact", "gsm8k", "format", "think_format"):
-        assert load_verifier(name)(Case(text, "4"))[0] == 1.0, name
+        assert load_verifier(name)(Case(text, "4")).reward == 1.0, name
     assert read("<answer>4<|python_tag|>", "length") == "<answer>4<|python_tag|>", "what was cut off has no end"
-    assert load_verifier("math")(Case(read("<think>\\boxed{4}", "length"), "4"))[0] == 0.0, "a thought that was cut"
+    assert load_verifier("math")(Case(read("<think>\\boxed{4}", "length"), "4")).reward == 0.0, "a thought that was cut"
     assert describe_tags(tokenizer_of(["<answer>", "</answer>", "<|box_end|>", "<|python_tag|>"])) == [
         "special tokens that the reward sees: <answer>, </answer>, <|python_tag|>"
     ]

@@ -135,7 +135,7 @@ def test_the_script_of_six_sets_reports_its_completions(policy, tmp_path):
     verify = load_verifier("math")
     for row in rows:
         assert row["is_correct"] == (row["reward"] == 1.0) and row["num_tokens"] <= 12
-        assert row["reward"] == verify(Case(row["completion"], row["answer"], prompt=row["prompt"]))[0]
+        assert row["reward"] == verify(Case(row["completion"], row["answer"], prompt=row["prompt"])).reward
         assert row["reward_status"] == "ok" and row["row"].startswith(f"{tmp_path}/aime24.jsonl")
     assert found["problems"] == 16 and found["samples"] == 32 and results["sets"]["math500"]["samples"] == 1
     right = np.array([row["is_correct"] for row in rows]).reshape(16, 32)

@@ -21,9 +21,9 @@ QUARTER = '''def quarter(t: Tokens) -> Loss:
     """A quarter for every token."""
     return Loss(0.25 + 0.0 * t.logprobs)\n\n
 '''
-THREES = '''def verify_threes(case: Case) -> Verdict:
+THREES = '''def verify_threes(case: Case) -> Grade:
     """Three for every completion."""
-    return 3.0, None\n\n
+    return Grade(3.0)\n\n
 '''
 REWARD = """def score(completion, answer):
     return {'reward': (answer == '7') / 2, 'brevity': 3}

@@ -40,7 +40,7 @@ STATE = {"prompts_drawn": 12}
 
 def writer(path: str, folder: Path, world: World, said: list[str]) -> checkpoint.Writer:
     folder.mkdir(parents=True, exist_ok=True)
-    companions = checkpoint.files_of(path, torch.float32)
+    companions = checkpoint.files_of(path, torch.float32) if world.is_main else {}
     return checkpoint.Writer(folder, companions, Saving(keep_checkpoints=0), world, said.append)
 
 

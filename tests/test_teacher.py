@@ -288,7 +288,7 @@ def test_a_hint_is_before_the_suffix_and_counts_for_the_limit(policy, tmp_path):
     (row,) = loaded.rows
     assert row.text == "<user>1+2 =<assistant>"
     hinted_prompt = inputs.tokenizer.decode(row.hinted_ids.tolist())
-    assert re.fullmatch(r"<user>1\+2.*areferencesolution:so.*yourownwords. ?=<assistant>", hinted_prompt)
+    assert re.fullmatch(r"<user>1\+2.*a reference solution:<unk>so.*your own words. =<assistant>", hinted_prompt)
 
 
 def test_without_a_reward_nothing_is_graded(policy, tmp_path):

@@ -36,7 +36,7 @@ class Console(Observer):
 
     out_dir: Path
     total_steps: int
-    quiet: bool  # a line only for steps that have an evaluation, or updates that were left out
+    quiet: bool  # a line only for steps that have an evaluation, or have left out updates or completions
     # The time of each of the last steps.
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_OF_FORECAST))
     now: str = ""  # the phase; "" between two phases
@@ -76,8 +76,8 @@ class Console(Observer):
         done = {"step": step, "last_step": self.total_steps, "time": _clock(), "seconds_left": round(left)}
         self.done = done | finite
         with self.phase("log", step):
-            is_notable = any(name.startswith("eval/") for name in metrics) or metrics.get("optim/skipped_updates")
-            if is_notable or not self.quiet:
+            faults = metrics.get("optim/skipped_updates") or metrics.get("reward/left_out")
+            if faults or any(name.startswith("eval/") for name in metrics) or not self.quiet:
                 print(console_line(step, self.total_steps, metrics, left), flush=True)
         self.warn_of_idle_steps(metrics)
 
@@ -100,6 +100,8 @@ def console_line(step: int, last_step: int, metrics: Metrics, seconds_left: floa
     """The step in one readable line, with the seconds of its phases; what it did not measure is left out."""
     parts = [f"step {step:>{len(str(last_step))}}/{last_step}"]
     parts += [form.format(metrics[name]) for name, form in ON_CONSOLE.items() if name in metrics]
+    if metrics.get("reward/left_out"):
+        parts.append(f"NOT GRADED: {metrics['reward/left_out']:.0f} left out")
     if metrics.get("optim/skipped_updates"):
         parts.append(f"SKIPPED UPDATES: {metrics['optim/skipped_updates']:.0f} not finite")
     phases = seconds_of_phases(metrics)

@@ -128,6 +128,7 @@ def table_of(record: StepRecord) -> pa.Table:
         "turn_rewards": [grade.turn_rewards for grade in grades],
         "reward_status": [grade.status for grade in grades],
         "read_as": pa.array([grade.answer for grade in grades], pa.string()),
+        "is_compared": rollout.is_compared_B,
         "is_correct": rollout.is_correct_B,
         "is_truncated": rollout.is_truncated_B,
         "is_trained": is_trained_B & rollout.is_trained_B,

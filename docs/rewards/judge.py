@@ -3,7 +3,7 @@
     JUDGE_URL=http://host:8000/v1 JUDGE_MODEL=judge ... --reward_timeout 120 --reward_in_flight 32
 
 Many completions of a worker wait at a time, as coroutines of one event loop. An answer that is no number from 0 to 10
-is asked for three times; then, and if the server does not answer, the completion counts as failed, with the reward 0.
+is asked for three times; then, and if the server does not answer, the completion is left out: docs/rewards.md.
 """
 
 import asyncio

@@ -5,7 +5,7 @@
 
 The reward is the model's number as it is, without the sigmoid: --advantage grpo cares for differences alone. Prompt and
 completion are rendered by the reward model's own template. Many completions of a worker wait at a time. If the server
-does not answer, the completion counts as failed, with the reward 0.
+does not answer, the completion is left out: docs/rewards.md.
 """
 
 import asyncio

@@ -7,6 +7,7 @@ end standardises over completions, as here; verl's "gdpo" does it over tokens. W
 those of --reward are not used.
 """
 
+from extras.losses.whole_step import over_step
 from grpo import centred, divided
 
 WEIGHTS = {}  # part -> weight; 1 where none is given, 0 for a sub-score that is no reward
@@ -14,8 +15,13 @@ WEIGHTS = {}  # part -> weight; 1 where none is given, 0 for a sub-score that is
 
 def gdpo(g, *, advantage_ddof, advantage_eps):
     """Sum over parts of weight x (r - mean of group) / (std of group + eps), then standardised over the step."""
-    total = 0.0 * g.rewards_PG
-    for name, part_PG in g.parts.items():
-        std_P1 = part_PG.std(dim=1, correction=advantage_ddof, keepdim=True)
-        total = total + WEIGHTS.get(name, 1.0) * divided(centred(part_PG), std_P1 + advantage_eps)
-    return divided(total - total.mean(), total.std(correction=advantage_ddof) + advantage_eps)
+
+    def total(groups):
+        total_PG = 0.0 * groups.rewards_PG
+        for name, part_PG in groups.parts.items():
+            std_P1 = part_PG.std(dim=1, correction=advantage_ddof, keepdim=True)
+            total_PG = total_PG + WEIGHTS.get(name, 1.0) * divided(centred(part_PG), std_P1 + advantage_eps)
+        return total_PG
+
+    totals = over_step(g, total)
+    return divided(total(g) - totals.mean(), totals.std(correction=advantage_ddof) + advantage_eps)

@@ -6,10 +6,11 @@ Sources: arXiv 2504.02546 and its code (AMAP-ML/GPG, adjust_gd), whose scale is 
 The authors' trainers of text and verl take the mean over tokens.
 """
 
+from extras.losses.whole_step import over_step
 from grpo import centred
 
 
 def gpg(g):
     """(r - mean of group) / the share of groups whose rewards are not all equal."""
-    has_signal_P = g.rewards_PG.amax(dim=1) > g.rewards_PG.amin(dim=1)
+    has_signal_P = over_step(g, lambda groups: groups.rewards_PG.amax(dim=1) > groups.rewards_PG.amin(dim=1))
     return centred(g.rewards_PG) / has_signal_P.float().mean().clamp(min=1 / len(has_signal_P))

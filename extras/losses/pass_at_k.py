@@ -13,6 +13,7 @@ import torch
 def pass_at_k(g, *, k=4):
     """(value of a subset with this completion - mean over all subsets of k) / std of these, by counting."""
     size = g.rewards_PG.shape[1]
+    k = min(k, size)  # of a group of which fewer could be graded; all are in the one subset, so the advantage is 0
     rows = []
     for is_correct in g.is_correct_PG.tolist():
         num_wrong = size - sum(is_correct)

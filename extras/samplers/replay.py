@@ -17,7 +17,7 @@ from runtime.files import cause, checkpoints, rollouts_file, run_and_step, steps
 from runtime.rank import RunError
 from sampling import Sampler
 
-GRADE = ("reward", "reward_status", "reward_parts", "read_as", "turn_rewards")  # the columns of a grade
+GRADE = ("reward", "reward_status", "reward_parts", "read_as", "turn_rewards", "is_compared")  # columns of a grade
 
 
 class NoEngine:
@@ -70,6 +70,7 @@ def read_rounds(out_dir: Path, step: int, rows: dict[str, Row]) -> list[Rollout]
             json.loads(record["reward_parts"]),
             record["read_as"],
             turn_rewards=tuple(record.get("turn_rewards", ())),  # older files have none
+            is_compared=record.get("is_compared", True),
         )
         for record in table.select([name for name in GRADE if name in table.column_names]).to_pylist()
     ]
@@ -81,9 +82,8 @@ def read_rounds(out_dir: Path, step: int, rows: dict[str, Row]) -> list[Rollout]
         is_truncated_B=table["is_truncated"].to_numpy(),
         is_sampled=list(table["is_sampled"].to_numpy()),
         is_trained_B=np.ones(len(places), dtype=bool),
-        grades=grades,
         parts={} if versions[0] is None else {"versions": versions},
-    )
+    ).graded(grades)
     round_B = table["round"].to_numpy()
     return [step_rollout.select(np.flatnonzero(round_B == number)) for number in range(round_B.max() + 1)]
 

@@ -186,7 +186,7 @@ class Turns(Observer):
     def end_reply(self, episode: Episode, reply: Reply | Failure, sampling: Sampling) -> EpisodeState:
         """Takes up the reply."""
         if isinstance(reply, Failure):
-            episode.grade = Grade(0.0, str(reply))
+            episode.grade = self.failed(str(reply))
             return EpisodeState.END
         if reply.failures and self.environments:  # of the ranks of an engine one counts
             if not self.has_told_error:
@@ -203,7 +203,7 @@ class Turns(Observer):
             try:
                 ids, text = self.template.suffix(reply.messages, last_id)
             except UnusableRow as error:
-                episode.grade = Grade(0.0, f"error: {error}")
+                episode.grade = self.failed(f"error: {error}")
                 return EpisodeState.END
         if not 0 < len(ids) < left:
             episode.finish_reason = "length"  # there is no room for another turn
@@ -213,6 +213,10 @@ class Turns(Observer):
         said = Completion(ids, logprobs=[0.0] * len(ids), versions=versions)
         episode.add(said, text, is_sampled=False)
         return EpisodeState.TURN
+
+    def failed(self, status: str) -> Grade:
+        """The grade of an episode that has failed: by its environment, which nobody knows, or by a tool, which is 0."""
+        return Grade(0.0, status, is_compared=self.limits.environment is None)
 
     # In an engine of the ranks ----------------------------------------------------------------------------------------
 

@@ -486,7 +486,7 @@ def test_evaluation_plays_the_same_episodes(game):
     text, codes = raw[4 + length :][:num_bytes].decode(), np.frombuffer(raw[-codes:], np.uint8)
     ends = np.cumsum(np.frombuffer(raw[4 + length + num_bytes :][:sizes], "<u2"))
     said = "".join(text[end - 1] for end, code in zip(ends, codes, strict=True) if code == UNKNOWN)
-    assert said.count("turn1") == said.count("turn2") == 32, "a letter each; the tokenizer of the tests has no space"
+    assert said.count("turn 1") == said.count("turn 2") == 32, "a letter each"
 
 
 def test_servers_play_turns():

@@ -132,5 +132,7 @@ def test_only_the_main_process_fetches_weights_before_ranks_meet(policy, monkeyp
     files = {"model": policy, "train_data": policy / "train.jsonl", "out_dir": tmp_path}
     for rank in ("1", "0"):
         monkeypatch.setenv("RANK", rank)
-        Inputs.load(flags(**files, max_prompt_tokens=8, max_completion_tokens=12)).grader.close()
+        args = flags(**files, max_prompt_tokens=8, max_completion_tokens=12)
+        (inputs := Inputs.load(args)).close()
+        digests.digests_of_inputs(args, inputs)
         assert fetched == ([str(policy)] if rank == "0" else [])

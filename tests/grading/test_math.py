@@ -16,6 +16,8 @@ from flags import Grading
 from gate.keys import bad_keys
 from grading import Case, Grade
 from grading.equality import equal
+from grading.spelling import clean
+from grading.values import parse_value
 from helpers.grades import graded
 from helpers.runs import ROOT, lines
 from reward import Grader
@@ -83,6 +85,38 @@ PIECES = st.sampled_from(
      "the answer is ", "####", "99", "\\infty", "\\begin{pmatrix}", "\\\\", "\\end{pmatrix}", "\\left", "\\right", "½",
      "\\int", "\\sum_", "\\log", "\\le", "and", *"{}^_$()[],=!9x&%°<\n .-/:"]
 )  # fmt: skip
+RUNS = [
+    "\\quad",
+    "~",
+    "&",
+    "\\,",
+    "\\text{a} ",
+    "\\phantom{",
+    "\\textcolor{red}{",
+    "\\begin{cases}",
+    "\\choose ",
+    "\\mod ",
+    "sin ",
+]
+RUNS += [
+    "5 m ",
+    "A) ",
+    "(a) ",
+    "x<",
+    "x=1,",
+    "1-",
+    "1,",
+    "^{a}",
+    "_",
+    "'",
+    "|",
+    "1{,}000",
+    "\\\\",
+    "苹果",
+    "and ",
+    "or ",
+    "\\sqrt(",
+]
 COMPLETIONS = st.lists(PIECES, max_size=40).map("".join) | st.lists(PIECES | st.text(max_size=5)).map("".join)
 
 
@@ -96,3 +130,18 @@ def test_generated_completions_cannot_hang_or_crash_the_grader(completions, grad
     assert time.monotonic() - begin < 10 * (2 * TIMEOUT + 2), "a guard, for two workers: it hangs nobody"
     for text, grade in zip(texts, grades, strict=True):
         assert grade.status in ("ok", "timeout"), (text, grade.status)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_of_one_token_is_read_in_linear_time(run):
+    """Doubled until 10,000 characters: eight times the text takes about eight times, a cubic reader 512 times."""
+    for head in ("", "5", "x = "):
+        seconds = []
+        for size in (1250, 2500, 5000, 10_000):
+            text, times = head + run * (size // len(run)), []
+            for _ in range(3):
+                start = time.process_time()
+                parse_value.__wrapped__(clean.__wrapped__(text))
+                times.append(time.process_time() - start)
+            seconds.append(min(times))
+        assert max(seconds) < 32 * max(seconds[0], 0.002), (head, seconds)  # below, the clock decides

@@ -47,7 +47,7 @@ def test_a_megabyte_of_text_is_read_in_linear_time(text):
             for each, repeat in ((text[: len(text) // 16], 3), (text, 1))
         )
         assert long < 64 * max(once, 0.002), name  # below, the clock decides
-        assert verify(Case(text, "4"))[0] == 0.0 or name == "think_format"
+        assert verify(Case(text, "4")).reward == 0.0 or name == "think_format"
 
 
 @pytest.mark.parametrize("case", [case for case in KEYS if "value" in case], ids=str)
@@ -71,7 +71,7 @@ def test_one_of_several_answers_is_required_and_a_key_that_none_can_meet_is_repo
 
 
 def scored(verifier: str, completion: str, answer: str = "", **more: object) -> float:
-    return load_verifier(verifier)(Case(completion, answer, **more))[0]
+    return load_verifier(verifier)(Case(completion, answer, **more)).reward
 
 
 @pytest.mark.parametrize("case", SCORED, ids=lambda case: f"{case['verifier']} {case['completion'][:40]!r}")

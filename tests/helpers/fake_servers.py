@@ -183,7 +183,8 @@ def sampler_over(engine: ServerEngine, **changes: object) -> Sampler:
         indices_from=lambda start, count, _: np.arange(start, start + count),
     )
     grader = SimpleNamespace(
-        callback_for=lambda *_: lambda *_: None, collect_from_ranks=lambda: [make_grade(1.0, is_correct=True)] * 8
-    )
+        callback_for=lambda *_: lambda *_: None, collect_from_ranks=lambda: [make_grade(1.0, is_correct=True)] * 8,
+        grading=SimpleNamespace(truncated="score"),
+    )  # fmt: skip
     run = SimpleNamespace(phase=lambda _: nullcontext(), reward_failures=lambda *_: None)
     return Sampler(engine, grader, data, make_plan(args, 400), Sampling.from_flags(args, num_samples=2), run)

@@ -23,7 +23,7 @@ from command_line import parse_flags
 from data import PromptData
 from extras.models.lora import add_adapter
 from extras.models.vision import add_images
-from flags import Lora, Memory, PromptFormat
+from flags import Grading, Lora, Memory, PromptFormat
 from fsdp_utils import World, gather_from_ranks
 from gate.inputs import check_template, load_reader
 from grading import Grade
@@ -205,12 +205,15 @@ def make_row(ids: list[int] | np.ndarray, **fields: object) -> SimpleNamespace:
 
 def make_grade(reward: float, is_correct: bool = False, **parts: float) -> SimpleNamespace:
     """A stand-in for `grading.Grade`."""
-    fields = {"status": "ok", "is_failed": False, "parts": parts, "answer": None, "turn_rewards": ()}
+    fields = {"status": "ok", "is_failed": False, "is_compared": True}
+    fields |= {"parts": parts, "answer": None, "turn_rewards": ()}
     return SimpleNamespace(reward=float(reward), is_correct=is_correct, **fields)
 
 
 class Ear:
     """A grader: the reward of a completion is its length; each is heard once."""
+
+    grading = Grading()
 
     def __init__(self) -> None:
         self.heard: dict[int, SimpleNamespace] = {}

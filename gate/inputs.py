@@ -70,6 +70,7 @@ class Inputs:
         Raises ValueError, OSError or RuntimeError, with a sentence, for all that is wrong with them or the machine.
         """
         check_places(args)
+        samplings = samplings_of(args)
         config = checked_config(args.model)
         check_trained(args, config)
         if args.reference:
@@ -92,7 +93,6 @@ class Inputs:
         check_tokens(args.model, tokenizer, ends, [*train_data, *eval_sets])
         if train_data:
             make_plan(args, len(PromptData.mix(train_data).rows))  # raises for data that fills no step
-        samplings = samplings_of(args)
         grader, turns = start_grader(args, prompt_format, tokenizer)
         check_groups(grader, "--group_size", args.group_size)
         check_groups(grader, eval_flag(args, "samples"), *(sampling.num_samples for sampling in samplings))

@@ -287,7 +287,7 @@ def engine_on_cuda(rollout: ModuleType, llm: object, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(rollout, "LLM", lambda **options: llm() if callable(llm) else llm)
     monkeypatch.setattr("engine.options.load_config", lambda path: Qwen2Config())
     world = World(trainer_rank=0, num_trainers=1, tp_size=1, device=torch.device("cuda", 0))
-    return rollout.Engine("m", None, world, EngineSettings(64, **settings))
+    return rollout.Engine("m", SimpleNamespace(eos_token_id=2), world, EngineSettings(64, **settings))
 
 
 def change(engine: object) -> None:
@@ -396,8 +396,8 @@ def test_weights_cross_the_bus_in_the_dtype_that_they_have(num_ranks):
 def test_flash_attention_3_is_requested_on_hopper_before_checks(capability, error, monkeypatch):
     activate, checked = mock.Mock(side_effect=error), []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
-    monkeypatch.setattr(attention, "activate_flash_attention_impl", activate)
-    monkeypatch.setattr(attention, "check_alignment", lambda device: checked.append(activate.called))
+    monkeypatch.setattr("gate.machine.activate_flash_attention_impl", activate)
+    monkeypatch.setattr("gate.machine.check_alignment", lambda device: checked.append(activate.called))
     for share_prompts in (False, True):
         check_device(torch.device("cuda"), share_prompts)
         assert checked == [capability == 9] * share_prompts

@@ -138,7 +138,7 @@ def test_log_probs_and_kl_are_those_of_full_logits(kind, form, direction, policy
     longest = max(len(each.labels_N) for batch in update for each in (batch, batch.hinted))
     assert longest <= args.micro_batch_tokens and len(update) > (form == "small")
     for batch in update:
-        scores = model(batch, 0.8, False, run(reference, algorithm.kl_direction, 0.8, batch))
+        scores = model(batch, 0.8, run(reference, algorithm.kl_direction, 0.8, batch))
         found.append((batch, [scores.logprobs_N, scores.entropies_N, *scores.distilled]))
     log_p, log_q = plain_logits(policy, rollout, 0.8), plain_logits(teacher, rollout.hinted(), 0.8)
     a, b = (log_p, log_q) if direction == "reverse" else (log_q, log_p)

@@ -7,7 +7,7 @@ import pytest
 
 from extras.turns import episode
 from gate.digests import digests_of_files
-from grading import Case
+from grading import Case, Grade
 from grading.own import OwnReward
 from grading.score import RewardWorker
 from grading.user_code import files_of, load_own, load_reference
@@ -39,14 +39,14 @@ def own(folder: Path, code: str) -> OwnReward:
 def test_the_signature_names_what_a_function_gets(signature, result, rewards, tmp_path):
     """That of a group gets lists, and the columns of the data."""
     reward = own(tmp_path, f"def score({signature}):\n    return {result}\n")
-    assert reward(CASES[: len(rewards)]) == [(value, {}, "") for value in rewards]
+    assert reward(CASES[: len(rewards)]) == [Grade(value) for value in rewards]
     assert reward.takes_group == (len(rewards) == 2) and reward.takes_token_ids == ("_ids" in signature)
 
 
 def test_verls_key_is_the_one_of_its_data(tmp_path):
     code = "def score(solution_str, ground_truth, extra_info):\n    return ground_truth + extra_info['x']\n"
     case = Case("", "no", {"reward_model": {"ground_truth": 3}, "extra_info": {"x": 4}})
-    assert own(tmp_path, code)([case]) == [(7.0, {}, "")]
+    assert own(tmp_path, code)([case]) == [Grade(7.0)]
 
 
 def test_imports_from_a_reward_files_folder_belong_to_it(tmp_path):
@@ -127,7 +127,7 @@ def test_a_file_that_raises_is_loaded_anew_and_one_that_another_has_imported_is_
 def test_async_functions_are_awaited_and_share_one_event_loop(tmp_path):
     code = "import asyncio\nLOOPS = set()\nasync def score(completion):\n    await asyncio.sleep(0)\n"
     reward = own(tmp_path, code + "    LOOPS.add(asyncio.get_running_loop())\n    return len(LOOPS)\n")
-    assert [reward(CASES[:1])[0][0] for _ in range(3)] == [1.0] * 3
+    assert [reward(CASES[:1])[0].reward for _ in range(3)] == [1.0] * 3
 
 
 @pytest.mark.parametrize(("result", "value", "parts"), [
@@ -136,7 +136,7 @@ def test_async_functions_are_awaited_and_share_one_event_loop(tmp_path):
     ("__import__('numpy').float32(0.5)", 0.5, {}),
 ])  # fmt: skip
 def test_a_dict_gives_sub_scores_and_a_number_may_be_of_any_kind(result, value, parts, tmp_path):
-    assert own(tmp_path, f"def score(completion):\n    return {result}\n")(CASES[:1]) == [(value, parts, "")]
+    assert own(tmp_path, f"def score(completion):\n    return {result}\n")(CASES[:1]) == [Grade(value, parts=parts)]
 
 
 @pytest.mark.parametrize(("parameter", "result", "words"), [
@@ -171,7 +171,7 @@ def test_a_row_without_a_column_that_the_function_takes_is_named(tmp_path):
 def test_what_the_user_has_bound_stays_bound(signature, bound, tmp_path):
     """Neither a column of the row nor an answer takes its place."""
     code = f"from functools import partial\ndef other({signature}):\n    return {bound.removesuffix('=7')}\n"
-    assert own(tmp_path, f"{code}score = partial(other, {bound})\n")(CASES[:1]) == [(7, {}, "")]
+    assert own(tmp_path, f"{code}score = partial(other, {bound})\n")(CASES[:1]) == [Grade(7)]
 
 
 CHANGES = """

@@ -112,6 +112,7 @@ def step_of_family(trial: Trial, adapted: Trial) -> dict[str, object]:
         found = (trainer_logprobs(policy, rollout) - sampler_logprobs(rollout)).abs()
         return {f"gap{when}": found.max(), f"mean gap{when}": found.mean()}
 
+    files = checkpoint.files_of(str(trial.path), policy.dtype)  # before the engine patches models, as a run makes them
     trial.begin(demand=EngineDemand(16))
     engine = trial.engine
     (hidden,) = engine.llm.apply_model(hidden_tensors)
@@ -132,7 +133,6 @@ def step_of_family(trial: Trial, adapted: Trial) -> dict[str, object]:
     found["logprobs with LoRA"] = trainer_logprobs(adapted.policy, rollout)
     for trained, name in ((policy, "exported"), (adapted.policy, "with LoRA exported")):
         weights = checkpoint.gather_weights(trained, trial.world)
-        files = checkpoint.files_of(str(trial.path), trained.dtype)
         checkpoint.export(trained, weights, files, Path(f"{trial.path} {name}"))
     engine.sync(load_file(f"{trial.path} exported/model.safetensors").items())  # as vLLM reads them
     found["not exported"] = trial.comparison.different_tensors()

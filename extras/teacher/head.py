@@ -42,8 +42,8 @@ def distilled_logprobs(
         agrees = (log_p.argmax(dim=-1) == log_q.argmax(dim=-1)).float()
         return logprobs, entropies, ref_logprobs, teacher.divergence(log_p, log_q), agrees
 
-    pieces = []  # half of a chunk without a teacher, which holds two such tensors
-    for rows in chunks(len(labels), len(weight), sizes.HEAD_CHUNK_LOGITS // 2):
+    pieces = []  # half of a chunk without a teacher, which holds two such tensors; an empty batch is one empty piece
+    for rows in chunks(len(labels), len(weight), sizes.HEAD_CHUNK_LOGITS // 2) or [slice(0)]:
         pieces.append(checkpoint(scores, hidden[rows], teacher.hidden_TD[rows], labels[rows], use_reentrant=False))
     logprobs, entropies, *distilled = map(torch.cat, zip(*pieces, strict=True))
     return TokenScores(logprobs, entropies, Distilled(*distilled))

@@ -199,8 +199,8 @@ def compare_kernel(device: torch.device, window: int | None) -> tuple[float, flo
     lengths, heads, kv_heads, dim = (700, 1, 64, 333), 12, 2, 128
     shapes = [(1, n, sum(lengths), dim) for n in (heads, kv_heads, kv_heads)]
     inputs = [torch.randn(shape, device=device).bfloat16().requires_grad_() for shape in shapes]
-    packing = make_layout(tuple(Segment(i, 0, length) for i, length in enumerate(lengths)), device)
-    options = {"packing": packing, "scaling": dim**-0.5, "sliding_window": window}
+    layout = make_layout(tuple(Segment(i, 0, length) for i, length in enumerate(lengths)), device)
+    options = {"layout": layout, "scaling": dim**-0.5, "sliding_window": window}
     out, _ = packed_attention(torch.nn.Module(), *inputs, None, **options)
     exact = [each.detach().float().requires_grad_() for each in inputs]
     rows = []
@@ -273,7 +273,8 @@ def make_engine(folder: Path, dtype: str, world: World, **options: object) -> En
 def compare_weights(folder: Path, is_cuda: bool) -> tuple[int, list[str], list[str], list[str]]:
     """(number of tensors that are compared, those that cannot be, those that differ after a first and a later sync)."""
     world, dtype = init_world(tp_size=1, timeout_minutes=5), "bfloat16" if is_cuda else "float32"
-    plan = make_plan(parse_flags(["--model", str(folder), "--train_data", "-", "--out_dir", "-"]), num_rows=1024)
+    flags = "--train_data - --out_dir - --total_steps 1".split()
+    plan = make_plan(parse_flags(["--model", str(folder), *flags]), num_rows=1024)
     policy, *_ = build_policy(str(folder), Memory(dtype=dtype), Lora(), plan, world)
     engine = make_engine(folder, dtype, world)
     comparison = Comparison(policy, world, engine.llm.apply_model)

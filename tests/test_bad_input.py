@@ -47,7 +47,7 @@ def check(policy: Path, out_dir: Path, **changes: object) -> None:
     ({"reward": "exact,pairs.py:score"}, ["--eval_samples 1: --reward", "with itself", "--eval_samples 2 or more"]),
     ({"reward": "pairs.py:score", "group_size": 1, "advantage": "none"}, ["--group_size 1: --reward"]),
     ({"model": "."}, ["--model ", " is neither a folder with a model nor"]),
-    ({"train_data": "rows.jsonl"}, ["no row can be used", "line 1: 1 <image>", "--image_column"]),
+    ({"train_data": "rows.jsonl", "max_prompt_tokens": 12}, ["no row can be used", "line 1: 1 <image>", "--image_column"]),
 ])  # fmt: skip
 def test_a_mistake_is_named_with_a_way_out(changes, words, policy, tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_bytes(IMAGE_ROW)
@@ -78,9 +78,9 @@ def helper(): pass
     (["--environment", "env.py:Missing"],
      "env.py has no function or class 'Missing'; it has Raises, FortyTwo, Ends, NoReply, helper."),
     (["--environment", "env.py:NoReply"], "NoReply has no method reply(self, completion); see docs/turns.md"),
-    (["--environment", "env.py:Raises"], "in training with reward 0: KeyError: 'secret' (env.py, line 3)"),
-    (["--environment", "env.py:FortyTwo"], "in training with reward 0: WrongReturn: FortyTwo.reply returned 42, not a"),
-    (["--environment", "env.py:Ends"], "in training with reward 0: SystemExit: 3 (env.py, line 9)"),
+    (["--environment", "env.py:Raises"], "which training leaves out: KeyError: 'secret' (env.py, line 3)"),
+    (["--environment", "env.py:FortyTwo"], "which training leaves out: WrongReturn: FortyTwo.reply returned 42, not a"),
+    (["--environment", "env.py:Ends"], "which training leaves out: SystemExit: 3 (env.py, line 9)"),
     (["--tools", "env.py:Missing"], "env.py has no function or class 'Missing'; it has Raises"),
     (["--max_turns", "3"], "--max_turns 3 has no effect here, only with --environment or --tools: leave it out, or"),
 ])  # fmt: skip

@@ -150,8 +150,8 @@ def test_rows_with_unusable_keys_are_excluded_with_a_reason():
 
 
 def test_a_key_that_hangs_excludes_no_other_row(tmp_path):
-    code = "import time\nfrom grading import verifiers\n"
-    code += "verifiers.verify_exact = lambda case: (0.0, time.sleep(60 * (case.answer == 'hang')))\n"
+    code = "import time\nfrom grading import Grade, verifiers\n"
+    code += "verifiers.verify_exact = lambda case: time.sleep(60 * (case.answer == 'hang')) or Grade(0.0)\n"
     (tmp_path / "my_reward.py").write_text(code + "def score(completion):\n    return 0.0\n")
     grader = Grader(Grading(f"exact,{tmp_path}/my_reward.py:score", reward_timeout=0.5), num_workers=2)
     assert bad_rows(grader, [row("hang" if i == 70 else str(i)) for i in range(150)]) == {70: "timeout"}

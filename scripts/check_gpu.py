@@ -273,8 +273,8 @@ def make_engine(folder: Path, dtype: str, world: World, **options: object) -> En
 def compare_weights(folder: Path, is_cuda: bool) -> tuple[int, list[str], list[str], list[str]]:
     """(number of tensors that are compared, those that cannot be, those that differ after a first and a later sync)."""
     world, dtype = init_world(tp_size=1, timeout_minutes=5), "bfloat16" if is_cuda else "float32"
-    flags = "--train_data - --out_dir - --total_steps 1".split()
-    plan = make_plan(parse_flags(["--model", str(folder), *flags]), num_rows=1024)
+    flags = ["--model", str(folder), "--train_data", "-", "--out_dir", "-", "--total_steps", "1"]
+    plan = make_plan(parse_flags(flags), num_rows=1024)
     policy, *_ = build_policy(str(folder), Memory(dtype=dtype), Lora(), plan, world)
     engine = make_engine(folder, dtype, world)
     comparison = Comparison(policy, world, engine.llm.apply_model)

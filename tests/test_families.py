@@ -99,12 +99,14 @@ def families(world: World, folder: str, *names: str) -> dict[str, dict[str, obje
     for name in names:
         path = f"{folder}/{name}"
         dtype = "bfloat16" if load_config(path).model_type in HYBRIDS else "float32"  # on CPUs
-        trials[name] = [Trial(world, path, **sizes, dtype=dtype, lora_rank=rank) for rank in (0, 3)]
-    return {name: step_of_family(*pair) for name, pair in trials.items()}
+        pair = [Trial(world, path, **sizes, dtype=dtype, lora_rank=rank) for rank in (0, 3)]
+        # As in a run: before the first engine, which changes classes of transformers.
+        trials[name] = *pair, checkpoint.files_of(path, getattr(torch, dtype))
+    return {name: step_of_family(*each) for name, each in trials.items()}
 
 
-def step_of_family(trial: Trial, adapted: Trial) -> dict[str, object]:
-    """`adapted`: the same model with an adapter, which makes a step on the rollout of the first."""
+def step_of_family(trial: Trial, adapted: Trial, files: checkpoint.Companions) -> dict[str, object]:
+    """`adapted`: the same model with an adapter, which steps on the rollout of the first. `files`: of exports."""
     policy, sampling = trial.policy, Sampling(4, TEMPERATURE, 12)
 
     def gaps_of(rollout: Rollout, when: str = "") -> dict[str, Tensor]:
@@ -112,7 +114,6 @@ def step_of_family(trial: Trial, adapted: Trial) -> dict[str, object]:
         found = (trainer_logprobs(policy, rollout) - sampler_logprobs(rollout)).abs()
         return {f"gap{when}": found.max(), f"mean gap{when}": found.mean()}
 
-    files = checkpoint.files_of(str(trial.path), policy.dtype)  # before the engine patches models, as a run makes them
     trial.begin(demand=EngineDemand(16))
     engine = trial.engine
     (hidden,) = engine.llm.apply_model(hidden_tensors)

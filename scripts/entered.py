@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from types import FrameType
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 entered: set[tuple[str, int]] = set()
 
 

@@ -18,10 +18,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from pyarrow.parquet import read_table
+from pyarrow.parquet import read_table, write_table
 
 from algorithm import algorithm_of
 from batch import Rollout
+from extras.samplers.replay import read_rounds
 from extras.turns.turns import Turns
 from flags import Grading, Memory
 from gate.own import guarded
@@ -31,12 +32,14 @@ from helpers.grades import graded as grades_of
 from helpers.made_up import ALONE, flags, make_rollout, make_row
 from helpers.runs import ROOT, lines, metrics_of, run_ranks, succeeded, training_flags, without_times
 from reward import Grader
+from run import StepRecord
 from runtime.files import rollouts_file
 from runtime.rank import RunError
 from sampling import Sampler, has_signal_P, prompts_to_sample
 from schedule import make_plan
 from step_metrics import rollout_metrics
 from update import add_advantages, compute_advantages, pack_updates
+from watch.rollouts import Keeper
 
 COUNTS = f"{ROOT}/tests/helpers/user_code.py:Counts"
 LOST = Grade(0.0, "error: ValueError: no such luck", is_compared=False)
@@ -61,7 +64,7 @@ def advantages(given: str | Callable, rollout: Rollout, group_size: int = 4, **c
     algorithm = algorithm_of(flags(group_size=group_size, environment=COUNTS, **name | changes))
     if not isinstance(given, str):
         algorithm = replace(algorithm, advantage=given)
-    return compute_advantages(rollout, None, guarded(algorithm))
+    return compute_advantages(rollout, None, algorithm if isinstance(given, str) else guarded(algorithm))
 
 
 def each(formula: Callable[[float, list[float]], float]) -> list[float]:
@@ -397,6 +400,22 @@ def test_an_environment_that_fails_is_left_out_and_a_tool_that_fails_is_wrong():
     grader.submit(0, Case("", ""), 2, Grade(0.0, "timeout", is_compared=False))
     grader.submit(1, Case("", ""), 2, Grade(1.0, "ok"))
     assert [grade.is_compared for grade in grader.collect_from_ranks()] == [False, True]
+
+
+def test_a_replay_leaves_out_what_its_run_has(tmp_path):
+    """The file of a step says what could not be graded; one of an older run says of nothing."""
+    rows = [make_row([i], where=f"row {i}") for i in range(2)]
+    rollout = replace(step_of([[1.0, None], [0.0, 1.0]], lengths=[1, 2, 3, 1]), rows=[rows[b // 2] for b in range(4)])
+    keeper = Keeper(tmp_path, 1.0, None)
+    keeper.rollout(StepRecord(1, 2, rollout, np.zeros(4), np.arange(4)))
+    keeper.wait()
+    file = rollouts_file(tmp_path, 1)
+    by_place = {row.where: row for row in rows}
+    (found,) = read_rounds(tmp_path, 1, by_place)
+    assert found.grades == rollout.grades and found.is_trained_B.tolist() == [True, False, True, True]
+    write_table(read_table(file).drop_columns(["is_compared"]), file)
+    (older,) = read_rounds(tmp_path, 1, by_place)
+    assert older.is_compared_B.all() and older.is_trained_B.all()
 
 
 # Whole runs -----------------------------------------------------------------------------------------------------------

@@ -52,10 +52,10 @@ def compare_the_rest(
     advantages = [np.zeros(len(ids), dtype=np.float32) for ids in rollout.completions]
     for size, indices in chosen.items():
         others = tuple(g for other, g in groups.items() if other != size)
-        complete = replace(groups[size], others=others)
+        seen = {"others": others, "parts": groups[size].parts}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"std\(\): degrees of freedom")  # of one that is left alone there is none
-            found = compare(size, lambda _, complete=complete: algorithm.advantage(complete))
+            found = compare(size, lambda g, seen=seen: algorithm.advantage(replace(g, **seen)))
         for b, values in zip(indices, found, strict=True):
             advantages[b] = values
     return advantages

@@ -35,7 +35,7 @@ MAX_DIGITS = 10_000  # digits of a number that SymPy may be asked to write out
 MAX_EXPONENT = 200  # the power of a sum, which SymPy may be asked to expand
 # What would be worked out numerically, at length, and functions that nobody has defined.
 UNFINISHED = (Sum, Product, Integral, Limit, Derivative, AppliedUndef)
-# SymPy raises these for formulas that it cannot treat: then the next comparison decides.
+# SymPy raises these (NotImplementedError, too) for formulas that it cannot treat: then the next comparison decides.
 UNSOLVED = (TypeError, ValueError, ArithmeticError, NotImplementedError, RecursionError)
 NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True)
 CONVERSION = ConversionConfig(lowercase_symbols=False)

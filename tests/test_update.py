@@ -30,7 +30,7 @@ from helpers.runs import ROOT
 from metrics import token_metrics
 from packing import pack, to_positions
 from policy import Policy
-from runtime.rank import OwnCodeError, RunError
+from runtime.rank import PLACE, OwnCodeError, RunError
 from schedule import make_plan
 from update import UpdateGuard, add_advantages, compute_advantages, pack_updates
 
@@ -132,11 +132,12 @@ def test_a_wrong_loss_ends_its_step_with_a_sentence(policy_loss, words, policy):
 
 
 @pytest.mark.parametrize(("kl_in", "estimator", "words"), [
-    ("reward", lambda x: x.typo, "^--kl_estimator fails in step 0: AttributeError.*'typo'"),
+    ("reward", lambda x: x.typo, "^--kl_estimator fails in step 2: AttributeError.*'typo'"),
     # One number, added to each token, would have another gradient.
     ("loss", torch.mean, r"a loss or KL has the shape \[\]; .* shape \[\d+\]: one value a token, not their mean"),
 ])  # fmt: skip
-def test_a_wrong_kl_estimator_ends_its_step_with_a_sentence(kl_in, estimator, words, policy):
+def test_a_wrong_kl_estimator_ends_its_step_with_a_sentence(kl_in, estimator, words, policy, monkeypatch):
+    monkeypatch.setattr(PLACE, "step", 2)
     args = flags(kl_coef=0.5, kl_in=kl_in, **TWO_UPDATES)
     with pytest.raises(OwnCodeError, match=words):
         next(train_step(load_policy(policy), args, graded_rollout(), kl_estimator=estimator))

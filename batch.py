@@ -5,14 +5,14 @@ A completion passes eleven records, in this order:
     Row          its problem and prompt                           here; `data.py` reads them
     Completion   while it grows                                   here; `rollout.py`
     Case, Grade  what a verifier gets, and what it gives          grading/; `reward.py`
-    Rollout      all B of a step                                  here; `sampling.py` or `minimal.py`
+    Rollout      all B of a step                                  here; `rollout.py`
     Segment      its place in a micro-batch                       model/layout.py; `packing.py`
     Batch        its micro-batch; an `Update` is a list of them   here; `packing.py`
     TokenScores  its log-probs under the policy                   model/head.py; `policy.py`
     Groups       beside the others of its prompt: advantages      grpo.py; `update.py`
     Tokens, Loss what the loss reads, and what it gives           grpo.py; `update.py`
 
-One dimension key, used for every array and tensor of the project:
+One dimension key for all arrays and tensors; a file that needs another letter says so at its top:
 
     P  prompts of a step                     N  packed tokens of a micro-batch
     G  completions per prompt (group_size)   S  sequences of a micro-batch
@@ -128,7 +128,7 @@ class Rollout:
 
     @property
     def sequence_lengths_B(self) -> np.ndarray:
-        """Trained positions per sequence: prompt + completion - 1, because the last token predicts nothing."""
+        """Positions of each sequence: prompt + completion - 1, because the last token predicts nothing."""
         return np.array([self.first_position(b) + len(ids) for b, ids in enumerate(self.completions)])
 
     @property
@@ -195,9 +195,9 @@ class Completion:
     ([21, 22], [3, 4])
     """
 
-    token_ids: list[int] = field(default_factory=list)  # the lists have a value per token
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # under the weights that made the token
-    versions: list[int] = field(default_factory=list)  # the steps that those were trained
+    versions: list[int] = field(default_factory=list)  # the steps that those were trained; empty: not known
     finish_reason: str = ""  # "stop" or "length"; empty: it goes on
     text: str = ""  # empty until it is finished
     is_sampled: list[bool] = field(default_factory=list)  # false where an environment said it; empty: all are sampled

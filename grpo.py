@@ -273,7 +273,7 @@ class Algorithm:
     group_size: int
     temperature: float  # logits are divided by it, in the sampler and in the trainer
     num_iterations: int  # passes over a rollout
-    most_lag: int  # steps that the weights that sample may be behind; 0: they are the trained ones
+    most_lag: int  # how many steps old the sampling weights may be; 0: they are the trained ones
     kl_direction: Callable[[Tensor, Tensor], Tensor] | None = None  # with --kl_over vocabulary
 
     @property

@@ -4,7 +4,7 @@
         --train_data scripts/tiny_policy/train.jsonl --max_prompt_tokens 16 --max_completion_tokens 48
 
 Of train_grpo.py it leaves out gate, checkpoints, evaluation, observers, dynamic sampling, servers, turns, images and
-replay. The rest gives the same numbers, to the last bit, with nothing but what this file imports (tests/test_core.py).
+replay. The rest gives the same numbers, to the last bit, also in a folder of what it imports (tests/test_core.py).
 Of the paper's GRPO (arXiv 2402.03300, algorithm 1) it leaves out the outer iterations, where a reward model learns and
 the reference becomes the policy: the rewards are rules here, and most recipes keep their reference, or have none.
 Each verb has one file: sample `rollout.py`, grade `reward.py`, pack `packing.py`, update `update.py`, equations
@@ -28,7 +28,7 @@ from rollout import Engine
 from schedule import make_plan
 from update import UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy
 
-# Flags that would change the numbers, but not here. The rest of what is left out only watches a run, or saves it.
+# Flags that change the numbers of train_grpo.py. Here they would do nothing, so they are refused.
 LEFT_OUT = "engine", "partial_rollouts", "dynamic_sampling", "drop_solved", "truncated", "environment", "tools"
 LEFT_OUT += "replay", "hint_column", "image_column", "after_step", "shuffle", "system_prompt"
 

@@ -1,6 +1,6 @@
 """Packing: sequences of a rollout end to end in a micro-batch, and which rank trains which of them together.
 
-The examples are of this rollout, whose sequences are [10, 11, 12] and [20, 21, 22]; its prompts are 10, 11 and 20:
+The examples are of this rollout of [10, 11, 12] and [20, 21, 22], whose prompts are [10, 11] and [20]:
 
     >>> from dataclasses import replace
     >>> from batch import Completion, Row, rollout_of
@@ -38,7 +38,7 @@ def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
     >>> batch.loss_mask_N.int().tolist(), batch.position_ids_N.tolist(), batch.sequence_ids_N.tolist()
     ([0, 1, 1, 1], [0, 1, 0, 1], [0, 0, 1, 1])
 
-    Two completions of the prompt 10, 11 that share it:
+    Two completions of the prompt [10, 11] that share it:
 
     >>> pack(rollout.select([0, 0]), [0, 1], group_size=2).input_ids_N.tolist()
     [10, 11, 11]
@@ -203,7 +203,7 @@ def _units(
 
 
 def _balance(sizes: np.ndarray, costs: np.ndarray, num_ranks: int, max_tokens: int) -> tuple[float, list[list[int]]]:
-    """(the cost of the slowest ranks, the units of each micro-batch, of which `num_ranks` run at a time).
+    """(the costs of the slowest ranks, added up; the units of each micro-batch, of which `num_ranks` run at a time).
 
     The largest unit comes first, into the cheapest bin that has room. Bins of similar cost then meet in the same micro
     step, where ranks wait for each other.

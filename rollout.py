@@ -1,13 +1,13 @@
-"""The engine: vLLM inside every rank. It samples completions, takes new weights after each step, and sleeps in between.
+"""The engine: vLLM inside every rank. It samples a `Rollout`, takes new weights after each step, and sleeps in between.
 
 Each tensor-parallel group of ranks is one engine; the engines share the prompts of a step. What a
 call samples is a function of its seed: a resumed run samples what the uninterrupted one would have.
 CPU and CUDA run the same code; CUDA adds sleep mode.
 
     engine = Engine(path, tokenizer, world, settings)
-    engine.sync(policy.full_weights())     # it starts with no weights of its own; each sync wakes it
+    engine.sync(policy.full_weights())     # it starts with random weights; each sync wakes it
     rollout = engine.sample(rows, sampling, seed)
-    engine.sleep()                         # CUDA: gives its memory to the trainer until then
+    engine.sleep()                         # CUDA: gives its memory to the trainer until the next sync
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Engine:
         self.play = play or play_one_turn
         # "awake", "asleep"; "broken" during a change between the two, and for ever if that fails.
         self.state = "awake"
-        # Number of an unfinished request -> its row, and the tokens that it goes on after.
+        # Number of an unfinished request -> its row, and the tokens of the completion that are there already.
         self.requests: dict[int, tuple[Row, list[int]]] = {}
         self.num_looks = 0
         # The time that each engine took for its share of the last `sample`.
@@ -81,7 +81,7 @@ class Engine:
         options = engine_options(model_path, settings, is_cuda, world.tp_size, demand)
         if "architectures" in options.get("hf_overrides", {}):
             part("extras.models.linear_attention", "--model: linear attention").leave_tower_out()
-        # vLLM collects garbage at each stage of its start: a second, if it looks at all imports.
+        # vLLM collects garbage at each stage of its start: a second, unless what is imported is left out.
         gc.freeze()
         beat()
         routes = part("extras.models.routes", "--router_replay") if settings.router_replay else None
@@ -106,7 +106,7 @@ class Engine:
         """Returns the completions of these rows, prompt-major, on every rank. All ranks call it with the same rows.
 
         The engines take equal consecutive shares. `seed` is a tuple of non-negative numbers (run,
-        step, purpose): the result is a function of weights, arguments and number of engines. When
+        step, purpose, round): the result is a function of weights, arguments and number of engines. When
         completion b of the result is finished, the leader of its engine calls `on_finished`. Raises
         Stopped if a signal has come; the engine cannot sample any more then.
         """

@@ -222,7 +222,7 @@ def main(args: Namespace) -> None:
     held_out = {"sets": inputs.eval_sets, "samplings": inputs.eval_samplings, "grader": inputs.grader}
     evaluator = Evaluator.from_flags(args, **held_out, folder=out_dir / "eval")
     must_evaluate = evaluator.is_missing(saved_step, saved_step == last_step, logged)
-    # The line of a step whose evaluation is missing comes again, below.
+    # If that step's evaluation is missing, its line is logged again below.
     run.recall(saved_step - 1 if must_evaluate else saved_step)
     if (saved_step >= last_step or run.is_stopped) and not must_evaluate:
         end_complete(run, saved_step, last_step)

@@ -103,9 +103,10 @@ def loss_weights(lengths_B: Tensor, indices_of_updates: list[np.ndarray], algori
 def add_logprobs(updates: list[Update], policy: Policy, reference: Policy | None, algorithm: Algorithm) -> list[Update]:
     """The updates with the log-probs that they need, under weights that have not changed yet.
 
-    The first update makes its own old log-probs, unless it drops inputs, its batches are used again, or the KL belongs
-    to the reward; the sampler's own need no pass. With LoRA the reference is the policy, with its adapter off. A
-    reference that is followed over the vocabulary runs beside the update: the distributions of a step would not fit.
+    The first update needs no pass for its old log-probs, unless the policy has dropout, its batches are used again, or
+    the KL belongs to the reward. The sampler's own log-probs need none at all. With LoRA the reference is the policy,
+    with its adapter off. A reference that is followed over the vocabulary runs beside the update: the distributions of
+    a step would not fit.
     """
     if algorithm.old_logprobs == "rollout":
         updates = [[replace(x, old_logprobs_N=x.rollout_logprobs_N) for x in update] for update in updates]
@@ -269,7 +270,7 @@ def add_gradients(
             logprobs_N = scores.logprobs_N
             # Detached they are the same numbers, to the bit: a ratio of exactly 1, and a gradient all the same.
             old_logprobs_N = logprobs_N.detach() if is_unchanged else batch.old_logprobs_N
-            if batch.old_logprobs_N is None:  # they are kept with the rollout
+            if batch.old_logprobs_N is None:  # kept in the caller's list: what is stored of the step has them
                 update[i] = replace(batch, old_logprobs_N=old_logprobs_N)
             scored = batch
             if scores.distilled:

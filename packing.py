@@ -61,13 +61,12 @@ def pack(rollout: Rollout, indices: list[int], group_size: int = 1) -> Batch:
         )
     segments = _segments(rollout, indices, group_size)
     tokens = {b: np.concatenate([rollout.rows[b].ids, rollout.completions[b]]) for b in indices}
-    is_trained_B = rollout.trained_lengths_B > 0
 
     def mask(segment: Segment) -> np.ndarray:  # the one mask
         b, first = segment.index, rollout.first_position(segment.index)
         # What an environment said is read, but not trained.
         is_sampled = np.concatenate([np.zeros(first, dtype=bool), rollout.is_sampled[b]])
-        return is_sampled & is_trained_B[b]
+        return is_sampled & rollout.is_trained_B[b]
 
     def by_sequence(values_B: Sequence[float]) -> Tensor:
         return packed(segments, lambda segment: np.full(segment.stop, values_B[segment.index], dtype=np.float32))

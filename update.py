@@ -36,15 +36,7 @@ def pack_updates(
 
     Raises RunError for a rollout that is not of the plan's size, or whose groups are not of one prompt each.
     """
-    places, size = [row.where for row in rollout.rows], algorithm.group_size
-    is_divisible = len(places) % (plan.updates_per_pass * size) == 0
-    is_grouped = places == [places[b - b % size] for b in range(len(places))]
-    if not (0 < len(places) == plan.completions_per_step and is_divisible and is_grouped):
-        raise RunError(
-            f"the rollout has {len(places)} completions; the plan has {plan.completions_per_step}, in "
-            f"{plan.updates_per_pass} equal updates, each {size} in a row to one prompt. Add or select whole groups, "
-            "and give pack_updates replace(plan, completions_per_step=len(rollout.rows)) (docs/hacks.md)."
-        )
+    check_groups(rollout, plan, algorithm.group_size)
     indices_of_updates = np.split(np.arange(plan.completions_per_step), plan.updates_per_pass)
     trained_lengths_B = torch.from_numpy(rollout.trained_lengths_B)
     # The weight of a token in the loss follows from the lengths of the whole update, before anything
@@ -93,6 +85,19 @@ def pack_updates(
             update.append(batch)
         updates.append(update)
     return updates
+
+
+def check_groups(rollout: Rollout, plan: Plan, size: int) -> None:
+    """Raises RunError unless the rollout has the plan's completions, each `size` in a row to one prompt."""
+    places = [row.where for row in rollout.rows]
+    is_divisible = len(places) % (plan.updates_per_pass * size) == 0
+    is_grouped = places == [places[b - b % size] for b in range(len(places))]
+    if not (0 < len(places) == plan.completions_per_step and is_divisible and is_grouped):
+        raise RunError(
+            f"the rollout has {len(places)} completions; the plan has {plan.completions_per_step}, in "
+            f"{plan.updates_per_pass} equal updates, each {size} in a row to one prompt. Add or select whole groups, "
+            "and give pack_updates replace(plan, completions_per_step=len(rollout.rows)) (docs/hacks.md)."
+        )
 
 
 def loss_weights(lengths_B: Tensor, indices_of_updates: list[np.ndarray], algorithm: Algorithm) -> Tensor:
@@ -188,7 +193,7 @@ def compute_advantages(
         # At each token, minus the penalties of this token and later ones.
         returns_T = torch.cat([rewards - grpo.to_go(torch.from_numpy(penalty)) for rewards, penalty in pairs])
         rewards_B = rewards_B - torch.tensor([penalty.sum() for penalty in penalties])
-    mask_T = torch.repeat_interleave(torch.from_numpy(rollout.trained_lengths_B) > 0, lengths_B)
+    mask_T = torch.repeat_interleave(torch.from_numpy(rollout.is_trained_B), lengths_B)
     mask_T &= torch.from_numpy(np.concatenate(rollout.is_sampled))
     rewards_PG = rewards_B.view(-1, algorithm.group_size)  # prompt-major: the G of a prompt stand together
     graded = Groups(

@@ -30,6 +30,8 @@ ALSO_DESCRIBED = (
 def describe_algorithm(args: Namespace) -> str:
     """Says in one log line what the flags amount to: the functions in words, the rest as it was written."""
     unused = {"--kl_estimator"} if not args.kl_coef or args.kl_over == "vocabulary" else set()
+    if args.critic:
+        unused.add("--advantage")
     if args.rollout_correction == "none":
         unused.add("--rollout_correction")
     parts = []
@@ -38,7 +40,8 @@ def describe_algorithm(args: Namespace) -> str:
             words = [FLAGS[name].written(args)]
             words += [f"--{key} {value}" for key, value in function.keywords.items() if f"--{key}" in FLAGS]
             parts.append(f"{' '.join(words)}: {first_sentence(function.func.__doc__)}")
-    parts.append(" ".join(FLAGS[name].written(args) for name in ALSO_DESCRIBED))
+    also = [*["--critic"] * bool(args.critic), *ALSO_DESCRIBED]
+    parts.append(" ".join(FLAGS[name].written(args) for name in also))
     return f"algorithm: {'; '.join(parts)}"
 
 

@@ -94,8 +94,6 @@ def load_models(
     except ValueError as error:  # weights that do not fit config.json
         exit_with_error(error)
     run.say(describe_policy(policy))
-    if args.critic:
-        run.say(learner.describe())
     if inputs.turns:
         run.say(inputs.turns.describe())
     return policy, reference, optimizer, learner, engine

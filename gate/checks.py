@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import re
 from itertools import chain, cycle, product
@@ -150,6 +151,13 @@ def check_groups(args: argparse.Namespace, flag: SimpleNamespace) -> None:
 
 
 def check_reward(args: argparse.Namespace, flag: SimpleNamespace) -> None:
+    if args.truncated not in ("score", "zero", "mask"):
+        try:
+            is_number = math.isfinite(float(args.truncated))
+        except ValueError:
+            is_number = False
+        if not is_number:
+            raise ValueError(f"{flag.truncated}: use score, zero, mask, or a number.")
     is_ungraded = args.reward == "none" and not args.environment
     if is_ungraded and args.advantage != "zero":
         raise ValueError(

@@ -103,7 +103,7 @@ def digests_of_inputs(args: Namespace, inputs: Inputs) -> dict[str, str]:
     system_prompt = read_system_prompt(args.system_prompt)
     if system_prompt != args.system_prompt:  # the content of a file
         digests["--system_prompt"] = digest([system_prompt.encode()])
-    critic = args.critic and part("extras.critic.critic", "--critic").path_of(args.critic, args.model)
+    critic = args.critic and part("extras.critic.settings", "--critic").path_of(args.critic, args.model)
     for flag, path in {"--model": args.model, "--reference": args.reference, "--critic": critic}.items():
         if path and is_main_process():
             digests |= {flag: digest_of_weights(path), f"config of {flag}": digest_of_config(path, inputs.companions)}

@@ -200,13 +200,12 @@ def start_grader(
 
 def check_critic(args: Namespace) -> None:
     """Raises ValueError for a --critic that cannot read what the policy samples, or is no model of one value."""
-    critic = part("extras.critic.critic", "--critic")
-    path = critic.path_of(args.critic, args.model)
+    path = part("extras.critic.settings", "--critic").path_of(args.critic, args.model)
     try:
         check_reference(args, path)
     except ValueError as error:
         raise ValueError(str(error).replace("--reference", "--critic")) from None
-    critic.value_class(load_config(path))
+    part("extras.critic.critic", "--critic").value_class(load_config(path))
 
 
 def check_reference(args: Namespace, path: str) -> None:

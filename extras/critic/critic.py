@@ -23,7 +23,7 @@ import update as without_critic
 from batch import Batch, Metrics, Rollout, Update
 from checkpoint import gather_weights, restore, shards_of
 from extras.critic.gae import gae
-from extras.critic.settings import settings_of
+from extras.critic.settings import path_of, settings_of
 from extras.losses.reinforce_pp import whitened
 from flags import AdamW, Memory
 from fsdp_utils import (
@@ -43,12 +43,6 @@ from run import own_values
 from runtime.rank import beat
 from schedule import UpdateStep
 from update import UpdateGuard
-
-
-def path_of(written: str, policy_path: str) -> str:
-    """The folder or hub id of --critic."""
-    path, _ = settings_of(written)
-    return policy_path if path == "policy" else path
 
 
 def value_class(config: PretrainedConfig) -> type[PreTrainedModel]:
@@ -97,11 +91,6 @@ class Critic:
         # The gate refuses a rate of its own beside a policy without one.
         self.relative_rate = 1.0 if self.settings.rate is None else self.settings.rate / (adamw.learning_rate or 1.0)
         self.rollout: Rollout | None = None  # of the step, with the parts "values" and "targets"
-
-    def describe(self) -> str:
-        """The line of the log."""
-        numbers = " ".join(f"{name}={value}" for name, value in self.settings._asdict().items() if value is not None)
-        return f"critic: {self.path}, {sum(x.numel() for x in self.model.parameters()):,} parameters; {numbers}"
 
     def add_advantages(
         self, rollout: Rollout, updates: list[Update], algorithm: Algorithm, step: int = 1, total_steps: int = 1
@@ -155,34 +144,33 @@ class Critic:
 
         An update whose loss or gradient is not finite leaves the critic untouched, as the policy's does.
         """
-        sums = torch.zeros(5, device=self.world.device)
+        sums = torch.zeros(5, device=self.world.device)  # the loss, and what metrics average
         for i, batch in enumerate(update):
             begin_micro_batch(self.model, self.memory.communicate_once, is_last=i == len(update) - 1)
-            total, found = self.loss(batch)
+            total, means = self.loss(batch)
             beat()
             (total * self.world.num_trainers).backward()  # FSDP averages gradients; the weights are global already
-            sums += torch.stack([total.detach(), *(masked_sum(x.float(), batch.loss_mask_N) for x in found)])
+            sums += torch.stack([total.detach(), *means])
         if self.memory.communicate_once:
             release_gathered(self.model)  # they are from before the optimizer step
         norm = clip_grad_norm(self.model, step.max_grad_norm).item()
-        loss, *means = (sum_over_trainers(sums) / torch.tensor([1, *[update[0].update_tokens] * 4]).to(sums)).tolist()
+        loss, square, target_square, target, clip_frac = sum_over_trainers(sums).tolist()
         is_finite = math.isfinite(loss) and math.isfinite(norm)
         if is_finite:
             set_rate(self.optimizer, step.rate * self.relative_rate)
             self.optimizer.step()
         self.model.zero_grad()
-        square, target_square, target, is_clipped = means
         variance = target_square - target**2
         return {
             "critic/loss": loss,
             "critic/explained": 1.0 - square / variance if variance > 0 else 0.0,
-            "critic/clip_frac": is_clipped,
+            "critic/clip_frac": clip_frac,
             "critic/grad_norm": norm,
             "critic/skipped_updates": float(not is_finite),
         }
 
-    def loss(self, batch: Batch) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The micro-batch's part of the loss, with gradient, and what metrics average: shape N each.
+    def loss(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        """The micro-batch's part of the loss, with gradient, and of four means over the update's tokens.
 
         0.5 x (value - target)^2, or that of the value held within `clip` of the step's first, whichever is larger
         (PPO's reference code, openai/baselines). The weights of the tokens are those of the policy's loss.
@@ -199,7 +187,8 @@ class Critic:
             held_N = old_N + (values_N - old_N).clamp(-bound, bound)
             larger_N = torch.maximum(squares_N, (held_N - targets_N).square())
         total = masked_sum(0.5 * larger_N * batch.loss_weights_N, batch.loss_mask_N)
-        return total, (squares_N.detach(), targets_N.square(), targets_N, larger_N > squares_N)
+        found = squares_N.detach(), targets_N.square(), targets_N, (larger_N > squares_N).float()
+        return total, [masked_sum(each, batch.loss_mask_N) / batch.update_tokens for each in found]
 
     def save(self, folder: Path, world: World) -> None:
         """Writes the value model, with a tokenizer, as --critic reads it again. All ranks call it."""

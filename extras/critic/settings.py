@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from algorithm import split
@@ -20,18 +21,22 @@ class Settings(NamedTuple):
     whiten: int = 1  # 1: the advantages are whitened over the tokens of the step; 0: they are not
 
 
-RANGES = {"lam": (0, 1), "critic_lam": (0, 1), "passes": (1, 1000), "whiten": (0, 1)}  # the others: from 0 on
-
-
 def settings_of(written: str) -> tuple[str, Settings]:
     """The model and the settings of --critic. Raises ValueError for one that is not known, or out of its range."""
     path, given = split(written)
     for name, value in given.items():
-        if name not in Settings._fields:
-            raise ValueError(f"--critic {written}: {name} is not known; use {', '.join(Settings._fields)}.")
-        low, high = RANGES.get(name, (0, 1e9))
-        is_whole = name not in ("passes", "warmup", "whiten") or isinstance(value, int)
-        if not (isinstance(value, int | float) and is_whole and low <= value <= high):
-            kind = "a number" if is_whole else "a whole number"
-            raise ValueError(f"--critic {written}: {name} {value!r} must be {kind} from {low} to {high:g}.")
+        default, most = (
+            Settings._field_defaults.get(name, ""),
+            1 if name in ("lam", "critic_lam", "whiten") else math.inf,
+        )
+        is_number = isinstance(value, int if isinstance(default, int) else int | float)
+        if default == "" or not is_number or not 0 <= value <= most:
+            known = ", ".join(Settings._fields)
+            raise ValueError(f"--critic {written}: {name}={value} is not from 0 to {most:g}, or not known ({known}).")
     return path, Settings(**given)
+
+
+def path_of(written: str, policy_path: str) -> str:
+    """The folder or hub id of the critic's model."""
+    path, _ = settings_of(written)
+    return policy_path if path == "policy" else path

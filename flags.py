@@ -108,7 +108,7 @@ GROUPS["reward"] = [
     flag("--reward_in_flight", 1, "completions that a grading process grades at a time, each in a thread; for "
          "functions that only wait, such as for a server", (1, 1000), free_on_resume=True),
     flag("--truncated", "score", "completions cut at their token limit: graded like any other (score), reward 0 "
-         "(zero), graded but left out of the loss (mask), or in training with this number as their reward (-10)"),
+         "(zero) or another number (-10), which are not graded; or graded but left out of the loss (mask)"),
     flag("--overlong_cache_tokens", None, "the reward `length` falls from 0 to -1 over this many last tokens; "
          "default: 1/5 of the limit", (1, INF), type=int),
 ]

@@ -56,7 +56,7 @@ class Policy(nn.Module):
             part("extras.models.linear_attention", "--model: linear attention").run_in_rows(self.layers)
         # The reference, if it moves (--reference_every): in a list, so that it is no part of this module.
         self.moving_references: list[Policy] = []
-        self.beside: dict[str, object] = {}  # what is trained and saved with it, such as a critic
+        self.beside = {}  # name -> what is trained and saved with it, such as a `Critic` of extras/critic/
         config = model.config.get_text_config()
         matrices = model.get_output_embeddings().weight.numel()
         for layer in self.layers:

@@ -157,15 +157,11 @@ class Sampler:
         return self.engine.sample(rows, self.sampling, seed, "sample", self.grader.callback_for(rows, self.sampling))
 
     def as_training_data(self, rollout: Rollout, step: int) -> Rollout:
-        """The rollout with `is_trained_B` and `lags`, and what --truncated makes of rewards."""
+        """The rollout with `is_trained_B` and `lags`."""
         # "mask": what was cut is compared with like all, but left out of the loss.
-        is_trained_B, truncated = rollout.is_trained_B, self.grader.grading.truncated
-        if truncated == "mask":
+        is_trained_B = rollout.is_trained_B
+        if self.grader.grading.truncated == "mask":
             is_trained_B = is_trained_B & ~rollout.is_truncated_B
-        elif truncated not in ("score", "zero"):  # a number: their reward, whatever they were graded
-            pairs = zip(rollout.grades, rollout.is_truncated_B, strict=True)
-            grades = [replace(grade, reward=float(truncated)) if is_cut else grade for grade, is_cut in pairs]
-            rollout = replace(rollout, grades=grades)
         # The weights that are trained in this step were trained in all steps before it.
         versions_B = rollout.parts.get("versions")
         lags = versions_B and [step - 1 - versions for versions in versions_B]

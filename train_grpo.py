@@ -285,8 +285,7 @@ def main(args: Namespace) -> None:
             with run.phase("update"), run.shown(partial(sampler.step_record, step, rollout, updates)):
                 for i, update in enumerate(updates * plan.num_iterations):
                     position = plan.update(step, i)
-                    given = policy, optimizer, update, algorithm, position, memory, guard
-                    trained.append(learner.update_policy(*given))
+                    trained.append(learner.update_policy(policy, optimizer, update, algorithm, position, memory, guard))
 
             # 5. Sync: the new weights go to the engine, one parameter at a time.
             # Never are the whole weights of trainer and engine in memory together.

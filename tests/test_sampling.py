@@ -162,13 +162,6 @@ def test_only_truncated_completions_are_masked_from_the_loss(truncated, left_out
     assert [x[0] for x in rollout.advantages] == [-0.5, 0.5] * 3, "they are compared with the others all the same"
 
 
-def test_a_number_is_the_reward_of_what_was_cut_whatever_its_grade():
-    args, grades = flags(truncated="-10", prompts_per_step=3, group_size=2), [Grade(1.0, parts={"exact": 1.0})] * 2
-    rollout = replace(make_rollout([2, 3]), grades=grades, is_truncated_B=np.array([False, True]))
-    found = sampler_over(data_of(3), args).as_training_data(rollout, 1)
-    assert found.rewards_B.tolist() == [1, -10] and found.is_correct_B.all() and found.trained_lengths_B.all()
-
-
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 @pytest.mark.parametrize("stops", [(3,), (1, 2, 5)])
 def test_a_continued_run_uses_every_prompt_once(ahead, stops):

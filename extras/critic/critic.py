@@ -175,13 +175,9 @@ class Critic:
         0.5 x (value - target)^2, or that of the value held within `clip` of the step's first, whichever is larger
         (PPO's reference code, openai/baselines). The weights of the tokens are those of the policy's loss.
         """
-        values_N, (old_N, targets_N) = (
-            self.values(batch),
-            (
-                to_positions(self.rollout, batch.segments_S, self.rollout.parts[name]).to(batch.labels_N.device)
-                for name in ("values", "targets")
-            ),
-        )
+        values_N, parts = self.values(batch), self.rollout.parts
+        read = [to_positions(self.rollout, batch.segments_S, parts[name]) for name in ("values", "targets")]
+        old_N, targets_N = (each.to(values_N.device) for each in read)
         squares_N = larger_N = (values_N - targets_N).square()
         if bound := self.settings.clip:
             held_N = old_N + (values_N - old_N).clamp(-bound, bound)

@@ -100,7 +100,7 @@ def test_a_critic_needs_no_group():
 def another(flag: Flag) -> object:
     """A value in its range that is not the default."""
     low, high = flag.within or (0, 2)
-    values = [True] if flag.default is False else [flag.type(each) for each in flag.choices or ("1", "2")]
+    values = [True] if flag.default is False else [flag.type(each) for each in flag.choices or ("1", "2", "0")]
     values += [0.5] * (flag.type is float)
     value = next(x for x in values if x != flag.default and (isinstance(x, str) or low <= x <= high))
     return [value] if flag.is_list else value

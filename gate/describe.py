@@ -34,14 +34,13 @@ def describe_algorithm(args: Namespace) -> str:
         unused.add("--advantage")
     if args.rollout_correction == "none":
         unused.add("--rollout_correction")
-    parts = []
+    parts = [f"{FLAGS['--critic'].written(args)}: values of a model make the advantages"] if args.critic else []
     for name, function in functions_of(args).items():
         if name not in unused:
             words = [FLAGS[name].written(args)]
             words += [f"--{key} {value}" for key, value in function.keywords.items() if f"--{key}" in FLAGS]
             parts.append(f"{' '.join(words)}: {first_sentence(function.func.__doc__)}")
-    also = [*["--critic"] * bool(args.critic), *ALSO_DESCRIBED]
-    parts.append(" ".join(FLAGS[name].written(args) for name in also))
+    parts.append(" ".join(FLAGS[name].written(args) for name in ALSO_DESCRIBED))
     return f"algorithm: {'; '.join(parts)}"
 
 

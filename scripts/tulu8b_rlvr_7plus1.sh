@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # RLVR on Llama-3.1-Tulu-3-8B, by PPO with a value model. Source: the Tulu 3 paper (arXiv 2411.15124) and Open-Instruct
-# (docs/tulu3.md, ppo_vllm_thread_ray_gtrl.py). Hardware: 8 GPUs of 80 GB: 7 train, 1 samples. Time: not known. Expected:
+# (its tulu3.md, ppo_vllm_thread_ray_gtrl.py). Hardware: 8 GPUs of 80 GB: 7 train, 1 samples. Time: not known. Expected:
 # GSM8K 84.3 -> 87.6, MATH 42.0 -> 43.7, IFEval 81.1 -> 82.4, the paper's, at about 50,000 episodes (step 223):
 #     MODEL=runs/tulu8b_rlvr_7plus1/best bash scripts/eval_tulu8b_rlvr.sh
 # The same policy by GRPO: tulu3.1_8b_grpo_8gpu.sh.

@@ -2,6 +2,7 @@
 
     OUT_DIR/step_20/            the policy in Hugging Face format (with LoRA: merged)
     OUT_DIR/step_20/adapter/    with LoRA only: the adapter in peft's format
+    OUT_DIR/step_20/critic/     with --critic only: the value model, which --critic reads again
     OUT_DIR/step_20/trainer/    what a resume needs: the sharded trained parameters, optimizer state and moving
                                 reference (torch.distributed.checkpoint); progress.json, the state of the loop
     OUT_DIR/step_20/sizes.json  the size of every other file
@@ -20,6 +21,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -146,6 +148,8 @@ class Writer:
         self._together(lambda: unfinished.mkdir() if self.world.is_main else None)
         if policy.adapter:
             self._together(lambda: policy.adapter.save(unfinished / "adapter", self.world))
+        for name, other in policy.beside.items():
+            self._together(partial(other.save, unfinished / name, self.world))
         self._together(lambda: dcp.save(shards, checkpoint_id=unfinished / "trainer"))
         self._together(lambda: self._complete(unfinished, policy, weights, state))
 
@@ -300,9 +304,14 @@ def load(folder: Path, policy: Policy, optimizer: Optimizer) -> State:
         dcp.load(shards, checkpoint_id=folder / "trainer", planner=SameParameters(folder, policy))
     except CheckpointException as error:
         raise DiskError(f"{folder} cannot be loaded: {reason(error)}") from error
+    restore(policy, optimizer, shards)
+    return json.loads((folder / STATE).read_text("utf-8"))
+
+
+def restore(policy: Policy, optimizer: Optimizer, shards: dict[str, dict[str, object]]) -> None:
+    """Takes parameters and optimizer state from what `shards_of` has given and `dcp` has filled."""
     parts = {"model_state_dict": shards["model"], "optim_state_dict": shards["optimizer"]}
     set_state_dict(policy, optimizer, **parts, options=StateDictOptions(strict=False))  # frozen ones stay
-    return json.loads((folder / STATE).read_text("utf-8"))
 
 
 class SameParameters(DefaultLoadPlanner):
@@ -328,7 +337,7 @@ class SameParameters(DefaultLoadPlanner):
 
 
 def shards_of(policy: Policy, optimizer: Optimizer) -> dict[str, dict[str, object]]:
-    """Trained parameters, optimizer state, and a reference that moves. --model has the rest."""
+    """Trained parameters, optimizer state, a reference that moves, and what is beside. --model has the rest."""
     parameters, state = get_state_dict(policy, optimizer)
     for name, parameter in policy.named_parameters(remove_duplicate=False):  # tied: both names
         if not parameter.requires_grad:
@@ -337,4 +346,4 @@ def shards_of(policy: Policy, optimizer: Optimizer) -> dict[str, dict[str, objec
     for reference in policy.moving_references:
         # They share the storage: loading writes into the reference.
         shards["reference"] = {name: parameter.detach() for name, parameter in reference.named_parameters()}
-    return shards
+    return shards | policy.beside

@@ -108,7 +108,7 @@ GROUPS["reward"] = [
     flag("--reward_in_flight", 1, "completions that a grading process grades at a time, each in a thread; for "
          "functions that only wait, such as for a server", (1, 1000), free_on_resume=True),
     flag("--truncated", "score", "completions cut at their token limit: graded like any other (score), reward 0 "
-         "(zero), or graded but left out of the loss (mask)", choices=("score", "zero", "mask")),
+         "(zero) or another number (-10), which are not graded; or graded but left out of the loss (mask)"),
     flag("--overlong_cache_tokens", None, "the reward `length` falls from 0 to -1 over this many last tokens; "
          "default: 1/5 of the limit", (1, INF), type=int),
 ]
@@ -170,6 +170,8 @@ GROUPS["generation servers"] = [  # docs/generation.md
 ]
 GROUPS["advantage"] = [
     flag("--advantage", "grpo", "how a completion is compared with the others of its group:"),
+    flag("--critic", None, "PPO: a value model makes the advantages: policy (it begins as --model), or a reward model, "
+         "folder or hub id; settings may follow: policy:lam=0.95,rate=5e-6,clip=0.2,warmup=10"),
     flag("--advantage_ddof", 1, "the std divides by the count minus this: 1 (EasyR1, TRL, verl) or 0", (0, 1)),
     flag("--advantage_eps", 1e-6, "added to the std (EasyR1, verl: 1e-6; TRL: 1e-4)", (0, INF)),
     flag("--dynamic_sampling", "off", "replace groups without signal by newly sampled prompts (DAPO); a signal is that "

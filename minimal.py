@@ -30,7 +30,7 @@ from update import UpdateGuard, add_advantages, add_logprobs, pack_updates, upda
 
 # Flags that change the numbers of train_grpo.py. Here they would do nothing, so they are refused.
 LEFT_OUT = "engine", "partial_rollouts", "dynamic_sampling", "drop_solved", "truncated", "environment", "tools"
-LEFT_OUT += "replay", "hint_column", "image_column", "after_step", "shuffle", "system_prompt"
+LEFT_OUT += "critic", "replay", "hint_column", "image_column", "after_step", "shuffle", "system_prompt"
 
 
 def main() -> None:

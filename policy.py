@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -56,6 +56,7 @@ class Policy(nn.Module):
             part("extras.models.linear_attention", "--model: linear attention").run_in_rows(self.layers)
         # The reference, if it moves (--reference_every): in a list, so that it is no part of this module.
         self.moving_references: list[Policy] = []
+        self.beside = {}  # name -> what is trained and saved with it, such as a `Critic` of extras/critic/
         config = model.config.get_text_config()
         matrices = model.get_output_embeddings().weight.numel()
         for layer in self.layers:
@@ -96,8 +97,7 @@ class Policy(nn.Module):
     def hidden_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(hidden_KD, weight_VD): what the head multiplies at the trained positions. A `Teacher` is made of them."""
         hidden_KD = self._trained_hidden(batch)
-        weight_VD = self.model.get_output_embeddings().weight.detach()
-        return hidden_KD, weight_VD.clone()  # FSDP will free the weight
+        return hidden_KD, self.model.get_output_embeddings().weight.clone()  # FSDP will free the weight
 
     def _trained_hidden(self, batch: Batch) -> Tensor:
         """Runs the decoder; returns its output at the trained positions: the head runs on these alone."""
@@ -185,7 +185,11 @@ def place(batch: Batch, device: torch.device) -> Batch:
 
 
 def empty_policy(
-    path: str, param_dtype: torch.dtype, dtype: torch.dtype, gradient_checkpointing: bool = False
+    path: str,
+    param_dtype: torch.dtype,
+    dtype: torch.dtype,
+    gradient_checkpointing: bool = False,
+    make_model: Callable = model_from_config,
 ) -> Policy:
     """The model at `path` (folder or hub id), without storage yet. `dtype`: the policy's, not of its parameters."""
     if os.environ.get(OFF) or not sys.stderr.isatty():  # a bar would fill a log file
@@ -193,7 +197,7 @@ def empty_policy(
     # A tower keeps torch's attention: its images are not packed. "" is a model of one part.
     attention = {"": "packed", "text_config": "packed", "vision_config": "sdpa"}
     with without_storage():
-        model = model_from_config(load_config(path), dtype=param_dtype, attn_implementation=attention)
+        model = make_model(load_config(path), dtype=param_dtype, attn_implementation=attention)
     model.eval()  # as from_pretrained leaves it: no dropout
     # vLLM, where it runs transformers' decoder, changes that class, in this process, to compile it.
     model.get_decoder().do_not_compile = True

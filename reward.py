@@ -66,8 +66,8 @@ class Grader:
         """
         assert self.pool or not self.weights, "completions are submitted on the first rank of their engine"
         self.cases[b] = case
-        if case.is_truncated and self.grading.truncated == "zero":
-            self.not_graded[b] = self.nothing("truncated")
+        if case.is_truncated and self.grading.truncated not in ("score", "mask"):  # zero, or a number
+            self.not_graded[b] = self.nothing("truncated", reward=float(self.grading.truncated.replace("zero", "0")))
         elif grade or not self.weights:
             self.not_graded[b] = grade or self.nothing(NOT_GRADED)
         elif self.inputs.cases:
@@ -79,9 +79,9 @@ class Grader:
             if members:
                 self.pool.submit(~first, ("compare", [self.cases[i] for i in members]))
 
-    def nothing(self, status: str, is_compared: bool = True) -> Grade:
+    def nothing(self, status: str, is_compared: bool = True, reward: float = 0.0) -> Grade:
         """The grade without a mark; an advantage of the user's finds each verifier in it."""
-        return Grade(0.0, status, dict.fromkeys(self.weights, 0.0), is_compared=is_compared)
+        return Grade(reward, status, dict.fromkeys(self.weights, 0.0), is_compared=is_compared)
 
     def callback_for(self, rows: Sequence[Row] | Mapping[int, Row], sampling: Sampling) -> OnFinished:
         """The function that `Engine.sample` calls with each finished completion b: it submits the completion.

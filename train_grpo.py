@@ -20,6 +20,7 @@ from gate import command
 # Before the imports that take seconds, so that a mistake in a flag is reported at once.
 ARGS = command.start() if __name__ == "__main__" else None
 
+import update as without_critic
 from algorithm import algorithm_of, own_function
 from checkpoint import Writer, latest, load, set_link
 from command_line import exit_with_error
@@ -46,7 +47,7 @@ from runtime.start import NOT_FINISHED, leave, signal_name
 from sampling import Sampler
 from schedule import Plan, make_plan
 from step_metrics import throughput, work_of_step
-from update import UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy
+from update import UpdateGuard, add_logprobs, pack_updates
 from watch.after_step import AfterStep
 from watch.console import Console
 from watch.memory import MemoryWatch
@@ -56,17 +57,23 @@ from watch.samples import Samples
 from watch.tracker import Tracker
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from torch.optim import Optimizer
 
+    from extras.critic.critic import Critic
     from extras.servers.engine import ServerEngine
     from rollout import Engine
 
 
 def load_models(
     args: Namespace, plan: Plan, inputs: Inputs, run: Run
-) -> tuple[Policy, Policy | None, Optimizer, Engine | ServerEngine]:
-    """The policy, the reference (None without a KL term), the policy's optimizer, and the engine."""
-    memory, lora = Memory.from_flags(args), Lora.from_flags(args)
+) -> tuple[Policy, Policy | None, Optimizer, ModuleType | Critic, Engine | ServerEngine]:
+    """The policy, the reference (None without a KL term), the policy's optimizer, the learner, and the engine.
+
+    The learner has the verbs of `update.py` that a critic changes: it is that module, or a `Critic`.
+    """
+    memory, lora, learner = Memory.from_flags(args), Lora.from_flags(args), without_critic
     try:
         with run.observed("load"):
             # First, so that a wrong key or model of a server ends the run before weights are loaded.
@@ -77,6 +84,10 @@ def load_models(
                 given = engine_settings(args), Servers.from_flags(args)
                 servers = build_servers(args.model, *given, inputs.tokenizer, inputs.turns, run, run.step)
             policy, reference, optimizer = build_policy(args.model, memory, lora, plan, run.world)
+            if args.critic:
+                make_critic = part("extras.critic.critic", "--critic").Critic
+                learner = make_critic(args.critic, args.model, memory, plan.adamw, run.world)
+                policy.beside["critic"] = learner
             engine = servers or build_engine(args, inputs, run)
             if servers:
                 servers.weights = describe_weights(policy)
@@ -85,7 +96,7 @@ def load_models(
     run.say(describe_policy(policy))
     if inputs.turns:
         run.say(inputs.turns.describe())
-    return policy, reference, optimizer, engine
+    return policy, reference, optimizer, learner, engine
 
 
 def engine_settings(args: Namespace) -> EngineSettings:
@@ -227,7 +238,7 @@ def main(args: Namespace) -> None:
     if (saved_step >= last_step or run.is_stopped) and not must_evaluate:
         end_complete(run, saved_step, last_step)
         return
-    policy, reference, optimizer, engine = load_models(args, plan, inputs, run)
+    policy, reference, optimizer, learner, engine = load_models(args, plan, inputs, run)
     sampler = build_sampler(args, plan, inputs, train_data, engine, run)
     writer = Writer(out_dir, inputs.companions, Saving.from_flags(args), world, run.say)
     guard = UpdateGuard(world)
@@ -267,14 +278,14 @@ def main(args: Namespace) -> None:
             # Where own code or a guard ends the run, what was sampled is written first, so that it can be looked at.
             record = partial(sampler.step_record, step, rollout, updates)
             with run.phase("advantage"), run.shown(record, is_complete=False):
-                rollout, updates = add_advantages(rollout, updates, algorithm, step, plan.total_steps)
+                rollout, updates = learner.add_advantages(rollout, updates, algorithm, step, plan.total_steps)
 
             # 4. Update: one optimizer step per mini-batch of prompts.
             trained = []
             with run.phase("update"), run.shown(partial(sampler.step_record, step, rollout, updates)):
                 for i, update in enumerate(updates * plan.num_iterations):
                     position = plan.update(step, i)
-                    trained.append(update_policy(policy, optimizer, update, algorithm, position, memory, guard))
+                    trained.append(learner.update_policy(policy, optimizer, update, algorithm, position, memory, guard))
 
             # 5. Sync: the new weights go to the engine, one parameter at a time.
             # Never are the whole weights of trainer and engine in memory together.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import re
 from itertools import chain, cycle, product
@@ -15,7 +16,7 @@ from gate.models import check_path
 from runtime.cards import gpu_figures
 from runtime.files import run_and_step
 from runtime.history import read_config
-from runtime.parts import check_part
+from runtime.parts import check_part, part
 from runtime.rank import launched_world_size
 from runtime.sources import name_of_source
 from runtime.start import check_divides
@@ -45,6 +46,9 @@ CONTRADICTIONS = (
     ("--partial_rollouts", "--replay", "nothing is sampled"),
     ("--engine", "--image_column", "images are not sent to servers"),
     ("--server_urls", "--generation_gpus", "the servers of the former run already"),
+    ("--critic", "--advantage --advantage_ddof --advantage_eps", "its values make the advantages"),
+    ("--critic", "--lora_rank --image_column --router_replay", "a critic trains all weights of a model of text"),
+    ("--critic", "--policy_loss=gspo", "the latter needs one advantage a sequence"),
     ("--lora_rank", "--param_dtype", "adapters are kept in float32, the rest in --dtype"),
     ("--lora_rank", "--reference_every", "the reference is the policy with its adapter off, which never moves"),
     ("--optimizer", "--param_dtype --offload=optimizer --reset_optimizer", "the latter is for adamw alone"),
@@ -67,6 +71,7 @@ NEEDS = (
 )
 # Flag -> the part that it asks for, whose folder may have been deleted.
 PARTS = {
+    "--critic": "extras.critic.critic",
     "--lora_rank": "extras.models.lora",
     "--template_args": "extras.sources.variables",
     "--image_column": "extras.models.vision",
@@ -99,7 +104,7 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     check_batches(args, num_ranks)
     check_turns(args)
     flag = SimpleNamespace(**{name.removeprefix("--"): each.written(args) for name, each in FLAGS.items()})
-    checks = check_loss, check_groups, check_reward, check_hints, check_servers, check_replay
+    checks = check_loss, check_critic, check_groups, check_reward, check_hints, check_servers, check_replay
     for check in (*checks, check_evaluation):
         check(args, flag)
     if args.track != "none" and importlib.util.find_spec(args.track) is None:
@@ -121,9 +126,21 @@ def check_loss(args: argparse.Namespace, flag: SimpleNamespace) -> None:
         raise ValueError("--advantage maxrl needs rewards that are not negative; leave `length` and such weights out.")
 
 
+def check_critic(args: argparse.Namespace, flag: SimpleNamespace) -> None:
+    if not args.critic:
+        return
+    _, settings = part("extras.critic.settings", "--critic").settings_of(args.critic)
+    if settings.rate and not args.learning_rate:
+        raise ValueError(f"{flag.critic}: its rate follows the schedule of {flag.learning_rate}; give that a value.")
+    if args.replay and run_and_step(args.replay)[1] and not read_config(run_and_step(args.replay)[0]).get("critic"):
+        raise ValueError(
+            f"{flag.critic} with {flag.replay}: this checkpoint holds no critic; give the folder of the run."
+        )
+
+
 def check_groups(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     compares = args.advantage not in ("zero", "none", "reinforce++", "a_star_po") and ".py:" not in args.advantage
-    if args.group_size == 1 and compares:
+    if args.group_size == 1 and compares and not args.critic:
         raise ValueError(
             f"--group_size 1 has nothing to compare with for {flag.advantage}; use 2 or more, or --advantage zero."
         )
@@ -134,6 +151,13 @@ def check_groups(args: argparse.Namespace, flag: SimpleNamespace) -> None:
 
 
 def check_reward(args: argparse.Namespace, flag: SimpleNamespace) -> None:
+    if args.truncated not in ("score", "zero", "mask"):
+        try:
+            is_number = math.isfinite(float(args.truncated))
+        except ValueError:
+            is_number = False
+        if not is_number:
+            raise ValueError(f"{flag.truncated}: use score, zero, mask, or a number.")
     is_ungraded = args.reward == "none" and not args.environment
     if is_ungraded and args.advantage != "zero":
         raise ValueError(

@@ -30,9 +30,11 @@ ALSO_DESCRIBED = (
 def describe_algorithm(args: Namespace) -> str:
     """Says in one log line what the flags amount to: the functions in words, the rest as it was written."""
     unused = {"--kl_estimator"} if not args.kl_coef or args.kl_over == "vocabulary" else set()
+    if args.critic:
+        unused.add("--advantage")
     if args.rollout_correction == "none":
         unused.add("--rollout_correction")
-    parts = []
+    parts = [f"{FLAGS['--critic'].written(args)}: values of a model make the advantages"] if args.critic else []
     for name, function in functions_of(args).items():
         if name not in unused:
             words = [FLAGS[name].written(args)]

@@ -17,6 +17,7 @@ from data import PromptData
 from fsdp_utils import is_main_process
 from gate.inputs import Inputs, read_system_prompt
 from grading.user_code import files_of
+from runtime.parts import part
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("model.safetensors", "model.safetensors.index.json")
@@ -102,7 +103,8 @@ def digests_of_inputs(args: Namespace, inputs: Inputs) -> dict[str, str]:
     system_prompt = read_system_prompt(args.system_prompt)
     if system_prompt != args.system_prompt:  # the content of a file
         digests["--system_prompt"] = digest([system_prompt.encode()])
-    for flag, path in {"--model": args.model, "--reference": args.reference}.items():
+    critic = args.critic and part("extras.critic.settings", "--critic").path_of(args.critic, args.model)
+    for flag, path in {"--model": args.model, "--reference": args.reference, "--critic": critic}.items():
         if path and is_main_process():
             digests |= {flag: digest_of_weights(path), f"config of {flag}": digest_of_config(path, inputs.companions)}
     return digests

@@ -74,7 +74,9 @@ class Inputs:
         config = checked_config(args.model)
         check_trained(args, config)
         if args.reference:
-            check_reference(args)
+            check_reference(args, args.reference)
+        if args.critic:
+            check_critic(args)
         prompt_format = PromptFormat.from_flags(args, system_prompt=read_system_prompt(args.system_prompt))
         tokenizer, vision = load_reader(args.model, config, prompt_format)
         check_template(prompt_format, tokenizer)
@@ -196,9 +198,18 @@ def start_grader(
     return Grader(grading, num_workers), turns
 
 
-def check_reference(args: Namespace) -> None:
+def check_critic(args: Namespace) -> None:
+    """Raises ValueError for a --critic that cannot read what the policy samples, or is no model of one value."""
+    path = part("extras.critic.settings", "--critic").path_of(args.critic, args.model)
+    try:
+        check_reference(args, path)
+    except ValueError as error:
+        raise ValueError(str(error).replace("--reference", "--critic")) from None
+    part("extras.critic.critic", "--critic").value_class(load_config(path))
+
+
+def check_reference(args: Namespace, path: str) -> None:
     """Raises ValueError for a --reference that cannot score what the policy samples."""
-    path = args.reference
     try:
         theirs = checked_config(path)
         check_model(path, theirs, length_limits(args), tensor_parallel_size=1)

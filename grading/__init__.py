@@ -34,7 +34,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Grade:
-    """The grade of a completion: a verifier's score, or the weighted sum of all; 0.0 unless the status is "ok"."""
+    """The grade of a completion: a verifier's score, or the weighted sum of all; 0.0 unless the status is "ok".
+
+    A number of --truncated is the reward of what is "truncated".
+    """
 
     reward: float
     status: str = "ok"  # or "truncated", "timeout", "error: ..." or, with --reward none, NOT_GRADED

@@ -24,7 +24,7 @@ from gate.inputs import check_template, read_system_prompt, samplings_of
 from gate.models import check_trained, checked_config, length_limits
 from grading.score import parse_reward
 from model.weights import load_tokenizer
-from plan.setup import GIB, Hardware, RunShape, Setup, shape_of
+from plan.setup import GIB, Hardware, RunShape, Setup, critic_shape, shape_of
 from plan.table import report_of, text_of
 from runtime.cards import gpu_figures
 from runtime.parts import part
@@ -129,10 +129,15 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     teacher = None
     if has_kl and args.reference and args.reference != args.model:
         teacher = shape_of(config_of(args.reference), args.reference)
+    critic, critic_passes = None, 0
+    if args.critic:
+        files = part("extras.critic.settings", "--critic")
+        path, critic_passes = files.path_of(args.critic, args.model), files.settings_of(args.critic)[1].passes
+        critic = critic_shape(config_of(path), path)
     return Setup(
         model=model, memory=Memory.from_flags(args), lora=lora, engine=engine,
         servers=Servers.from_flags(args), plan=plan, run=run, hardware=hardware,
-        teacher=teacher,
+        teacher=teacher, critic=critic, critic_passes=critic_passes,
     )  # fmt: skip
 
 

@@ -68,11 +68,12 @@ def gpu_phases(setup: Setup) -> dict[str, Parts]:
     # vLLM pads a table of no multiple of 64 rows, until a sync ends: the head comes beside it.
     padded = 0 if m.is_tied or m.vocab % 64 == 0 else setup.table_bytes
     passes = largest([logprobs_peak(setup), logprobs_peak(setup.reference_setup)])
+    updates = [update_peak(each) for each in ([setup, setup.critic_setup] if setup.critic else [setup])]
     phases = {
         "load": largest([static, without(static, "optimizer") | {"one tensor": loaded}]),
         "rollout": static | awake,
         "logprobs": static | passes | shards_from_host(setup) | asleep,
-        "update": static | update_peak(setup) | asleep,
+        "update": static | largest(updates) | asleep,
         "optimizer": updating | optimizer_peak(setup) | asleep,
         "sync": static | {"gathered": gathered} | without(awake, "KV cache") | {"weights arriving": padded},
     }
@@ -90,7 +91,9 @@ def gpu_phases(setup: Setup) -> dict[str, Parts]:
 def static_parts(setup: Setup, on_host: bool) -> Parts:
     """Bytes that outlast a phase: on one GPU, or in the host RAM of one node."""
     parts = {"parameters": setup.stored_bytes, "gradients": setup.gradient_bytes, "optimizer": setup.state_bytes}
-    offloaded = {"none": [], "optimizer": ["optimizer"], "all": [*parts]}[setup.memory.offload]
+    if setup.critic:  # its gradients are there in its own update alone
+        parts |= {"critic": setup.critic_setup.stored_bytes, "critic's optimizer": setup.critic_setup.state_bytes}
+    offloaded = {"none": [], "optimizer": ["optimizer", "critic's optimizer"], "all": [*parts]}[setup.memory.offload]
     if setup.has_reference_model:
         parts["reference"] = setup.reference_bytes
     if setup.memory.offload_reference:
@@ -364,6 +367,8 @@ def host_phases(setup: Setup) -> dict[str, Parts]:
     kept = {"processes": processes} | static | {"rounding of pinned memory": rounding}
     read = {"weights, read": max(setup.model.table, setup.model.largest) * stored}
     written = {"the policy, gathered on rank 0": setup.weight_bytes}
+    if setup.critic:
+        written["the critic, gathered there"] = setup.critic_setup.weight_bytes
     return {"load": without(kept, "gradients") | read, "run": kept, "checkpoint": kept | written}
 
 
@@ -386,8 +391,11 @@ def pinned_share(setup: Setup, itemsize: int) -> float:
 
 def checkpoint_bytes(setup: Setup) -> float:
     """On disk: the policy in --dtype; for a resume the trained parameters as kept, the optimizer's state, and a
-    reference that moves.
+    reference that moves; as much of a critic.
     """
     adapter = setup.gradient_bytes if setup.has_lora else 0  # once more, in peft's format
     reference = setup.reference_bytes if setup.plan.reference and setup.plan.reference.reference_every else 0
-    return setup.weight_bytes + setup.gradient_bytes + setup.state_bytes + adapter + reference
+    critic = (
+        checkpoint_bytes(replace(setup.critic_setup, plan=replace(setup.plan, reference=None))) if setup.critic else 0
+    )
+    return setup.weight_bytes + setup.gradient_bytes + setup.state_bytes + adapter + reference + critic

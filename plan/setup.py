@@ -122,6 +122,14 @@ def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
     )  # fmt: skip
 
 
+def critic_shape(config: PretrainedConfig, name: str) -> ModelShape:
+    """The shape of the value model `name`: the decoder with a head of one number. Raises ValueError."""
+    shape = shape_of(config, name)
+    head = (0 if shape.is_tied else shape.table) - shape.hidden
+    names = "parameters", "active_parameters", "root_parameters", "root_trained"
+    return replace(shape, vocab=1, **{each: getattr(shape, each) - head for each in names})
+
+
 def num_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
@@ -177,6 +185,8 @@ class Setup:
     run: RunShape
     hardware: Hardware
     teacher: ModelShape | None  # the model of --reference; None: the reference has the policy's shape
+    critic: ModelShape | None  # None: there is none
+    critic_passes: int  # its updates for each of the policy
 
     @property
     def has_servers(self) -> bool:
@@ -297,6 +307,12 @@ class Setup:
     def reference_setup(self) -> Setup:
         """This setup with the reference in the place of the policy: for its passes."""
         return replace(self, model=self.teacher or self.model)
+
+    @property
+    def critic_setup(self) -> Setup:
+        """This setup with the critic in the place of the policy, for its own update."""
+        alone = replace(self.run, has_kl=False, over_vocabulary=False)
+        return replace(self, model=self.critic, run=alone, teacher=None, critic=None)
 
     @property
     def trained_bytes(self) -> int:

@@ -10,7 +10,7 @@ from runtime.tables import counted, in_columns
 TEXT = """\
 dry run: {model} on {machines}; nothing is started
 
-model       {parameters:,} parameters, {active}{trainable_parameters:,} trained; \
+model       {parameters:,} parameters, {active}{trainable_parameters:,} trained; {critic}\
 {kv_bytes_per_token:,} bytes of KV cache per token
 step        {prompts} x {group_size} = {completions_per_step} completions
 updates     {updates_per_step} per step, each of {completions_per_update} completions \
@@ -79,6 +79,7 @@ def report_of(setup: Setup) -> dict[str, object]:
         "parameters": setup.model.parameters,
         "active_parameters": setup.model.active_parameters,
         "trainable_parameters": setup.trainable,
+        "critic_parameters": setup.critic and setup.critic.parameters,
         "kv_bytes_per_token": setup.model.kv_per_token * setup.compute_bytes,
         "gpu_peak_gib": gib(total(phases[peak])),
         "gpu_needed_gib": gib(needed[peak]),
@@ -120,6 +121,7 @@ def text_of(report: dict) -> str:
     is_mixture = report["active_parameters"] < report["parameters"]
     words = report | {
         "active": f"{report['active_parameters']:,} of a token, " if is_mixture else "",
+        "critic": f"a critic of {report['critic_parameters']:,}; " if report["critic_parameters"] else "",
         "epochs": epochs,
         "prompts": counted(report["prompts_per_step"], "prompt"),
         "sequences": counted(report["sequences_at_once_per_engine"], "sequence"),

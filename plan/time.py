@@ -199,4 +199,8 @@ def phase_seconds(setup: Setup) -> dict[str, float]:
         "sync": sync,
     }
     seconds["update" if setup.run.over_vocabulary else "logprobs"] += reference
+    if setup.critic:  # a pass for values, then updates
+        own = phase_seconds(setup.critic_setup)
+        updates = sum(own[name] for name in ("update", "host transfers", "optimizer"))
+        seconds["critic"] = pass_seconds(setup.critic_setup) + passes + setup.critic_passes * updates
     return seconds

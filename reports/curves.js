@@ -12,6 +12,7 @@ const PANELS = [
   [/^policy\/clip_frac_low$/, "Clipped tokens, ratio too small", "share"],
   [/^policy\/clip_frac_high$/, "Clipped tokens, ratio too large", "share"],
   [/^policy\/rollout_gap_mean$/, "Rollout gap", "difference of probabilities"],
+  [/^critic\/explained$/, "Explained by the critic", "share of the variance of returns"],
   [/^optim\/grad_norm$/, "Gradient norm", "before clipping"],
   [/^time\/step_s$/, "Time of a step", "seconds"],
   [/^perf\/tokens_per_s$/, "Throughput", "completion tokens per second"],

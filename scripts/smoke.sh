@@ -24,7 +24,7 @@ elif [[ $name = *_1gpu || $name = *_speedrun ]]; then
     ranks=1
 fi
 export NNODES=1 NGPU=${NGPU:-$ranks} TP=${TP:-$tp} MODEL=$folder/model DATA=$folder/data OUT_DIR
-export TEACHER=$folder/teacher # some scripts have one
+export TEACHER=$folder/teacher CRITIC=$folder/model # some scripts have one
 export EVAL_DATA=$DATA@test # some scripts evaluate on another data set than they train on
 
 # What a random model and a laptop need: short texts. Everything else is the script's.

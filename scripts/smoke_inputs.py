@@ -65,7 +65,7 @@ SETUPS = {
     "qwq32b_8xh100": Setup("math12k", (520, 8), CHATML + THINK),
     "deepseek32b_lora_8gpu": Setup("numina_tir", (1010, 0), DEEPSEEK + THINK, "<|end|>", DEEPSEEK_TOKENS),
     "qwen25vl72b_lora_8xa100": Setup("open_r1_8k", (1000, 0), QWEN_VL, special=("<|im_start|>", *VISION_TOKENS)),
-    "tulu8b_rlvr_7plus1": Setup("rlvr", (520, 0), TULU, "<|end_of_text|>", ("<|begin_of_text|>",)),
+    "tulu8b_rlvr_7plus1": Setup("rlvr", (730, 0), TULU, "<|end_of_text|>", ("<|begin_of_text|>",)),
     "qwen7b_simplerl_2x8xh100": Setup("simplerl", (1030, 8), CHATML),
     "qwen2.5_3b_gsm8k_lora_1gpu": Setup("gsm8k", (130, 8), CHATML),
     "distill_1gpu": Setup("gsm8k", (384, 8), CHATML, has_teacher=True),

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# RLVR on Llama-3.1-Tulu-3-8B. Source: the Tulu 3 paper (arXiv 2411.15124) and Open-Instruct. Hardware: 8 GPUs of 80 GB.
-# Time: not known. Expected: GSM8K 84.3 -> 87.6, MATH 42.0 -> 43.7, IFEval 81.1 -> 82.4, the paper's, by PPO at about
-# 50,000 episodes (step 223):
+# RLVR on Llama-3.1-Tulu-3-8B, by PPO with a value model. Source: the Tulu 3 paper (arXiv 2411.15124) and Open-Instruct
+# (its tulu3.md, ppo_vllm_thread_ray_gtrl.py). Hardware: 8 GPUs of 80 GB: 7 train, 1 samples. Time: not known. Expected:
+# GSM8K 84.3 -> 87.6, MATH 42.0 -> 43.7, IFEval 81.1 -> 82.4, the paper's, at about 50,000 episodes (step 223):
 #     MODEL=runs/tulu8b_rlvr_7plus1/best bash scripts/eval_tulu8b_rlvr.sh
-# As in the source 7 GPUs train while the eighth samples for the next step. The source trains by PPO with a value model;
-# this is its batch layout and data with GRPO, 16 completions a prompt.
+# The same policy by GRPO: tulu3.1_8b_grpo_8gpu.sh.
 set -euo pipefail
 
 # Where: environment, because it differs per machine and does not change the result.
 NGPU=${NGPU:-7} # that train
 TP=${TP:-1}     # GPUs of the server: the next ones
 MODEL=${MODEL:-allenai/Llama-3.1-Tulu-3-8B-DPO}
+CRITIC=${CRITIC:-allenai/Llama-3.1-Tulu-3-8B-RM}
 DATA=${DATA:-allenai/RLVR-GSM-MATH-IF-Mixed-Constraints}
 OUT_DIR=${OUT_DIR:-runs/tulu8b_rlvr_7plus1}
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
@@ -24,20 +24,27 @@ ARGS=(
     --out_dir "$OUT_DIR"
     --prompt_column messages         # source: its data
     --answer_column ground_truth     # source: its data
-    --reward @dataset                # source: the verifier is chosen per row: gsm8k, MATH or ifeval
+    --reward @dataset:10             # source: the verifier is chosen per row: gsm8k, MATH or ifeval; 10 if correct
     --max_prompt_tokens 2048         # source: prompt and response up to 2048
     --max_completion_tokens 2048     # source: the same
-    --truncated zero                 # source: answers without an end are penalised; there by a constant below 0
-    --prompts_per_step 14            # source: 224 completions (7 x 32): 14 prompts x 16
-    --group_size 16                  # not in the source, which has 1 (PPO): our choice, that of its successor recipe
-    --prompts_per_update 14          # source: local mini batch 32, global 224: one update a step
+    --truncated -10                  # source: a completion without an end gets -10, whatever it says
+    --prompts_per_step 224           # source: 7 x 32 = 224 prompts
+    --group_size 1                   # source: a completion of each
+    --prompts_per_update 224         # source: local mini batch 32, global 224
+    --num_iterations 4               # source: num_epochs 4: four updates a step
     --total_episodes 10000000        # source: 10,000,000, an upper bound; the checkpoint used is step 223
-    --advantage grpo                 # not in the source (PPO): our choice, its successor recipe
-    --kl_coef 0.01                   # not in the source: our choice, its successor recipe
-    --kl_estimator k3                # not in the source: our choice, its successor recipe
-    --learning_rate 5e-7             # not in the source: our choice, its successor recipe
-    --lr_schedule constant           # not in the source: our choice, its successor recipe
-    --max_grad_norm 1.0              # not in the source: our choice
+    --critic "$CRITIC:lam=0.95,critic_lam=0.95,clip=0.2" # source: the reward model; lambda 0.95 for both; cliprange 0.2
+    --policy_loss clip               # source: PPO
+    --clip_low 0.2                   # source: cliprange 0.2
+    --clip_high 0.2                  # source: the same
+    --kl_coef 0.05                   # source: beta 0.05
+    --kl_estimator k1                # source: log-prob - reference log-prob
+    --kl_in reward                   # source: in the reward of each token
+    --rollout_correction none        # source: none
+    --learning_rate 3e-7             # source: 3e-7, of the value model, too
+    --lr_schedule linear             # source: linear, over 10,000,000 episodes, without warm-up
+    --weight_decay 0.01              # source: AdamW's default
+    --max_grad_norm 1.0              # source: 1.0
     --temperature 1.0                # source: T 1.0
     --engine server                  # source: 7 GPUs train, 1 generates
     --generation_gpus "${GPUS[@]}"   # source: the same
@@ -47,7 +54,7 @@ ARGS=(
     --save_every 20                  # not in the source: our choice
     --keep_checkpoints 3             # not in the source: our choice
     --keep_best "eval/$(basename "$DATA")_train[:500]/avg@1" # source: the best intermediate one by validation
-    --dtype bfloat16                 # not in the source: our choice
+    --dtype bfloat16                 # source: bf16
     --tensor_parallel_size "$TP"
     --micro_batch_tokens 16384       # not in the source: our choice
     --gpu_memory_utilization 0.9     # not in the source: our choice

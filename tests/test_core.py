@@ -82,6 +82,7 @@ def test_train_grpo_trains_without_extras_plan_and_reports(whole, tree, tmp_path
     ("--partial_rollouts --rollout_correction none", "extras/samplers"), ("--drop_solved 0.9", "extras/samplers"),
     ("--tools docs/environments/calculator.py:calculator", "extras/turns"), ("--template_args a=b", "extras/sources"),
     ("--engine server --generation_gpus 0", "extras/servers"), ("--dry_run", "plan"),
+    ("--critic policy", "extras/critic"),
 ])  # fmt: skip
 def test_a_flag_that_needs_a_part_says_which_folder_is_missing(flags, folder, tree, tmp_path):
     done = run_copy(tree, "train_grpo.py", *FLAGS, "--out_dir", str(tmp_path / "run"), *flags.split())

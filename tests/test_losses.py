@@ -248,3 +248,16 @@ def test_rlsd_weighs_a_token_by_the_evidence_of_its_teacher():
         evidence = math.exp(math.copysign(1.0, case.a[t]) * (case.sampler[t] - case.old[t]).item())
         values[t] = (0.5 + 0.5 * min(max(evidence, 0.8), 1.2)) * naive_clip(case, t)
     assert_trained(loss.per_token, values)
+
+
+def test_double_sided_importance_sampling_has_no_loss_outside_its_bounds():
+    """Whatever the sign of A: a clip would keep half of these."""
+    case, expected = make_case(), {}
+    loss, gradient = loss_of(case, "dis", clip_low=0.3, clip_high=0.5)
+    for t in TOKENS:
+        ratio = math.exp(case.new[t] - case.old[t])
+        expected[t] = -case.a[t].item() * ratio if 0.7 <= ratio <= 1.5 else 0.0
+    assert_trained(loss.per_token, expected)
+    assert_trained(gradient, expected)
+    assert 0 < list(expected.values()).count(0.0) < len(TOKENS)
+    assert {t for t in TOKENS if (loss.is_low | loss.is_high)[t]} == {t for t in TOKENS if expected[t] == 0.0}

@@ -88,7 +88,7 @@ def test_the_flags_of_a_method_go_together_and_train(name, policy, qwen3_policy,
     given = f"{required} {PAPERS[name]['flags']} {PAPERS[name].get('batch', '')}"
     args = parse_flags(given.split())
     check_flags(args, num_ranks=1)
-    assert "algorithm: --advantage" in describe_algorithm(args)
+    assert f"algorithm: --{'critic' if args.critic else 'advantage'} " in describe_algorithm(args)
     tiny, model = parse_flags(f"{given} {TINY}".split()), load_policy(policy)
     reference = load_policy(qwen3_policy) if tiny.reference else None
     for row in sampled.rows:

@@ -46,13 +46,14 @@ def test_completions_are_graded_with_their_row_and_prompt():
     assert [grade.is_correct for grade in grades] == [True, False, False, True]
 
 
-@pytest.mark.parametrize("truncated", ["score", "mask", "zero"])
+@pytest.mark.parametrize("truncated", ["score", "mask", "zero", "-10"])
 def test_truncated_completions_are_graded_as_the_flag_says(truncated):
     grader = Grader(Grading("exact", truncated=truncated), num_workers=1)
     cut, whole = graded(grader, [Case("\\boxed{4}", "4", is_truncated=is_truncated) for is_truncated in (True, False)])
     grader.close()
     assert whole.reward == 1.0 and not cut.is_failed
-    assert cut == (Grade(0.0, "truncated", {"exact": 0.0}) if truncated == "zero" else whole)
+    ungraded = {"zero": Grade(0.0, "truncated", {"exact": 0.0}), "-10": Grade(-10.0, "truncated", {"exact": 0.0})}
+    assert cut == ungraded.get(truncated, whole)
 
 
 SHARES = """def score(completions, num_tokens):

@@ -137,7 +137,9 @@ def test_a_task_of_sciknoweval_has_its_data_and_its_reward():
 
 
 EVALUATIONS = sorted(path.stem for path in (ROOT / "scripts").glob("eval_*.sh"))
-JOB_SCRIPTS = ("tiny_cpu", "tiny_turns_cpu", "tiny_distill_cpu", "tiny_sdpo_cpu", "smollm2_cpu", "smoke")
+JOB_SCRIPTS = (
+    "tiny_cpu", "tiny_turns_cpu", "tiny_ppo_cpu", "tiny_distill_cpu", "tiny_sdpo_cpu", "smollm2_cpu", "smoke",
+)  # fmt: skip
 TELLS = '() { printf "%s\\0" "$@"; printf "\\1"; }'  # in place of python
 
 

@@ -32,6 +32,7 @@ NAMES: dict[str, dict[str, str]] = {  # flag -> name -> module:function
         "kl_cov": "extras.losses.cov:kl_cov",
         "fipo": "extras.losses.fipo:fipo",
         "rlsd": "extras.losses.rlsd:rlsd",
+        "dis": "extras.losses.dis:dis",
         "a_star_po": "extras.losses.a_star_po:a_star_po",
     },
     "--kl_estimator": {"k3+": "extras.losses.k3_plus:k3_plus"},

@@ -58,6 +58,15 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says; t
     (1, "--replay nowhere", "nowhere has no config.json; name the folder"),
     (1, "--train_data a b a", "--train_data names a more than once; name it once"),
     (1, "--engine server --server_urls http://h:1 http://h:1/", "--server_urls names http://h:1 more than once"),
+    (1, "--truncated none", "--truncated none: use score, zero, mask, or a number"),
+    (
+        1,
+        "--critic policy:lambda=1",
+        "--critic policy:lambda=1: lambda=1 is not from 0 to inf, or not known .lam, alpha",
+    ),
+    (1, "--critic policy:lam=1.5", "lam=1.5 is not from 0 to 1"),
+    (1, "--critic policy:passes=1.5", "passes=1.5 is not from 0 to inf"),
+    (1, "--critic policy:rate=1e-5 --learning_rate 0", "its rate follows the schedule of --learning_rate 0"),
 ]
 
 
@@ -84,10 +93,14 @@ def test_contradictory_flags_are_named_with_a_way_out(num_ranks, given, words):
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
 
 
+def test_a_critic_needs_no_group():
+    check("--critic policy:lam=1,rate=1e-5 --group_size 1 --truncated -10 --engine server --server_urls http://h:1", 1)
+
+
 def another(flag: Flag) -> object:
     """A value in its range that is not the default."""
     low, high = flag.within or (0, 2)
-    values = [True] if flag.default is False else [flag.type(each) for each in flag.choices or ("1", "2")]
+    values = [True] if flag.default is False else [flag.type(each) for each in flag.choices or ("1", "2", "0")]
     values += [0.5] * (flag.type is float)
     value = next(x for x in values if x != flag.default and (isinstance(x, str) or low <= x <= high))
     return [value] if flag.is_list else value

@@ -331,6 +331,30 @@ def test_a_teacher_of_another_size_has_its_own_bytes_and_time():
     assert over["gpu_gib"]["update"]["teacher"] == pytest.approx(table / GIB, abs=0.01)
 
 
+def test_a_critic_has_its_own_bytes_and_time():
+    """8B without its head: 16 bytes for each of 7.5 B parameters over 7 GPUs are 16 GiB; in bf16 10."""
+    tulu = COMMON | {"model": "allenai/Llama-3.1-Tulu-3-8B-DPO", "total_steps": 10, "prompts_per_step": 28}
+    tulu |= {"prompts_per_update": 28, "plan_gpus": 7, "micro_batch_tokens": 8192}
+    critic = {"critic": "allenai/Llama-3.1-Tulu-3-8B-RM"}
+    own, two, bf16, host = (
+        report_of(setup(tulu, **changes))
+        for changes in (
+            {},
+            critic | {"critic": "policy:passes=2"},
+            critic | {"param_dtype": "bfloat16"},
+            critic | {"offload": "all"},
+        )
+    )
+    count = two["critic_parameters"]
+    assert count == 8_030_326_784 - 128_264 * 4096 + 4096 and own["critic_parameters"] is None
+    for report, kept in ((two, 12), (bf16, 8)):  # gradients, 4 and 2 bytes more, are there in its own update alone
+        found = report["gpu_gib"]["update"]["critic"] + report["gpu_gib"]["update"]["critic's optimizer"]
+        assert found == pytest.approx(kept * count / 7 / GIB, abs=0.02)
+    assert "critic" in host["host_gib"]["run"] and "critic" not in host["gpu_gib"]["update"]
+    assert two["checkpoint_gib"] - own["checkpoint_gib"] == pytest.approx(14 * count / GIB, abs=0.02)
+    assert two["seconds"]["critic"] > 2 * 0.9 * own["seconds"]["update"] and "critic" not in own["seconds"]
+
+
 def test_a_reference_that_moves_is_counted_in_checkpoints_and_a_mean_in_fp32():
     """With bf16 masters the table of a mean is the largest tensor that is loaded."""
     bf16 = QWQ | {"param_dtype": "bfloat16", "offload": "optimizer"}

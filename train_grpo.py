@@ -99,7 +99,8 @@ def build_engine(args: Namespace, inputs: Inputs, run: Run) -> Engine:
 
         set_allocator(is_expandable=True)  # as beside an engine
         return NoEngine()
-    from rollout import Engine  # vLLM takes seconds to import: mistakes are reported before
+    from engine.host_time import shorten  # vLLM takes seconds to import: mistakes are reported before
+    from rollout import Engine
 
     prompts, num_engines = args.prompts_per_step, run.world.num_engines
     if args.partial_rollouts:
@@ -109,6 +110,7 @@ def build_engine(args: Namespace, inputs: Inputs, run: Run) -> Engine:
     demand = inputs.engine_demand(num_engines, (prompts, args.group_size))
     play = inputs.turns.play if inputs.turns else None  # who says what comes after a completion; None: nobody
     engine = Engine(args.model, inputs.tokenizer, run.world, engine_settings(args), demand, play)
+    shorten(engine.llm)
     engine.sleep()  # until the first sync: what that gathers and the engine's cache are never held together
     return engine
 

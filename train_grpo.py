@@ -32,6 +32,7 @@ from gate.checks import free_on_resume, ranks_per_engine
 from gate.describe import describe_algorithm, describe_data, describe_plan, describe_policy, describe_world
 from gate.digests import digests_of_files, digests_of_inputs
 from gate.inputs import Inputs, check_replayed
+from gate.machine import head_growth
 from gate.models import length_limits
 from gate.own import guarded
 from metrics import merge_updates
@@ -66,7 +67,7 @@ def load_models(
     args: Namespace, plan: Plan, inputs: Inputs, run: Run
 ) -> tuple[Policy, Policy | None, Optimizer, Engine | ServerEngine]:
     """The policy, the reference (None without a KL term), the policy's optimizer, and the engine."""
-    memory, lora = Memory.from_flags(args), Lora.from_flags(args)
+    memory = Memory.from_flags(args, head_growth=head_growth(args, run.world))
     try:
         with run.observed("load"):
             # First, so that a wrong key or model of a server ends the run before weights are loaded.
@@ -74,9 +75,11 @@ def load_models(
             if args.engine == "server" and not args.replay:
                 from extras.servers.engine import build_servers, describe_weights
 
-                given = engine_settings(args), Servers.from_flags(args)
-                servers = build_servers(args.model, *given, inputs.tokenizer, inputs.turns, run, run.step)
-            policy, reference, optimizer = build_policy(args.model, memory, lora, plan, run.world)
+                settings = engine_settings(args)
+                servers = build_servers(
+                    args.model, settings, Servers.from_flags(args), inputs.tokenizer, inputs.turns, run, run.step
+                )
+            policy, reference, optimizer = build_policy(args.model, memory, Lora.from_flags(args), plan, run.world)
             engine = servers or build_engine(args, inputs, run)
             if servers:
                 servers.weights = describe_weights(policy)
@@ -108,7 +111,7 @@ def build_engine(args: Namespace, inputs: Inputs, run: Run) -> Engine:
 
         prompts = num_unfinished_prompts(prompts, num_engines)
     demand = inputs.engine_demand(num_engines, (prompts, args.group_size))
-    play = inputs.turns.play if inputs.turns else None  # who says what comes after a completion; None: nobody
+    play = inputs.turns and inputs.turns.play  # who says what comes after a completion; None: nobody
     engine = Engine(args.model, inputs.tokenizer, run.world, engine_settings(args), demand, play)
     shorten(engine.llm)
     engine.sleep()  # until the first sync: what that gathers and the engine's cache are never held together
@@ -123,9 +126,10 @@ def build_sampler(
     if args.partial_rollouts:
         make_sampler = part("extras.samplers.partial", "--partial_rollouts").PartialSampler
     if args.replay:
-        folder = run_and_step(args.replay)[0]
-        make_sampler = partial(part("extras.samplers.replay", "--replay").ReplaySampler, folder=folder)
-    add_hints = inputs.hints.add if inputs.hints else None
+        make_sampler = partial(
+            part("extras.samplers.replay", "--replay").ReplaySampler, folder=run_and_step(args.replay)[0]
+        )
+    add_hints = inputs.hints and inputs.hints.add
     return make_sampler(engine, inputs.grader, data, plan, sampling, run, add_hints)
 
 
@@ -221,8 +225,9 @@ def main(args: Namespace) -> None:
     saved_step, saved = starting_point(args, run, last_step)
     run.step = saved_step
     logged = run.logged([saved_step]).get(saved_step, {})
-    held_out = {"sets": inputs.eval_sets, "samplings": inputs.eval_samplings, "grader": inputs.grader}
-    evaluator = Evaluator.from_flags(args, **held_out, folder=out_dir / "eval")
+    evaluator = Evaluator.from_flags(
+        args, sets=inputs.eval_sets, samplings=inputs.eval_samplings, grader=inputs.grader, folder=out_dir / "eval"
+    )
     must_evaluate = evaluator.is_missing(saved_step, saved_step == last_step, logged)
     # The line of a step whose evaluation is missing comes again, below.
     run.recall(saved_step - 1 if must_evaluate else saved_step)

@@ -19,7 +19,7 @@ import torch
 from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
-from fsdp_utils import is_main_process
+from fsdp_utils import World, gather_from_ranks, is_main_process
 from runtime.parts import part
 from runtime.rank import launched_world_size, local_world_size
 from runtime.start import check_divides
@@ -146,6 +146,18 @@ def memory_limit() -> int:
             with suppress(OSError, ValueError):  # there is none here, or it says "max"
                 limits.append(int((folder / name).read_text("utf-8")))
     return min(limits)
+
+
+def head_growth(args: Namespace, world: World) -> int:
+    """The size of a chunk of logits over the least, by the dry run for the smallest GPU: one for all ranks, all phases
+    and the continued run. All ranks call it. 1 on CPU, for a model that it does not know, and without plan/.
+    """
+    if world.device.type != "cuda":
+        return 1
+    size = min(gather_from_ranks(torch.cuda.get_device_properties(world.device).total_memory))
+    with suppress(ValueError):
+        return part("plan.dry_run", "the head's chunks").head_growth(args, size)
+    return 1
 
 
 def usable_gpus() -> int:

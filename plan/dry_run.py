@@ -11,6 +11,7 @@ import difflib
 import json
 import math
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
@@ -24,7 +25,7 @@ from gate.inputs import check_template, read_system_prompt, samplings_of
 from gate.models import check_trained, checked_config, length_limits
 from grading.score import parse_reward
 from model.weights import load_tokenizer
-from plan.memory import checkpoint_bytes, host_phases, total
+from plan.memory import checkpoint_bytes, host_phases, total, with_grown_head
 from plan.setup import GIB, Hardware, RunShape, Setup, shape_of
 from plan.table import report_of, text_of
 from runtime.cards import gpu_figures
@@ -59,6 +60,13 @@ def needs_of_launch(args: argparse.Namespace) -> dict[str, object]:
         "host": max(map(total, host_phases(setup).values())),
         "checkpoints": (checkpoint_bytes(setup), setup.run.num_checkpoints),
     }
+
+
+def head_growth(args: argparse.Namespace, gpu_bytes: float) -> int:
+    """The size of a chunk of logits over the least, for these flags on such GPUs. Raises ValueError as `setup_of`."""
+    setup = setup_of(args, config_of(args.model))
+    hardware = replace(setup.hardware, gpu_bytes=gpu_bytes)
+    return with_grown_head(replace(setup, hardware=hardware)).memory.head_growth
 
 
 def config_of(model: str) -> PretrainedConfig:

@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from bench_common import GIB, PROGRAM_SECONDS, apart, seconds_of
-from bench_gpu import LADDER, Size, head_growth, heads, rung
+from bench_gpu import LADDER, Size, heads, rung
 from command_line import parse_flags
 from compare_weights import Comparison
 from data import PromptData
@@ -51,7 +51,7 @@ from gate.machine import INSTALLED, check_compiler, check_device, check_shared_m
 from model.attention import make_layout, packed_attention
 from model.layout import Segment
 from plan.dry_run import config_of, setup_of
-from plan.memory import CONTEXT, ENGINE_ASLEEP, gpu_phases, needed
+from plan.memory import CONTEXT, ENGINE_ASLEEP, gpu_phases, needed, with_grown_head
 from policy import build_policy
 from runtime.history import read_metrics
 from schedule import make_plan
@@ -244,9 +244,8 @@ def planned(out_dir: Path, gpu_bytes: float) -> dict[str, float]:
     """Phase of the loop -> GiB that the dry run says of this run on one such GPU."""
     args = argparse.Namespace(**json.loads((out_dir / "config.json").read_text("utf-8")) | {"plan_gpus": 1})
     setup = setup_of(args, config_of(args.model))
-    phases = gpu_phases(replace(setup, hardware=replace(setup.hardware, gpu_bytes=gpu_bytes)))
+    phases = gpu_phases(with_grown_head(replace(setup, hardware=replace(setup.hardware, gpu_bytes=gpu_bytes))))
     most = {phase: max(needed(phases[name]) for name in PLANNED[phase] if name in phases) for phase in PLANNED}
-    most["update"] += head_growth(setup)
     return {phase: size / GIB for phase, size in most.items()}
 
 
@@ -296,7 +295,7 @@ def check_rung(name: str, first: list[dict[str, object]], place: Place) -> Itera
     figure = f"MFU {found['MFU']:.1%}, {found['tokens/s']:,.0f} tokens/s; {found['first s']:.0f} s the first time"
     advice = "Published trainers reach 14% to 26%. docs/symptoms.md says which flags help."
     yield Line(f"update, {name}", figure, f"{found['planned MFU']:.1%}; 45% is the goal", found["MFU"] >= 0.15, advice)
-    used, most = found["GiB"], found["planned GiB"] + found["free, for the head"]
+    used, most = found["GiB"], found["planned GiB"]
     advice = f"The dry run is wrong by {used / most - 1:+.0%}: please report it."
     yield Line(f"update, {name}: memory of tensors", f"{used:.2f} GiB", f"at most {most:.2f}", used <= most, advice)
     by = abs(found["grad norm"] / first[0]["grad norm"] - 1)

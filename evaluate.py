@@ -141,7 +141,8 @@ def main() -> None:
     except (ValueError, OSError, RuntimeError) as error:
         exit_with_error(error)
 
-    from rollout import Engine  # vLLM takes seconds to import: errors come first
+    from engine.host_time import shorten  # vLLM takes seconds to import: errors come first
+    from rollout import Engine
 
     longest = args.max_prompt_tokens + max(args.max_completion_tokens)
     settings = EngineSettings.from_flags(args, max_model_len=longest, load_format="auto")
@@ -150,6 +151,7 @@ def main() -> None:
     try:
         with memory.phase("engine"):
             engine = Engine(args.model, inputs.tokenizer, world, settings, demand, play)
+            shorten(engine.llm)
     except ValueError as error:
         exit_with_error(error)
     for i, (data, sampling) in enumerate(zip(inputs.eval_sets, inputs.eval_samplings, strict=True)):

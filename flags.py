@@ -428,6 +428,7 @@ class Lora(Settings):  # which adapters are trained; rank 0: none, but all weigh
 class Memory(Settings):  # precision, and what is kept where
     dtype: str = "bfloat16"  # as on a GPU
     head_dtype: str | None  # the logits'; None: `dtype`
+    head_growth: int = 1  # the size of a chunk of logits, over the least: train_grpo.py has the dry run decide
     param_dtype: str
     offload: str
     offload_reference: bool

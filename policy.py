@@ -41,6 +41,7 @@ class Policy(nn.Module):
     # For `fsdp_utils.shard`: these, too, need gathered parameters.
     forward_methods = ("hidden_states",)
     head_dtype: torch.dtype | None = None  # the logits'; None: as the head's weights
+    head_growth = 1  # the size of a chunk of logits, over the least (`HeadSettings`)
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> None:
         """`dtype`: of the arithmetic, the engine and the exported weights. The parameters may have another."""
@@ -84,7 +85,7 @@ class Policy(nn.Module):
             distilled_logprobs = part("extras.teacher.head", "--kl_over vocabulary").distilled_logprobs
             scores = distilled_logprobs(hidden_KD, head.weight, labels_K, settings, teacher)
         else:
-            scores = chunked_logprobs(hidden_KD, head, labels_K, temperature, self.head_dtype)
+            scores = chunked_logprobs(hidden_KD, head, labels_K, temperature, self.head_dtype, self.head_growth)
         # Back to all positions, so that whatever adds up over them needs one kind of index.
         zeros_N = torch.zeros(len(batch.labels_N), device=trained_K.device)
 
@@ -159,7 +160,6 @@ def build_policy(
     # Masters in --param_dtype keep updates that --dtype would lose; a frozen base needs none.
     param_dtype = dtype if lora.lora_rank else getattr(torch, memory.param_dtype)
     policy = empty_policy(path, param_dtype, dtype, memory.gradient_checkpointing)
-    policy.head_dtype = getattr(torch, memory.head_dtype or memory.dtype)
     if lora.lora_rank:
         policy.adapter = part("extras.models.lora", "--lora_rank").add_adapter(policy.model, lora, plan.seed, path)
     shard_and_fill(policy, path, world, memory.offload == "all", memory.communicate_once)
@@ -168,11 +168,11 @@ def build_policy(
         # It is never trained: no masters, and no recomputation in a backward pass.
         own_dtype = dtype if followed.reference_mixup == 1 else torch.float32
         reference = empty_policy(followed.path, own_dtype, dtype).requires_grad_(False)
-        reference.head_dtype = policy.head_dtype
         shard_and_fill(reference, followed.path, world, memory.offload_reference)
         policy.moving_references = [reference] if followed.reference_every else []
-    if memory.compile:
-        for model in {policy, reference} - {None}:  # with LoRA they may be one
+    for model in {policy, reference} - {None}:  # with LoRA they may be one
+        model.head_dtype, model.head_growth = getattr(torch, memory.head_dtype or memory.dtype), memory.head_growth
+        if memory.compile:
             part("extras.models.compiled", "--compile").compile_layers(model.layers)
     trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
     # Last: the weights are loaded before its state takes memory.

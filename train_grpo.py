@@ -33,6 +33,7 @@ from gate.checks import free_on_resume, ranks_per_engine
 from gate.describe import describe_algorithm, describe_data, describe_plan, describe_policy, describe_world
 from gate.digests import digests_of_files, digests_of_inputs
 from gate.inputs import Inputs, check_replayed
+from gate.machine import head_growth
 from gate.models import length_limits
 from gate.own import guarded
 from metrics import merge_updates
@@ -73,7 +74,8 @@ def load_models(
 
     The learner has the verbs of `update.py` that a critic changes: it is that module, or a `Critic`.
     """
-    memory, lora, learner = Memory.from_flags(args), Lora.from_flags(args), without_critic
+    memory = Memory.from_flags(args, head_growth=head_growth(args, run.world))
+    learner = without_critic
     try:
         with run.observed("load"):
             # First, so that a wrong key or model of a server ends the run before weights are loaded.
@@ -83,7 +85,7 @@ def load_models(
 
                 given = engine_settings(args), Servers.from_flags(args)
                 servers = build_servers(args.model, *given, inputs.tokenizer, inputs.turns, run, run.step)
-            policy, reference, optimizer = build_policy(args.model, memory, lora, plan, run.world)
+            policy, reference, optimizer = build_policy(args.model, memory, Lora.from_flags(args), plan, run.world)
             if args.critic:
                 make_critic = part("extras.critic.critic", "--critic").Critic
                 learner = make_critic(args.critic, args.model, memory, plan.adamw, run.world)
@@ -110,7 +112,8 @@ def build_engine(args: Namespace, inputs: Inputs, run: Run) -> Engine:
 
         set_allocator(is_expandable=True)  # as beside an engine
         return NoEngine()
-    from rollout import Engine  # vLLM takes seconds to import: mistakes are reported before
+    from engine.host_time import shorten  # vLLM takes seconds to import: mistakes are reported before
+    from rollout import Engine
 
     prompts, num_engines = args.prompts_per_step, run.world.num_engines
     if args.partial_rollouts:
@@ -118,8 +121,9 @@ def build_engine(args: Namespace, inputs: Inputs, run: Run) -> Engine:
 
         prompts = num_unfinished_prompts(prompts, num_engines)
     demand = inputs.engine_demand(num_engines, (prompts, args.group_size))
-    play = inputs.turns.play if inputs.turns else None  # who says what comes after a completion; None: nobody
+    play = inputs.turns and inputs.turns.play  # who says what comes after a completion; None: nobody
     engine = Engine(args.model, inputs.tokenizer, run.world, engine_settings(args), demand, play)
+    shorten(engine.llm)
     engine.sleep()  # until the first sync: what that gathers and the engine's cache are never held together
     return engine
 
@@ -132,9 +136,10 @@ def build_sampler(
     if args.partial_rollouts:
         make_sampler = part("extras.samplers.partial", "--partial_rollouts").PartialSampler
     if args.replay:
-        folder = run_and_step(args.replay)[0]
-        make_sampler = partial(part("extras.samplers.replay", "--replay").ReplaySampler, folder=folder)
-    add_hints = inputs.hints.add if inputs.hints else None
+        make_sampler = partial(
+            part("extras.samplers.replay", "--replay").ReplaySampler, folder=run_and_step(args.replay)[0]
+        )
+    add_hints = inputs.hints and inputs.hints.add
     return make_sampler(engine, inputs.grader, data, plan, sampling, run, add_hints)
 
 
@@ -230,8 +235,9 @@ def main(args: Namespace) -> None:
     saved_step, saved = starting_point(args, run, last_step)
     run.step = saved_step
     logged = run.logged([saved_step]).get(saved_step, {})
-    held_out = {"sets": inputs.eval_sets, "samplings": inputs.eval_samplings, "grader": inputs.grader}
-    evaluator = Evaluator.from_flags(args, **held_out, folder=out_dir / "eval")
+    evaluator = Evaluator.from_flags(
+        args, sets=inputs.eval_sets, samplings=inputs.eval_samplings, grader=inputs.grader, folder=out_dir / "eval"
+    )
     must_evaluate = evaluator.is_missing(saved_step, saved_step == last_step, logged)
     # If that step's evaluation is missing, its line is logged again below.
     run.recall(saved_step - 1 if must_evaluate else saved_step)

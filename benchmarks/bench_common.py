@@ -129,8 +129,9 @@ def make_rollout(lengths: list[int], vocab: int, prompt_tokens: int = 16, group_
 class Trainer:
     """What a run with these flags trains, and its update of a whole rollout, as in the loop of `train_grpo.py`."""
 
-    def __init__(self, args: argparse.Namespace, world: World) -> None:
-        self.world, self.memory, self.plan = world, Memory.from_flags(args), make_plan(args, args.prompts_per_step)
+    def __init__(self, args: argparse.Namespace, world: World, head_growth: int = 1) -> None:
+        self.world, self.plan = world, make_plan(args, args.prompts_per_step)
+        self.memory = Memory.from_flags(args, head_growth=head_growth)
         self.algorithm = replace(algorithm_of(args), group_size=1)  # the advantage is the reward: groups do not matter
         given = self.memory, Lora.from_flags(args), self.plan
         self.policy, self.reference, self.optimizer = build_policy(args.model, *given, world)

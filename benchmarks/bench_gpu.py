@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -44,7 +45,7 @@ from gate.machine import check_device
 from model import head, sizes
 from model.optimizer import parameters_of
 from plan.dry_run import config_of, setup_of
-from plan.memory import ENGINE, gpu_phases, without
+from plan.memory import ENGINE, gpu_phases, with_grown_head, without
 from plan.setup import Setup
 from plan.time import phase_seconds
 from runtime.cards import GPUS
@@ -120,9 +121,13 @@ def make_trainer(size: Size, flags: str, world: World) -> tuple[Trainer, Update,
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(policy_module, "fill", fill_with_random):
         config.save_pretrained(folder)
         args = flags_of(folder, *words.split())
-        trainer = Trainer(args, world)
+        setup = setup_of(args, config)
+        if world.device.type == "cuda":
+            size = torch.cuda.get_device_properties(world.device).total_memory
+            setup = with_grown_head(replace(setup, hardware=replace(setup.hardware, gpu_bytes=size)))
+        trainer = Trainer(args, world, setup.memory.head_growth)
     update = trainer.prepare(make_rollout([completion] * count, config.get_text_config().vocab_size, prompt))
-    return trainer, update, setup_of(args, config)
+    return trainer, update, setup
 
 
 def rung(size: Size, name: str, flags: str) -> Row:
@@ -147,16 +152,9 @@ def rung(size: Size, name: str, flags: str) -> Row:
         "planned MFU": useful / sum(planned[part] for part in ("update", "optimizer", "host transfers")),
         "GiB": torch.cuda.max_memory_allocated() / GIB if is_cuda else None,
         "planned GiB": max(sum(each.values()) for each in parts) / GIB,
-        "free, for the head": head_growth(setup) / GIB,
+        "head growth": setup.memory.head_growth,
         "reserved GiB": torch.cuda.max_memory_reserved() / GIB if is_cuda else None,
     }  # fmt: skip
-
-
-def head_growth(setup: Setup) -> float:
-    """Bytes that the head takes beyond those that the dry run says it needs, where so much is free."""
-    itemsize = setup.logit_bytes + (setup.compute_bytes if setup.logit_bytes > setup.compute_bytes else 0)
-    wanted = setup.memory.micro_batch_tokens * setup.model.vocab
-    return itemsize * max(min(wanted, sizes.HEAD_GROWTH * sizes.HEAD_CHUNK_LOGITS) - sizes.HEAD_CHUNK_LOGITS, 0)
 
 
 def profile(size: Size, name: str, flags: str) -> Row:
@@ -242,7 +240,7 @@ def heads(size: Size) -> list[Row]:
     wanted = hidden.grad.float()
     for chunk in (1024, 2048, 4096, 8192):
         logits = chunk * config.vocab_size
-        with mock.patch.object(head, "logits_at_once", lambda *_, logits=logits: logits):
+        with mock.patch.object(sizes, "HEAD_CHUNK_LOGITS", logits):
             row: Row = {"head": f"chunks of {chunk:,} tokens", "s": seconds_of(passes)}
         rows.append(row | {"off by": ((hidden.grad.float() - wanted).norm() / wanted.norm()).item()})
     return rows

@@ -28,7 +28,7 @@ from fsdp_utils import World, is_main_process
 from gate.checks import LOOPBACK, ranks_per_engine
 from gate.describe import describe_template
 from gate.keys import check_groups, check_keys, without_markers
-from gate.machine import check_launch
+from gate.machine import check_launch, check_room
 from gate.models import check_model, check_trained, checked_config, length_limits
 from model.weights import load_config, load_tokenizer
 from reward import Grader, workers_per_engine
@@ -77,6 +77,8 @@ class Inputs:
             check_reference(args, args.reference)
         if args.critic:
             check_critic(args)
+        if args.train_data:
+            check_room(args)
         prompt_format = PromptFormat.from_flags(args, system_prompt=read_system_prompt(args.system_prompt))
         tokenizer, vision = load_reader(args.model, config, prompt_format)
         check_template(prompt_format, tokenizer)

@@ -2,8 +2,8 @@
 
 The head runs in chunks of tokens that are computed again in the backward pass: the logits of 16,384
 tokens and a vocabulary of 152,064 would take 4.6 GiB in bf16. Peak memory is one chunk's logits,
-whatever the number of tokens T: their gradient takes their place. On CUDA a chunk has up to
-`sizes.HEAD_GROWTH` times as many where memory is free: fewer are computed again.
+whatever the number of tokens T: their gradient takes their place. A run on CUDA may decide, once,
+that a chunk has up to `sizes.HEAD_GROWTH` times as many: then fewer are computed again.
 
 Two functions work row by row in fp32: `score` and `replace_by_gradient`. On CUDA torch.compile
 makes a kernel of each, which reads the logits and writes their gradient, and nothing of that size
@@ -33,7 +33,6 @@ from torch.nn import functional as F
 from model import sizes
 
 FUSED_ON = {"cuda"}  # kinds of devices on which torch.compile makes the kernels
-HEAD_SHARE = 0.8  # of the free memory, for the logits of a chunk: what is free lies in pieces
 EAGER_PIECES = 8  # pieces of a chunk in eager mode: each number takes about 20 bytes for a moment
 
 
@@ -58,14 +57,20 @@ class HeadSettings(NamedTuple):
 
     temperature: float
     dtype: torch.dtype  # of the logits
+    growth: int = 1  # of a chunk, times `sizes.HEAD_CHUNK_LOGITS`; last bits of the weight's gradient depend on it
 
 
 def chunked_logprobs(
-    hidden: Tensor, head: nn.Linear, labels: Tensor, temperature: float, head_dtype: torch.dtype | None = None
+    hidden: Tensor,
+    head: nn.Linear,
+    labels: Tensor,
+    temperature: float,
+    head_dtype: torch.dtype | None = None,
+    growth: int = 1,
 ) -> TokenScores:
     """The scores of the labels, one per row of `hidden` [T, D]. `head_dtype`: None: as the head's weight."""
     assert head.bias is None, "no supported model has a head with a bias"
-    settings = HeadSettings(temperature, head_dtype or head.weight.dtype)
+    settings = HeadSettings(temperature, head_dtype or head.weight.dtype, growth)
     return TokenScores(*_HeadLogprobs.apply(hidden, head.weight, labels, settings))
 
 
@@ -88,8 +93,7 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx.settings = settings
         outputs = [hidden.new_empty(len(labels), dtype=torch.float32) for _ in range(2)]
         ctx.last_chunk = None
-        ctx.most = logits_at_once(len(labels), weight, settings.dtype)
-        for rows in chunks(len(labels), len(weight), ctx.most):
+        for rows in chunks(len(labels), len(weight), settings.growth * sizes.HEAD_CHUNK_LOGITS):
             ctx.last_chunk = None  # before the next one is made
             ctx.last_chunk = logits = chunk_logits(hidden[rows], weight, settings.dtype)
             for output, values in zip(outputs, by_rows(score, settings, logits, labels[rows]), strict=True):
@@ -108,7 +112,7 @@ class _HeadLogprobs(torch.autograd.Function):
         gradients = [grad_logprobs] if grad_entropies is None else [grad_logprobs, grad_entropies]
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for rows in reversed(chunks(len(labels), len(weight), ctx.most)):
+        for rows in reversed(chunks(len(labels), len(weight), settings.growth * sizes.HEAD_CHUNK_LOGITS)):
             logits, ctx.last_chunk = ctx.last_chunk, None
             if logits is None:
                 logits = chunk_logits(hidden[rows], weight, settings.dtype)
@@ -122,27 +126,6 @@ class _HeadLogprobs(torch.autograd.Function):
                 grad_weight.addmm_(grad.t(), hidden[rows])
             del grad
         return grad_hidden, grad_weight, None, None
-
-
-def logits_at_once(count: int, weight: Tensor, head_dtype: torch.dtype) -> int:
-    """How many logits a chunk may have, for so many tokens: `HEAD_CHUNK_LOGITS`, or on CUDA 2, 4 or 8 times that.
-
-    A rank decides for itself, as nothing is communicated here; the last bits of the weight's gradient depend on it.
-    """
-    most = sizes.HEAD_CHUNK_LOGITS
-    if weight.device.type != "cuda":
-        return most
-    # What the allocator holds. vLLM unmaps what torch still counts as reserved, so its peak is a bound, too.
-    held = min(torch.cuda.memory_reserved(weight.device), torch.cuda.max_memory_allocated(weight.device))
-    room = torch.cuda.mem_get_info(weight.device)[0] + held - torch.cuda.memory_allocated(weight.device)
-    room -= weight.nbytes  # its gradient comes
-    itemsize = head_dtype.itemsize
-    if head_dtype != weight.dtype:
-        itemsize += weight.itemsize  # of the cast of the gradient
-    largest = min(sizes.HEAD_GROWTH * most, HEAD_SHARE * room / itemsize)
-    while most < count * len(weight) and 2 * most <= largest:
-        most *= 2
-    return most
 
 
 def chunks(count: int, vocab: int, most: int) -> list[slice]:

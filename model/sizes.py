@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 HEAD_CHUNK_LOGITS = 1024 * 152_064  # logits made at a time: 0.6 GiB in fp32. At most two such tensors exist at once.
-HEAD_GROWTH = 8  # times as many on CUDA at most, where so much memory is free: 2.3 GiB in bf16
+HEAD_GROWTH = 8  # times as many on CUDA at most, if the dry run finds room: 2.3 GiB in bf16
 MERGED_ROWS = 1024  # rows of a matrix that are in fp32 at a time, where LoRA is merged into it
 OPTIMIZER_CHUNK = 2**23  # elements updated at a time, of about 30 bytes each: 0.25 GiB, and two chunks are in flight
 

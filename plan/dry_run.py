@@ -11,6 +11,7 @@ import difflib
 import json
 import math
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import AutoConfig, PretrainedConfig
@@ -24,6 +25,7 @@ from gate.inputs import check_template, read_system_prompt, samplings_of
 from gate.models import check_trained, checked_config, length_limits
 from grading.score import parse_reward
 from model.weights import load_tokenizer
+from plan.memory import checkpoint_bytes, host_phases, total, with_grown_head
 from plan.setup import GIB, Hardware, RunShape, Setup, critic_shape, shape_of
 from plan.table import report_of, text_of
 from runtime.cards import gpu_figures
@@ -47,6 +49,24 @@ def dry_run(args: argparse.Namespace) -> int:
     report = report_of(setup_of(args, config_of(args.model)))
     print(json.dumps(report, indent=2) if args.json else text_of(report))
     return 0 if report["fits"] else 3
+
+
+def needs_of_launch(args: argparse.Namespace) -> dict[str, object]:
+    """What these flags need of the machine that they are started on: {"host": bytes of RAM of a node, "checkpoints":
+    (bytes of one, the most that are on the disk at a time)}. Raises ValueError for a model that is not known.
+    """
+    setup = setup_of(args, config_of(args.model))
+    return {
+        "host": max(map(total, host_phases(setup).values())),
+        "checkpoints": (checkpoint_bytes(setup), setup.run.num_checkpoints),
+    }
+
+
+def head_growth(args: argparse.Namespace, gpu_bytes: float) -> int:
+    """The size of a chunk of logits over the least, for these flags on such GPUs. Raises ValueError as `setup_of`."""
+    setup = setup_of(args, config_of(args.model))
+    hardware = replace(setup.hardware, gpu_bytes=gpu_bytes)
+    return with_grown_head(replace(setup, hardware=hardware)).memory.head_growth
 
 
 def config_of(model: str) -> PretrainedConfig:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from model.sizes import HEAD_CHUNK_LOGITS, OPTIMIZER_CHUNK
+from model.sizes import HEAD_CHUNK_LOGITS, HEAD_GROWTH, OPTIMIZER_CHUNK
 from plan.setup import GIB, Setup
 from runtime.ways_out import LARGER_SHARE, WAYS_OUT
 
@@ -55,7 +55,8 @@ def needed(parts: Parts) -> float:
 def gpu_phases(setup: Setup) -> dict[str, Parts]:
     """Phase -> what a GPU holds at its peak."""
     m = setup.model
-    updating = static_parts(setup, on_host=False)
+    # The batches of a step stay on the GPU, with their routes, until the next step's take their place.
+    updating = static_parts(setup, on_host=False) | {"routes": setup.routes_bytes}
     static = without(updating, "gradients")
     awake = engine_parts(setup)
     asleep = {"engine asleep": ENGINE_ASLEEP[setup.engine.enforce_eager]}
@@ -70,7 +71,7 @@ def gpu_phases(setup: Setup) -> dict[str, Parts]:
     passes = largest([logprobs_peak(setup), logprobs_peak(setup.reference_setup)])
     updates = [update_peak(each) for each in ([setup, setup.critic_setup] if setup.critic else [setup])]
     phases = {
-        "load": largest([static, without(static, "optimizer") | {"one tensor": loaded}]),
+        "load": without(largest([static, without(static, "optimizer") | {"one tensor": loaded}]), "routes"),
         "rollout": static | awake,
         "logprobs": static | passes | shards_from_host(setup) | asleep,
         "update": static | largest(updates) | asleep,
@@ -248,9 +249,22 @@ def gradients_in_passes(setup: Setup) -> float:
 
 
 def logits_at_once(setup: Setup) -> int:
-    """Logits that are made at a time, at least: more are made where memory is free, and need none."""
+    """Logits that are made at a time."""
     vocab = setup.model.vocab
-    return min(setup.memory.micro_batch_tokens, HEAD_CHUNK_LOGITS // vocab) * vocab
+    most = HEAD_CHUNK_LOGITS if setup.run.over_vocabulary else setup.memory.head_growth * HEAD_CHUNK_LOGITS
+    return min(setup.memory.micro_batch_tokens, most // vocab) * vocab
+
+
+def with_grown_head(setup: Setup) -> Setup:
+    """The setup with the largest chunks of logits that are of use and fit, `HEAD_GROWTH` times the least at most.
+
+    A run takes them (`gate.machine.head_growth`); the dry run's report is of the least, which every run needs.
+    """
+    grown = replace(setup, memory=replace(setup.memory, head_growth=2 * setup.memory.head_growth))
+    is_of_use = logits_at_once(grown) > logits_at_once(setup) and grown.memory.head_growth <= HEAD_GROWTH
+    phases = gpu_phases(grown)
+    most = max(needed(phases[name]) for name in ("logprobs", "update") if name in phases)
+    return with_grown_head(grown) if is_of_use and most <= setup.hardware.gpu_bytes else setup
 
 
 def backward_of_layer(setup: Setup) -> float:
@@ -365,11 +379,17 @@ def host_phases(setup: Setup) -> dict[str, Parts]:
     for name, itemsize in itemsizes.items():
         rounding += static.get(name, 0) * (pinned_share(setup, itemsize) - 1)
     kept = {"processes": processes} | static | {"rounding of pinned memory": rounding}
+    # Of what is sampled, and of what is trained.
+    routes = {"routes": 2 * setup.hardware.ranks_per_node * setup.routes_bytes}
     read = {"weights, read": max(setup.model.table, setup.model.largest) * stored}
     written = {"the policy, gathered on rank 0": setup.weight_bytes}
     if setup.critic:
         written["the critic, gathered there"] = setup.critic_setup.weight_bytes
-    return {"load": without(kept, "gradients") | read, "run": kept, "checkpoint": kept | written}
+    return {
+        "load": without(kept, "gradients") | read,
+        "run": kept | routes,
+        "checkpoint": kept | routes | written,
+    }
 
 
 def pinned_share(setup: Setup, itemsize: int) -> float:

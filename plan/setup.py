@@ -337,6 +337,14 @@ class Setup:
         return self.trainable * (8 if self.trained_bytes == 4 else 6)
 
     @property
+    def routes_bytes(self) -> float:
+        """Bytes of the routes that a rank trains by in a step of the longest sequences; 0 without --router_replay. One
+        byte a token, layer and expert that the token meets.
+        """
+        tokens = self.plan.completions_per_step / self.hardware.gpus * self.engine.max_model_len
+        return self.engine.router_replay * tokens * self.model.layers * self.model.experts
+
+    @property
     def sharers(self) -> int:
         """Completions of mean length that share their prompt in a micro-batch."""
         if not self.memory.share_prompts:

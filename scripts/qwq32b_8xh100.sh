@@ -59,4 +59,5 @@ ARGS=(
     --tensor_parallel_size "$TP"
     --gpu_memory_utilization 0.4   # not in the source: our choice
 )
+# ARGS+=(--compile) # by the dry run 850 s a step, not 900; no card has run this set-up with it yet
 launch train_grpo.py "${ARGS[@]}" "$@"

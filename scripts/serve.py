@@ -51,13 +51,15 @@ def main() -> None:
         check_path(args.model)
         # torch takes seconds to import: mistakes are reported before
         from engine.options import engine_options
-        from gate.machine import usable_gpus
+        from gate.machine import check_compiler, usable_gpus
         from runtime.machine import choose_interface
 
         num_gpus, wanted = usable_gpus(), args.tensor_parallel_size
         if 0 < num_gpus < wanted:
             raise ValueError(f"--tensor_parallel_size {wanted}: only {num_gpus} GPUs are visible.")
         is_cuda = num_gpus > 0
+        if is_cuda:
+            check_compiler()
         options = engine_options(args.model, settings, is_cuda, wanted)
     except (ValueError, OSError) as error:
         exit_with_error(error)

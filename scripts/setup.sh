@@ -23,8 +23,15 @@ esac
 
 # The mark is written last and holds what was installed: a stopped or outdated installation is done again.
 wanted="$DEVICE $(cat "${REPO}"requirements{,-cpu,-cuda}.txt "${REPO}scripts/torchvision_on_cpu.py" | sha256sum)"
-if [ "$(cat "${REPO}.venv/installed" 2> /dev/null)" != "$wanted" ]; then
+lock=""
+is_installed() { [ "$(cat "${REPO}.venv/installed" 2> /dev/null)" = "$wanted" ]; }
+if ! is_installed; then
     [ -w "${REPO:-.}" ] || { echo "error: ${REPO:-$PWD/} has no up-to-date .venv, and you may not write there" >&2 && exit 2; }
+    # Two nodes may start in one folder: the second waits here, and finds it done. NFS locks only what can be written.
+    exec {lock}>> "${REPO}.venv.lock"
+    flock "$lock" || echo "warning: ${REPO}.venv.lock cannot be locked here; run one scripts/setup.sh before others" >&2
+fi
+if ! is_installed; then
     PYTHON=${PYTHON:-$(command -v python3.11 || command -v python3.12 || command -v python3 || echo python3)}
     "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
         { echo "error: $PYTHON is not Python 3.11 or newer; set PYTHON=/path/to/python3.11" >&2 && exit 2; }
@@ -50,6 +57,7 @@ if [ "$(cat "${REPO}.venv/installed" 2> /dev/null)" != "$wanted" ]; then
     fi
     echo "$wanted" > "${REPO}.venv/installed"
 fi
+if [ -n "$lock" ]; then exec {lock}>&-; fi # the run would hold it to its end
 if ! "${REPO}.venv/bin/python" -c '' 2> /dev/null; then # a link into a home that this user may not enter
     echo "error: ${REPO}.venv/bin/python cannot be started by $(id -un); remove .venv, and set PYTHON to one that can" >&2
     exit 2

@@ -62,4 +62,5 @@ ARGS=(
     --gradient_checkpointing         # source: on
     --plan_completion_tokens 350     # source: completions of 350 tokens; for the dry run alone
 )
+# ARGS+=(--compile) # by the dry run 56 s a step, not 62; no card has run this set-up with it yet
 launch train_grpo.py "${ARGS[@]}" "$@"

@@ -74,9 +74,10 @@ def test_a_driver_that_answers_nobody_and_a_missing_compiler_stand_out(monkeypat
     monkeypatch.setattr(check_gpu.metadata, "version", lambda _: "1.0")
     monkeypatch.setattr(torch.cuda, "init", Mock(side_effect=RuntimeError("The NVIDIA driver is too old")))
     monkeypatch.setattr(check_gpu.shutil, "which", lambda _: None)
+    monkeypatch.delenv("CC", raising=False)
     lines = check_gpu.lines_of("machine", check_gpu.check_machine, ONE)
-    found = [str(line) for line in lines if not line.is_ok and line.what != "/dev/shm"]
-    missing = "gcc or clang: missing\n      vLLM's kernels on CUDA, and --compile, need it: install"
+    found = [str(line) for line in lines if not line.is_ok and line.what not in ("/dev/shm", "free disk")]
+    missing = "compiler: too little, or missing\n      a C compiler (gcc or clang) is missing: Triton compiles with it"
     assert found[0].startswith(f"LOOK  {missing}")
     assert found[-1].startswith("LOOK  machine: RuntimeError: The NVIDIA driver is too old")
 
@@ -114,7 +115,7 @@ def test_the_dry_run_is_asked_for_the_run_that_was_made(tmp_path):
     planned, parameters = check_gpu.planned(tmp_path, 80 * check_gpu.GIB), 1_543_714_304
     assert planned["sample"] == pytest.approx(1.05 * 12 * parameters / 2**30 + 0.4 * 80 + 2.5)
     assert planned["load"] == planned["sync"] == planned["sample"]
-    growth = 7 * sizes.HEAD_CHUNK_LOGITS * 2 / 2**30  # where memory is free
+    growth = 7 * 5 * sizes.HEAD_CHUNK_LOGITS / 2**30  # larger chunks of logits, which fit
     assert 1.05 * 16 * parameters / 2**30 < planned["update"] - growth < planned["sample"]
 
 
@@ -156,8 +157,8 @@ def test_the_memory_of_a_sleeping_engine_is_reported(held, is_same, wrong, monke
     assert sum(not line.is_ok for line in lines) == wrong
 
 
-RUNG = {"MFU": 0.34, "planned MFU": 0.36, "tokens/s": 35_800.0, "first s": 40.0, "GiB": 35.0, "planned GiB": 34.0}
-RUNG |= {"free, for the head": 2.0, "grad norm": 1.0}
+RUNG = {"MFU": 0.34, "planned MFU": 0.36, "tokens/s": 35_800.0, "first s": 40.0, "GiB": 35.0, "planned GiB": 36.0}
+RUNG |= {"grad norm": 1.0}
 
 
 @pytest.mark.parametrize(("changes", "wrong"), [

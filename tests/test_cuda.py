@@ -40,6 +40,7 @@ from extras.models.adamw import ChunkedAdamW
 from extras.models.vision import Vision
 from flags import EngineSettings, Servers
 from fsdp_utils import World, begin_gather, fill_from_main
+from gate import machine
 from gate.checks import check_flags
 from gate.inputs import check_places, largest_share
 from gate.machine import check_device
@@ -410,26 +411,26 @@ def test_on_a_gpu_fp32_logits_need_no_copy_of_the_weight():
     assert (logits.shape, logits.dtype) == ((3, 5), torch.float32)
 
 
-@pytest.mark.parametrize(("free", "unused", "count", "dtype", "times"), [
-    (0.5, 0.0, 16384, torch.bfloat16, 1),  # today's least, however little there is
-    (2.0, 0.0, 16384, torch.bfloat16, 4),
-    (0.5, 3.5, 16384, torch.bfloat16, 8),  # what the allocator holds is free, too
-    (80.0, 0.0, 16384, torch.bfloat16, 8),
-    (80.0, 0.0, 3000, torch.bfloat16, 4),  # all of them at once
-    (4.0, 0.0, 16384, torch.float32, 2),  # with the cast of the gradient
+@pytest.mark.parametrize(("gib", "changes", "growth"), [
+    ([80.0, 80.0], {}, 8),
+    ([80.0, 34.0], {}, 2),  # the smallest card decides for all ranks
+    ([30.0, 30.0], {}, 1),  # the least, however little there is
+    ([80.0, 80.0], {"micro_batch_tokens": 3000}, 4),  # all of them at once
+    ([80.0, 80.0], {"kl_over": "vocabulary", "kl_coef": 1.0}, 1),  # these chunks have their own size
+    ([80.0, 80.0], {"model": "no/such-model"}, 1),  # the dry run does not know it
 ])  # fmt: skip
-def test_a_chunk_on_cuda_is_as_large_as_free_memory_allows(free, unused, count, dtype, times, monkeypatch):
-    """In GiB, beside the gradient of a 1.5B model's head; a fifth is left. On a CPU there is one size."""
-    weight = mock.MagicMock(device=torch.device("cuda"), dtype=torch.bfloat16, itemsize=2, nbytes=2 * 152_064 * 1536)
-    weight.__len__.return_value = 152_064
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * 2**30 + weight.nbytes, 80 * 2**30))
-    reserved = {"memory_allocated": 9, "memory_reserved": 9 + unused + 3, "max_memory_allocated": 9 + unused}
-    for name, gib in reserved.items():
-        monkeypatch.setattr(torch.cuda, name, lambda _, gib=gib: gib * 2**30)
-    found = model.head.logits_at_once(count, weight, dtype)
-    assert found == times * sizes.HEAD_CHUNK_LOGITS
-    weight.device = torch.device("cpu")
-    assert model.head.logits_at_once(count, weight, dtype) == sizes.HEAD_CHUNK_LOGITS
+def test_one_decision_for_a_run_is_how_many_logits_are_made_at_a_time(gib, changes, growth, monkeypatch):
+    """By the dry run, for the whole card: what happens to be free plays no part, so a continued run decides alike."""
+    properties = SimpleNamespace(total_memory=gib[0] * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: pytest.fail("what is free now"))
+    monkeypatch.setattr(machine, "gather_from_ranks", lambda own: [own, gib[1] * 2**30])
+    limits = {"model": "Qwen/Qwen2.5-1.5B", "micro_batch_tokens": 16384, "gradient_checkpointing": True}
+    args = flags(**limits | {"dtype": "bfloat16", "max_prompt_tokens": 512, "max_completion_tokens": 512} | changes)
+    world = SimpleNamespace(device=torch.device("cuda"))
+    assert machine.head_growth(args, world) == growth
+    world.device = torch.device("cpu")
+    assert machine.head_growth(args, world) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

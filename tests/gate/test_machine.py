@@ -1,4 +1,6 @@
-"""A launch that does not fit the GPUs is refused in one sentence. GPUs are faked by what torch says of them."""
+"""A launch that does not fit the GPUs or the machine ends in one sentence, before weights are read; what may fit is
+said. GPUs are faked by what torch says of them.
+"""
 
 import os
 import re
@@ -6,9 +8,11 @@ import sys
 import tempfile
 from contextlib import nullcontext, redirect_stderr, redirect_stdout, suppress
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import grade
 import serve
@@ -18,6 +22,7 @@ from gate.inputs import Inputs
 from gate.machine import check_launch
 from helpers.made_up import flags, write_lines
 from helpers.runs import run_command
+from plan.dry_run import needs_of_launch
 
 
 @pytest.fixture
@@ -136,3 +141,94 @@ def test_only_the_main_process_fetches_weights_before_ranks_meet(policy, monkeyp
         (inputs := Inputs.load(args)).close()
         digests.digests_of_inputs(args, inputs)
         assert fetched == ([str(policy)] if rank == "0" else [])
+
+
+# The first minute: what fails for the machine fails before weights are read -------------------------------------------
+
+
+def start_on(gpus, monkeypatch, num_ranks: int, **changes: object) -> None:
+    """Reads the inputs of a run on GPUs, of which torch says so."""
+    gpus(count=num_ranks)
+    for name, value in (("WORLD_SIZE", num_ranks), ("LOCAL_WORLD_SIZE", num_ranks), ("LOCAL_RANK", 0)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("model.weights.fill", lambda *_: pytest.fail("weights come later"))
+    Inputs.load(flags(max_prompt_tokens=8, max_completion_tokens=12, dtype="bfloat16", **changes)).close()
+
+
+@pytest.fixture
+def sound(policy, tmp_path, monkeypatch):
+    """The files of a run that starts, on a machine that has all that it must have."""
+    monkeypatch.setattr(machine, "SHARED", tmp_path)  # any disk
+    return {"model": policy, "train_data": policy / "train.jsonl", "out_dir": tmp_path / "run"}
+
+
+def test_a_missing_compiler_or_header_ends_the_start(gpus, sound, tmp_path, monkeypatch):
+    start_on(gpus, monkeypatch, 1, **sound)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(ValueError, match=r"^a C compiler \(gcc or clang\) is missing: .*; install gcc "):
+        start_on(gpus, monkeypatch, 1, **sound)
+    monkeypatch.setattr(machine.sysconfig, "get_path", lambda _: str(tmp_path))
+    with pytest.raises(ValueError, match=r"^a C compiler .* and \S+/Python.h is missing: "):
+        start_on(gpus, monkeypatch, 1, **sound)
+
+
+def test_little_shared_memory_ends_the_start_of_several_ranks(gpus, sound, tmp_path, monkeypatch):
+    """A file system of Docker's size: mounted where root may, else what it says is made up."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = run_command(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(small)]).returncode == 0
+    if not mounted:
+        monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: SimpleNamespace(total=2**26, free=2**50))
+    monkeypatch.setattr(machine, "SHARED", small)
+    try:
+        with pytest.raises(ValueError, match=rf"^{small} has 0.06 GiB, .*--shm-size 16g or --ipc host.$"):
+            start_on(gpus, monkeypatch, 2, **sound)
+        start_on(gpus, monkeypatch, 1, **sound)  # alone it needs none
+    finally:
+        if mounted:
+            run_command(["umount", str(small)])
+
+
+@pytest.mark.parametrize(("free", "said"), [
+    (0.5, "one checkpoint takes "),  # checkpoints of a policy: the weights, and 12 bytes a parameter
+    (1.5, "warning: .* the checkpoints that are there at a time take .*: lower --keep_checkpoints"),
+    (2.5, None),
+])  # fmt: skip
+def test_a_small_disk_ends_the_start_or_is_said(free, said, sound, monkeypatch, capsys):
+    """`free`: in checkpoints, of which two are there at a time: one is kept, and one is written."""
+    args = flags(
+        **sound, max_prompt_tokens=8, max_completion_tokens=12, keep_checkpoints=1, save_every=1, total_steps=4
+    )
+    size, count = needs_of_launch(args)["checkpoints"]
+    parameters = sum(weight.numel() for weight in load_file(sound["model"] / "model.safetensors").values())
+    assert (size, count) == (16 * parameters, 2)
+    real = os.statvfs
+
+    def statvfs(path: object) -> SimpleNamespace:
+        whole = real(path)
+        return SimpleNamespace(f_bavail=int(free * size), f_bfree=0, f_blocks=whole.f_blocks, f_frsize=1)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    with pytest.raises(ValueError, match=f"^--out_dir .*{said}.*$") if free < 1 else nullcontext():
+        Inputs.load(args).close()
+    shown = [line for line in capsys.readouterr().out.splitlines() if "disk" in line]
+    assert [re.match(said or "", line) is not None for line in shown] == [True] * (1 < free < 2)
+
+
+@pytest.mark.parametrize(("shown", "files"), [
+    ("0::/", {"memory.max": "10737418240"}),
+    ("0::/slurm/job_7/step_0", {"memory.max": "max", "slurm/job_7/memory.max": "10737418240"}),
+    ("3:cpu:/\n4:hugetlb,memory:/docker/abc\n0::/", {"memory/memory.limit_in_bytes": "10737418240"}),
+])  # fmt: skip
+def test_a_containers_limit_below_the_hosts_phases_is_said(shown, files, gpus, sound, tmp_path, monkeypatch, capsys):
+    """In both versions of cgroups, of the group and of those around it. Two ranks take 24 GiB."""
+    (tmp_path / "own").write_text(shown)
+    for file, text in files.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "OWN_GROUPS", tmp_path / "own")
+    start_on(gpus, monkeypatch, 2, **sound)
+    said = r"^warning: .* need 24 GiB of memory, and may take 10 .*docker run --memory"
+    assert re.search(said, capsys.readouterr().out, re.MULTILINE)

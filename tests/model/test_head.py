@@ -105,7 +105,8 @@ def test_the_gradient_of_fp32_logits_is_wrong_by_rounding_alone(monkeypatch):
 
 
 def test_larger_chunks_are_not_compiled_again(monkeypatch):
-    """Whatever is free: one graph each way serves all numbers of rows, with the same values."""
+    """One graph each way serves all numbers of rows, with the same values."""
+    monkeypatch.setattr(sizes, "HEAD_CHUNK_LOGITS", 5 * 300)
     monkeypatch.setattr(model.head, "FUSED_ON", {"cpu"})
     monkeypatch.setattr(model.head, "compiled", cache(partial(torch.compile, backend="aot_eager")))
     torch.manual_seed(0)
@@ -113,10 +114,9 @@ def test_larger_chunks_are_not_compiled_again(monkeypatch):
     torch._dynamo.reset()
     counters.clear()
     found = []
-    for rows in (40, 5, 10, 20):
-        monkeypatch.setattr(model.head, "logits_at_once", lambda *_, rows=rows: rows * 300)
+    for growth in (8, 1, 2, 4):
         own, head.weight.grad = hidden.clone().requires_grad_(), None
-        logprobs = chunked_logprobs(own, head, labels, 1.0).logprobs_N
+        logprobs = chunked_logprobs(own, head, labels, 1.0, growth=growth).logprobs_N
         logprobs.sum().backward()
         found.append([logprobs.detach(), own.grad, head.weight.grad])
     torch.testing.assert_close(found[1:], found[:1] * 3, atol=1e-5, rtol=1e-5)
@@ -124,8 +124,20 @@ def test_larger_chunks_are_not_compiled_again(monkeypatch):
 
 
 @pytest.mark.parametrize("given", [None, "float32"])
-def test_policy_and_reference_have_the_head_dtype_of_the_flags(given, qwen3_policy, monkeypatch):
+def test_policy_and_reference_have_the_same_head(given, qwen3_policy, monkeypatch):
+    """The dtype of the flags, and the size of chunks that the run has decided."""
     monkeypatch.setattr("policy.shard_and_fill", lambda policy, *rest: policy)
-    policy, reference, _ = build(flags(model=qwen3_policy, kl_coef=0.1, dtype="bfloat16", head_dtype=given), ALONE)
-    assert policy is not reference
+    args = flags(model=qwen3_policy, kl_coef=0.1, dtype="bfloat16", head_dtype=given)
+    args.head_growth = 4
+    policy, reference, _ = build(args, ALONE)
+    assert policy is not reference and policy.head_growth == reference.head_growth == 4
     assert {policy.head_dtype, reference.head_dtype} == {torch.float32 if given else torch.bfloat16}
+
+
+def test_a_policy_takes_chunks_of_its_size_in_both_directions(qwen3_policy, monkeypatch):
+    taken, policy = [], load_policy(qwen3_policy)
+    cut = model.head.chunks
+    monkeypatch.setattr(model.head, "chunks", lambda *given: taken.append(given[2]) or cut(*given))
+    policy.head_growth = 4
+    policy(pack(make_rollout(), [0]), 1.0).logprobs_N.sum().backward()
+    assert taken.count(4 * sizes.HEAD_CHUNK_LOGITS) == 2, "the others are pieces of a chunk"

@@ -14,7 +14,16 @@ from helpers.made_up import flags
 from helpers.runs import ENVIRONMENT, ROOT, run_command
 from plan import memory
 from plan.dry_run import TABLE, config_of, dry_run, rows_of, setup_of
-from plan.memory import checkpoint_bytes, engine_parts, gpu_phases, misfits, needed, saved_per_layer
+from plan.memory import (
+    checkpoint_bytes,
+    engine_parts,
+    gpu_phases,
+    host_phases,
+    misfits,
+    needed,
+    saved_per_layer,
+    total,
+)
 from plan.setup import GIB, Setup, shape_of
 from plan.table import report_of
 from plan.time import forward_flops, traffic
@@ -106,6 +115,20 @@ def test_a_mixture_takes_memory_for_all_and_time_for_some_experts():
     assert adapted.trainable == 48 * 32 * 17_408, "attention alone"
     assert full.flops == pytest.approx(0.4 * 0.42 * full.hardware.flops), "the products are small"
     assert setup(values, plan_gpus=1, lora_rank=8).flops == pytest.approx(0.4 * 0.65 * full.hardware.flops)
+
+
+def test_routes_are_counted_where_they_stay():
+    """By hand, of 30B-A3B: 48 layers x 8 experts, a byte each, of 128 sequences of 8,192 tokens a GPU."""
+    values = {"model": "Qwen/Qwen3-30B-A3B", "max_prompt_tokens": 1024, "max_completion_tokens": 7168, "plan_gpus": 8}
+    values |= {"prompts_per_step": 128, "group_size": 8, "gradient_checkpointing": True, "total_steps": 1}
+    found = [setup(values, router_replay=replays) for replays in (None, True)]
+    routes = 48 * 8 * 128 * 8192
+    for name, parts in gpu_phases(found[1]).items():
+        more = total(parts) - total(gpu_phases(found[0])[name])
+        assert more == pytest.approx(0 if name == "load" else routes), name
+    for name, parts in host_phases(found[1]).items():
+        more = total(parts) - total(host_phases(found[0])[name])
+        assert more == pytest.approx(0 if name == "load" else 2 * 8 * routes), name
 
 
 def test_a_hybrid_has_keys_in_some_layers_and_states_in_the_others():

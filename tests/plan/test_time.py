@@ -29,6 +29,7 @@ SETUPS = {
     "copies": "Qwen/Qwen2.5-7B --prompts_per_step 256 --plan_gpus 16 --plan_nodes 2",
 }
 SERVERS = "--engine server --generation_gpus 2 3 4 5 6 7 "
+PLAIN = {"param_dtype": "bfloat16", "communicate_once": False}  # nothing goes through FSDP on one GPU
 PARAMETERS = 7_615_616_512  # Qwen2.5-7B has so many
 
 
@@ -97,6 +98,22 @@ def test_mean_lengths_are_half_of_the_limits_unless_given():
     assert (half.run.mean_prompt_tokens, half.run.mean_completion_tokens) == (512, 8192)
     assert (given.run.mean_prompt_tokens, given.run.mean_completion_tokens) == (100, 3000.5)
     assert phase_seconds(given)["update"] < 0.5 * phase_seconds(half)["update"]
+
+
+@pytest.mark.parametrize(("flags", "once", "each"), [
+    ("", 0, 46), ("--communicate_once", 34, 12), ("--param_dtype bfloat16", 0, 0), ("--plan_gpus 8", 0, 0),
+    ("--param_dtype bfloat16 --communicate_once", 22, 12),  # nothing is cast for a gather
+])  # fmt: skip
+def test_on_one_gpu_fsdp_copies_what_plain_tensors_spare(flags, once, each):
+    """Bytes a parameter of an update, and of each micro-batch: a gather takes 10, twice, a gradient 14, its sum 12."""
+    setup = plan("short", f"--model Qwen/Qwen2.5-1.5B --plan_gpus 1 {flags}")
+    number, parameters = time.micro_batches(setup), setup.model.parameters
+    assert traffic(setup)["copies on one GPU"] == (once + each * number) * parameters
+    plain = replace(setup, memory=replace(setup.memory, **PLAIN))
+    seconds = (phase_seconds(each)["update"] for each in (setup, plain))
+    if setup.hardware.gpus == 1:
+        copies = traffic(setup)["copies on one GPU"] / (0.8 * setup.hardware.memory_speed)
+        assert next(seconds) - next(seconds) == pytest.approx(copies)
 
 
 @pytest.mark.parametrize(("length", "expected"), [(3000, 32), (1024, 10), (256, 3)])

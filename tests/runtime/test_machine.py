@@ -1,9 +1,11 @@
 """A rank's share of its machine: cores, memory, network, what its CPU can do."""
 
 import os
+import shutil
 import socket
 import time
 from pathlib import Path
+from subprocess import PIPE, Popen
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 import fsdp_utils
 from gate import agreement
-from helpers.runs import CALL, name_of, run_command, torchrun
+from helpers.runs import CALL, ROOT, name_of, run_command, torchrun
 from runtime import machine
 
 
@@ -36,6 +38,30 @@ def test_a_silent_gpu_driver_does_not_mean_a_cpu_installation(tmp_path):
         environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "DEVICE": device}
         done = run_command(["bash", "scripts/setup.sh"], environment)
         assert done.returncode == status and error in done.stderr
+
+
+FAKE_PYTHON = """#!/bin/sh
+case "$*" in
+    "-m venv"*) echo made >> made; sleep 1; mkdir -p .venv/bin; cp "$0" .venv/bin/python; cp "$0" .venv/bin/pip ;;
+    *purelib*) echo .venv ;;
+esac
+"""
+
+
+def test_two_starts_in_one_folder_make_one_installation(tmp_path):
+    """As of two nodes. The second waits for the first, and no run holds the lock."""
+    scripts = [ROOT / "scripts" / name for name in ("setup.sh", "torchvision_on_cpu.py")]
+    for file in [*ROOT.glob("requirements*.txt"), *scripts]:
+        (copy := tmp_path / file.relative_to(ROOT)).parent.mkdir(exist_ok=True)
+        shutil.copy(file, copy)
+    (python := tmp_path / "python").write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    command = ["bash", "-c", "source scripts/setup.sh; ! ls -l /proc/$$/fd | grep .venv.lock"]
+    environment = os.environ | {"PYTHON": str(python), "DEVICE": "cpu"}
+    starts = [Popen(command, cwd=tmp_path, env=environment, stdout=PIPE, text=True) for _ in range(2)]
+    said = [start.communicate(timeout=60)[0] for start in starts]
+    assert [start.returncode for start in starts] == [0, 0]
+    assert (tmp_path / "made").read_text() == "made\n" and sorted(map(bool, said)) == [False, True]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import re
 from fractions import Fraction
 from functools import lru_cache
 
-from grading.spelling import GREEK, MAX_DEPTH, MAX_FORMULA, UPRIGHT
+from grading.spelling import GREEK, MAX_FORMULA, UPRIGHT, rewritten, rules
 
 Value = tuple
 
@@ -95,20 +95,33 @@ UNIT_START = re.compile(  # behind a value; not behind an index
 )
 
 
+UNIT_SPELLINGS = rules(r"""
+    \\frac\{([^{}]*)\}\{(.*)\}$ ⟶ \1/\2
+    \\mu ⟶ μ
+    \\Omega ⟶ Ω
+    % ⟶ ␣percent␣
+    \\degree\s*(?=[CF]\b) ⟶ ␣deg
+    \^\{(-?\d)\} ⟶ ^\1␣
+    \\cdot|[\\{}().]|^\W*in\s(?=\s*\w) ⟶ ␣
+    \b([kM])\s+Ω ⟶ \1Ω
+    (?i)\bdeg(?:ree)?s?\s(?=\s*[cf]\w) ⟶
+    \bper\b|每 ⟶ /
+    μ\s+ ⟶ μ
+    \s+([A-Za-z]+)\s*\^-(\d) ⟶ /\1^\2
+    \^1 ⟶
+    (?i)\b(?:square|sq|平方|squared)\s*([a-z]+|\w+)|\b([a-z]+)\s+(?:square|sq|平方|squared)\b ⟶ \1\2^2
+    (?i)\b(?:cubic|cu|立方|cubed)\s*([a-z]+|\w+)|\b([a-z]+)\s+(?:cubic|cu|立方|cubed)\b ⟶ \1\2^3
+    # boxes of candy
+    (?i)\b(?:of(?:\s+[a-z]+)?|the|old|left)\b ⟶ ␣
+""")
+
+
 def unit(text: str, is_apart: bool, is_upright: bool) -> str | None:
     """One spelling per unit; None for what is no unit: "more" and "dozens" say something about the value.
 
     A unit is made of known names, abbreviations and plurals of any noun. `is_apart`: a letter is no factor ("5 m").
     """
-    text = re.sub(r"\\frac\{([^{}]*)\}\{(.*)\}$", r"\1/\2", text.replace(r"\mu", "μ").replace(r"\Omega", "Ω"))
-    text = re.sub(r"\\degree\s*(?=[CF]\b)", " deg", text.replace("%", " percent "))
-    text = re.sub(r"\\cdot|[\\{}().]|^\W*in\s(?=\s*\w)", " ", re.sub(r"\^\{(-?\d)\}", r"^\1 ", text))
-    text = re.sub(r"\b([kM])\s+Ω", r"\1Ω", text)
-    text = re.sub(r"\bper\b|每", "/", re.sub(r"(?i)\bdeg(?:ree)?s?\s(?=\s*[cf]\w)", "", text))
-    text = re.sub(r"\s+([A-Za-z]+)\s*\^-(\d)", r"/\1^\2", re.sub(r"μ\s+", "μ", text)).replace("^1", "")
-    for words, power in ((r"square|sq|平方|squared", 2), (r"cubic|cu|立方|cubed", 3)):
-        text = re.sub(rf"(?i)\b(?:{words})\s*([a-z]+|\w+)|\b([a-z]+)\s+(?:{words})\b", rf"\1\2^{power}", text)
-    text = re.sub(r"(?i)\b(?:of(?:\s+[a-z]+)?|the|old|left)\b", " ", text)  # boxes of candy
+    text = rewritten(text, UNIT_SPELLINGS)
     names: list[str] = []
     for word in re.findall(r"[A-Za-zμΩ\u4e00-\u9fff]+|\^\s*-?\d|/|\S", text):
         folded = word.lower() if len(word) > 2 else word
@@ -184,14 +197,14 @@ CLOSING = (")", "]", "}", r"\}", r"\rangle", r"\rfloor", r"\rceil")
 BRACKET = r"\\[{}]|\\[lr](?:angle|floor|ceil)|\\.|[()\[\]{}]"  # or an escaped character, which is none
 AMOUNTS = re.compile(r"(?<=[A-Za-z])\s+(?=\d)|[\s,;]+(?=\([b-hB-H]\))|(?<=\))(?=\([B-H]\))")
 COLUMN = re.compile(r"\\begin\{[pbB]matrix\}([^&]*)\\end\{[pbB]matrix\}")
-SPOKEN = {
-    r"\mathbb{R}": r"all real(?: number)?s?|\(-\\infty ?, ?\+?\\infty ?\)", "dne": "does not exist",
-    r"\emptyset": r"(?:there (?:is|are) )?no (?:real )?(?:solutions?|roots?)|(?:the )?empty set|\\\{ ?\\\}",
-}  # fmt: skip
-INTRODUCTION = re.compile(
-    r"(?i)^\s*(?:(?:the )?(?:final )?answer\s*(?:is|:|=(?!.*=))|(?:so|thus|hence|therefore|then|it is|it's|that is)\b)"
-    r"[,:\s]*(?=\S)"
-)
+NESTED = re.compile(r"(?:[(\[{][^()\[\]{}]*){21}|(?:\|[^|]*){21}")  # the LaTeX parser's time grows steeply with these
+BEGINNINGS = rules(r"""
+    (?i)^(?:(?:the )?(?:final )?answer\s*(?:is|:|=(?!.*=))|(?:so|thus|hence|therefore|then|it is|it's|that is)\b)[,:\s]*(?=\S) ⟶
+    ^(?:=|\\approxx?)|[,;:。\s]+$|(?<!\.)\.$ ⟶
+    (?i)^(?:all real(?: number)?s?|\(-\\infty ?, ?\+?\\infty ?\))$ ⟶ \\mathbb{R}
+    (?i)^(?:(?:there (?:is|are) )?no (?:real )?(?:solutions?|roots?)|(?:the )?empty set|\\\{ ?\\\})$ ⟶ \\emptyset
+    ^(?:dne|DNE)$ ⟶ does not exist
+""")
 
 
 RELATIONS = [(re.compile(pattern), replacement) for pattern, replacement in [  # in the order low, name, high
@@ -212,15 +225,10 @@ RELATIONS = [(re.compile(pattern), replacement) for pattern, replacement in [  #
 @lru_cache(maxsize=8192)
 def parse_value(text: str) -> Value:
     """The value of a cleaned answer."""
-    text = re.sub(r"^(?:=|\\approx(?![a-z]))|[,;:。\s]+$|(?<!\.)\.$", "", INTRODUCTION.sub("", text, 1).strip()).strip(
-        " ,"
-    )
-    depths = [0, *itertools.accumulate((c in "([{") - (c in ")]}") for c in text)]
-    if len(text) > MAX_FORMULA or max(depths) > MAX_DEPTH or text.count("|") > MAX_DEPTH:
+    text = rewritten(text.strip(), BEGINNINGS).strip(" ,")
+    if len(text) > MAX_FORMULA or NESTED.search(text):
         return text_of(text)
     words = text.lower()
-    if meaning := next((meaning for meaning, phrase in SPOKEN.items() if re.fullmatch(phrase, words)), None):
-        return ("formula", meaning, "")
     if DATED.fullmatch(text):
         return text_of(text)
     if (value := number(str(WORDS.get(words, text)))) is not None:
@@ -447,14 +455,20 @@ def fold(text: str) -> str:
     return re.sub(word, lambda match: match[0].lower(), text)
 
 
+TEXTS = rules(r"""
+    (?i)^(?:an?|the) (?=\w{3}) ⟶
+    (?<=[A-Za-z)])_\{(\w+)\} ⟶ ␣\1␣
+    \\mathbb\{(\w)\} ⟶ \1
+    (\^\{[^{}]*\})(_\{[^{}]*\}) ⟶ \2\1
+""")
+
+
 def text_of(text: str) -> Value:
     """A text of tokens: it equals itself alone. Fonts, spaces, the case of words and full stops do not count."""
     text = text.replace(UPRIGHT, " ")
     if SHELLS.fullmatch(plain := re.sub(r"\s", "", text)):
         text = re.sub(r"[\^{}]", "", plain)  # 1s2 2s1 is 1s^2 2s^1
-    text = re.sub(r"^(?:an?|the) (?=\w{3})", "", text, flags=re.IGNORECASE)
-    text = re.sub(r"\\mathbb\{(\w)\}", r"\1", re.sub(r"(?<=[A-Za-z)])_\{(\w+)\}", r" \1 ", fold(text)))
-    text = re.sub(r"(\^\{[^{}]*\})(_\{[^{}]*\})", r"\2\1", text)
+    text = rewritten(fold(text), TEXTS)
     text = text if text.isascii() else text.casefold()
     found = re.findall(
         r"\\[A-Za-z]+|\\.|\d+(?:\.\d+)*|[A-Z]?[a-z]+|[A-Z①-⑳]|[^\W\d_A-Za-z①-⑳]+|!+|'+|[^\s.,;\"]|[.,](?=\d)", text

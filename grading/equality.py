@@ -85,13 +85,6 @@ def _same(key: Value, answer: Value) -> bool:
             name == name_2 or ("y" in (name, name_2) and "(x)" in name + name_2)  # a curve is y or f(x)
         ):
             return _same(value, value_2)
-        case (("equation", text), ("sequence", bounds, (low, high), (name,))) | (
-            ("sequence", bounds, (low, high), (name,)),
-            ("equation", text),
-        ):  # y > 1 - x is x + y > 1
-            sides = [low[1], "<" if bounds[0] == "(" else r"\le ", name, "<" if bounds[1] == ")" else r"\le ", high[1]]
-            sides = sides[2:] if "infty" in str(low) else sides[:3]
-            return same_formula(text, "".join(map(str, sides)))
         case ("named" | "equation", *_, text), ("named" | "equation", *_, text_2):
             return same_formula(text, text_2)
         case ("named", _, value, _), _:

@@ -160,7 +160,7 @@ CONSTANT = re.compile(  # a side without letters
     r"(?:[^A-Za-z\\]|\\(?:frac|sqrt|cdot|times|div|pi|binom|degree|sin|cos|tan|log|ln|pm)(?![A-Za-z])|\b(?:cm|m|kg|g|s)\b)+"
 )
 NAMES = re.compile(r"\(\s*[A-Za-z](?:_\{\d\})?(?:\s*,\s*[A-Za-z](?:_\{\d\})?)+\s*\)")
-VARIABLE = re.compile(r"[A-Za-z](?:_\{\w\})?(?:\(\w\))?|\\(?!pi|infty)[a-z]+")
+VARIABLE = r"(?:[A-Za-z](?:_\{\w\})?(?:\(\w\))?|\\(?!pi|infty)[a-z]+)"
 BUILDER = re.compile(rf"\\\{{\s*{NAME}(?:\s*\\in\s*\\mathbb\{{R\}})?\s*[:|]\s*(.+)\\\}}")
 CHOICE = re.compile(
     r"(?!.$)(?i:option |choice |answer )?\s*(?:\(\s*([A-Ja-j])\s*\)|([A-J])(?![A-Za-z])|([a-j])(?=\)|$|[.:] ))"
@@ -175,7 +175,7 @@ DENIALS = re.compile(  # behind a letter and its mark: an operator, another opti
 )
 BASED = re.compile(r"\(?([0-9A-Fa-f]+)\)?_\{\s*(\d+|two|three|four|five|six|seven|eight|nine)\s*\}")
 EXCLUDED = re.compile(  # x \ne 1, x \ne 2
-    rf"({VARIABLE.pattern})\s*\\ne\s*(?!\s*[xyz]$)((?:(?!(?!\1)[a-z]\s*\\ne|[<>=]|\\[lg]e(?![A-Za-z])).)+)"
+    rf"({VARIABLE})\s*\\ne\s*(?!\s*[xyz]$)((?:(?!(?!\1)[a-z]\s*\\ne|[<>=]|\\[lg]e(?![A-Za-z])).)+)"
     r"|(?:\\mathbb\{R\}|R(?=[^{]*\\\{))\s*(?:\\setminus|-)\s*(?:\\?\{)?([^{}]*?)(?:\\?\})?",
     re.DOTALL,
 )
@@ -207,19 +207,31 @@ BEGINNINGS = rules(r"""
 """)
 
 
-RELATIONS = [(re.compile(pattern), replacement) for pattern, replacement in [  # in the order low, name, high
-    (r"\s\(([^()]*(?:[<>]|\\(?:in|[lgn]e)(?![A-Za-z]))[^()]*)\)$", r", \1"),  # y = 2x (x > 0)
-    (r"^(.+?)[\s,;(]+(?:where\s|for\s)?\s*([a-z])\s*\\in\s*\\mathbb\{Z\}$",  # k\pi, k \in \mathbb{Z}
-     lambda m: re.sub(rf"(?<![A-Za-z\\]){m[2]}(?![A-Za-z])", "n", m[1])),
-    (r"\s*(?<![A-Za-z])and(?![A-Za-z])\s*(?=[^<>]*(?:[<>]|\\[lg]e(?![A-Za-z])))", ", "),
-    # |x| < 2 and |x| > 2; x > 0, x < 1
-    (r"^\|([a-z])\|\s*(<|\\le)(?![a-z])\s*([^,<>|]+)$", r"-(\3)\2 \1\2 \3"),
-    (r"^\|([a-z])\|\s*(>|\\ge)(?![a-z])\s*([^,<>|]+)$", r"-(\3)\2 \1 or \1\2 \3"),
-    (r"(?:^|(?<=,))\s*([a-z])\s*>\s*([^,<>]+?)\s*(?=,|$)", r"\2<\1"),
-    (r"(?:^|(?<=,))\s*([a-z])\s*\\ge(?![a-z])\s*([^,<>]+?)\s*(?=,|$)", r"\2\\le \1"),
-    (r"^([a-z])\s*((?:<|\\le(?![a-z]))[^,<>]+),([^,<>]+(?:<|\\le))\s*\1$", r"\3 \1\2"),
-    (r"^([^,<>]+(?:<|\\le)\s*([a-z]))\s*,\s*\2\s*((?:<|\\le(?![a-z]))[^,<>]+)$", r"\1\3"),
-]]  # fmt: skip
+# A side of a relation, which has no other one and no comma outside parentheses
+SIDE = rf"((?:(?!{COMMA}|{OR}|{RELATION}|{EQUALS}|\\[{{}}])(?:[^()]|\((?:[^()]|\([^()]*\))*\)))+?)"
+RELATIONS = rules(r"""
+    # y = 2x (x > 0); k\pi, k \in \mathbb{Z}
+    \s\(([^()]*(?:[<>]|\\(?:in|[lgn]e)x?)[^()]*)\)$ ⟶ ,␣\1
+    (?<![A-Za-z\\])([a-z])(?![A-Za-z])(?=.*[\s,;(]\1\s*\\in\s*\\mathbb\{Z\}$) ⟶ n
+    [\s,;(]+(?:where\s|for\s)?\s*[a-z]\s*\\in\s*\\mathbb\{Z\}$ ⟶
+    \s*(?<![A-Za-z])andx?\s*(?=[^<>]*(?:[<>]|\\[lg]ex?)) ⟶ ,␣
+    # |x| < 2 and |x| > 2
+    ^\|([a-z])\|\s*(<|\\lex?)\s*([^,<>|]+)$ ⟶ -(\3)\2 \1\2 \3
+    ^\|([a-z])\|\s*(>|\\gex?)\s*([^,<>|]+)$ ⟶ -(\3)\2 \1 or \1\2 \3
+    # x > 0, x < 1
+    (?:^|(?<=,))\s*([a-z])\s*>\s*([^,<>]+?)\s*(?=,|$) ⟶ \2<\1
+    (?:^|(?<=,))\s*([a-z])\s*\\gex?\s*([^,<>]+?)\s*(?=,|$) ⟶ \2\\le \1
+    ^([a-z])\s*((?:<|\\lex?)[^,<>]+),([^,<>]+(?:<|\\le))\s*\1$ ⟶ \3 \1\2
+    ^([^,<>]+(?:<|\\le)\s*([a-z]))\s*,\s*\2\s*((?:<|\\lex?)[^,<>]+)$ ⟶ \1\3
+    # In the order low, name, high
+    ^SIDE(>|\\gex?)SIDE(>|\\gex?)SIDE$ ⟶ \5\4«\3\2«\1
+    ^SIDE(>|\\gex?)SIDE$ ⟶ \3\2«\1
+    >« ⟶ <
+    \\ge\s*« ⟶ \\le␣
+    ^\s*(VARIABLE)\s*(<|\\lex?)(?!\s*[xyz]\s*$)SIDE$ ⟶ -\\infty<\1\2\3
+    ^SIDE(<|\\lex?)\s*(VARIABLE)\s*$ ⟶ \1\2 \3<\\infty
+""".replace("SIDE", SIDE).replace("VARIABLE", VARIABLE))
+INTERVAL = re.compile(rf"{SIDE}(<|\\le(?![A-Za-z]))\s*({VARIABLE})\s*(<|\\le(?![A-Za-z])){SIDE}")
 
 
 @lru_cache(maxsize=8192)
@@ -234,8 +246,7 @@ def parse_value(text: str) -> Value:
     if (value := number(str(WORDS.get(words, text)))) is not None:
         decimal = ("number", value, "")
         return ("either", (decimal, ("list", _parse_all(text.split(","))))) if re.fullmatch(r"0,\d", text) else decimal
-    for pattern, replacement in RELATIONS:
-        text = pattern.sub(replacement, text)
+    text = rewritten(text, RELATIONS)
     for read in (_choice, _named, _collection, quantity):
         value = read(text)
         if value is not None:
@@ -291,14 +302,17 @@ def _named(text: str) -> Value | None:
         points = _parse_all(_items(re.sub(rf"{re.escape(name)}\s*\\ne", "", excluded[2] or excluded[3])))
         low, high = _parse_all([r"-\infty", r"\infty"])
         pairs = itertools.pairwise([low, *sorted(_flat(points)), high])
-        return ("union", tuple(("sequence", "()", pair, (name,)) for pair in pairs))
+        return ("union", tuple(("sequence", "()", pair, ()) for pair in pairs))
+    if bounds := INTERVAL.fullmatch(text):  # 0 < x \le a
+        low, left, name, right, high = bounds.groups()
+        interval = ("sequence", "(["[left != "<"] + ")]"[right != "<"], _parse_all([low, high]), (name,))
+        return ("named", name, interval, latex(text).removeprefix("-\\infty<").removesuffix("<\\infty"))
     if len(_split(text, f"{COMMA}|{OR}")) > 1:
         return None
     terms, sides = _split(text, RELATION), _split(text, EQUALS)
     if len(terms) > 1:
-        signs = re.findall(RELATION, text)  # also those in brackets, which part no terms
-        is_whole = len(sides) == 1 and all(terms) and len(signs) == len(terms) - 1
-        return _relation(terms, signs) if is_whole else text_of(text)
+        is_equation = len(terms) == 2 and len(sides) == 1 and all(terms) and _is_formula(text)
+        return ("equation", latex(text)) if is_equation else text_of(text)
     if len(sides) > 1 and not all(sides):
         return text_of(text)
     match sides:
@@ -326,30 +340,12 @@ def _chain(sides: list[str]) -> Value:
     return ("chain", _parse_all([*filter(CONSTANT.fullmatch, firsts), last]))
 
 
-def _relation(terms: list[str], signs: list[str]) -> Value:
-    """0 < x <= a as the interval that it describes, with the name of its variable; another relation as it is."""
-    if all(sign in (">", r"\ge") for sign in signs):  # everything the one way round
-        terms, signs = terms[::-1], ["<" if sign == ">" else r"\le" for sign in signs[::-1]]
-    match terms:
-        case [name, bound] if VARIABLE.fullmatch(name) and bound not in ("x", "y", "z"):
-            terms, signs = [r"-\infty", name, bound], ["<", *signs]
-        case [bound, name] if VARIABLE.fullmatch(name):
-            terms, signs = [bound, name, r"\infty"], [*signs, "<"]
-    match terms:
-        case [low, name, high] if VARIABLE.fullmatch(name) and {*signs} <= {"<", r"\le"}:
-            brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
-            return ("sequence", brackets, _parse_all([low, high]), (name,))
-    text = " ".join(itertools.chain(*zip(terms, [*signs, ""], strict=True)))
-    return ("equation", latex(text)) if len(terms) == 2 and _is_formula(text) else text_of(text)
-
-
 def _collection(text: str) -> Value | None:
     parts = _split(text, ";" if all(sign in text for sign in ",=;") else OR)  # x=1, y=2; x=2, y=1
     if len(parts) > 1 and all(parts):
         values = _parse_all(parts)
         # x < 1 or x > 2; A or B, which is no AB
-        are_intervals = any(value[0] == "sequence" and len(value[3]) == 1 for value in values)
-        is_union = are_intervals or "\\cup" in text or re.fullmatch("[A-J①-⑳]", parts[-1])
+        is_union = re.search(rf"\\cup|{RELATION}", text) or re.fullmatch("[A-J①-⑳]", parts[-1])
         return ("union", values) if is_union else ("list", _flat(values))
     parts = [*filter(None, _split(text, COMMA))]
     if len(parts) > 1:
@@ -367,7 +363,7 @@ def _collection(text: str) -> Value | None:
         return ("sequence", "()", _parse_all(re.split(r"\s*\\\\\s*", column[1].strip())), ())
     if builder := BUILDER.fullmatch(text):
         value = parse_value(builder[1].strip())
-        return (*value[:3], ()) if value[0] == "sequence" else value
+        return (*value[2][:3], ()) if value[0] == "named" and value[2][0] == "sequence" else value
     match = re.fullmatch(r"(\\\{|\\langle|\(|\[|\{)(.*)(\\\}|\\rangle|(?<!\\)[)\]}])", text, re.DOTALL)
     depths = itertools.accumulate(
         (token in OPENING) - (token in CLOSING) for token in re.findall(BRACKET, match[2] if match else "")

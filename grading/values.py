@@ -21,16 +21,20 @@ Value = tuple
 
 # Numbers and units ------------------------------------------------------------------------------------------------
 
-DECIMAL = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
-LATEX_FRACTION = re.compile(rf"\\frac\{{\s*(-?(?:{DECIMAL}))\s*\}}\{{\s*({DECIMAL})\s*\}}")
-NUMBER = re.compile(  # 1,000.5 with or without a power of ten; 3/4 and 2 3/4; 0.1\overline{6} and 0.1(6)
-    rf"(?P<sign>[+-]?)\s*(?:(?P<digits>{DECIMAL})"
-    r"(?:\s*(?:(?:\\times|\\cdot|x)\s*10\s*\^\s*\{|[eE])(?P<power>[+-]?\d{1,3})\}?)?"
-    rf"|(?:(?P<whole>\d+)\s+)?(?P<top>-?(?:{DECIMAL}))\s*/\s*(?P<bottom>{DECIMAL})"
-    r"|(?P<fixed>\d*\.\d*)(?:\\(?:overline|bar|dot)\{|\()(?P<repeated>\d+)[})]|(?P<comma>0,\d+))"
+DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)"
+DIGITS = rules(r"""
+    ^([+-]?)0,(\d+)$ ⟶ \g<1>0.\2
+    \\frac\{\s*(-?DECIMAL)\s*\}\{\s*(DECIMAL)\s*\} ⟶ ␣\1/\2␣
+    (?<=\d)\s*(?:\\times|\\cdot|x)\s*10\s*\^\s*\{([+-]?\d{1,3})\} ⟶ e\1
+    (?<=\d)\s*\(?hundred\)? ⟶ e2
+    (?<=\d)\s*\(?thousand\)? ⟶ e3
+    (?<=\d)\s*\(?million\)? ⟶ e6
+    (?<=\d)\s*\(?billion\)? ⟶ e9
+""".replace("DECIMAL", DECIMAL))
+NUMBER = re.compile(  # 3/4 and 2 3/4; 0.1\overline{6} and 0.1(6); 2e5
+    rf"\s*([+-]?)\s*(?:(\d+)\s+(?=\S*/))?(?!\d+[\\(])(-?{DECIMAL}(?:[eE][+-]?\d{{1,3}})?)"
+    rf"(?:(?<=[.\d])(?:\\(?:overline|bar|dot)\{{|\()(\d+)[}})]|\s*/\s*(?=[\d.]*[1-9])({DECIMAL}))?\s*"
 )
-SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9}
-SCALED = re.compile(rf"(.+?)\s*\(?({'|'.join(SCALES)})\)?")
 WORDS = {word: n for n, word in enumerate(re.findall(r"\w+", """
     zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
     eighteen nineteen twenty"""))}  # fmt: skip
@@ -38,26 +42,16 @@ WORDS = {word: n for n, word in enumerate(re.findall(r"\w+", """
 
 def number(text: str) -> Fraction | None:
     """The exact value of an integer, decimal, fraction, mixed or repeating number, 3.5 million or 2x10^5; else None."""
-    text = LATEX_FRACTION.sub(r" \1/\2 ", text).strip()
-    if scaled := SCALED.fullmatch(text):
-        inner = number(scaled[1])
-        return None if inner is None else inner * SCALES[scaled[2]]
-    match = NUMBER.fullmatch(text)
+    match = NUMBER.fullmatch(rewritten(text, DIGITS))
     if not match:
         return None
-    part = {name: digits.replace(",", "") for name, digits in match.groupdict("0").items()}
-    result = Fraction(f"{part['digits']}e{part['power']}") + int(part["whole"])
-    if match["comma"]:
-        result = Fraction(match["comma"].replace(",", "."))
-    if match["bottom"]:
-        top, bottom = Fraction(part["top"]), Fraction(part["bottom"])
-        if bottom == 0 or (match["whole"] and not 0 <= top < bottom):
-            return None
-        result += top / bottom
-    if match["repeated"]:
-        unit = Fraction(1, 10 ** len(part["fixed"].partition(".")[2]))  # the last digit's that is not repeated
-        result = Fraction(f"0{part['fixed']}0") + unit * int(part["repeated"]) / (10 ** len(part["repeated"]) - 1)
-    return -result if match["sign"] == "-" else result
+    sign, whole, top, repeated, bottom = (part.replace(",", "") for part in match.groups(""))
+    value = Fraction(top) / Fraction(bottom or 1)
+    if repeated:
+        value += Fraction(int(repeated), 10 ** len(top.partition(".")[2]) * (10 ** len(repeated) - 1))
+    if whole and not 0 <= value < 1:
+        return None
+    return (value + int(whole or 0)) * (-1 if sign == "-" else 1)
 
 
 UNITS = {name: names.split()[0] for names in re.findall("[^,]+", """
@@ -90,7 +84,7 @@ NO_UNIT = re.compile(r"""(?ix)
     |versus|vs|was|wrong|wrongly|yes|crore|third""")
 CURRENCY = r"\\(?:dollar|euro|sterling|rupee|yuan)"
 UNIT_START = re.compile(  # behind a value; not behind an index
-    rf"(?:(?<=[\d)])|(?<!_\{{.)(?<!_\{{..)(?<=\}})|(?<=\\pi)|(?<={')|(?<='.join(SCALES)}))(?P<space>\s*)"
+    rf"(?:(?<=[\d)])|(?<!_\{{.)(?<!_\{{..)(?<=\}})|(?<=\\pi)|(?<=hundred)|(?<=thousand)|(?<=illion))(?P<space>\s*)"
     rf"(?=%|\(|{CURRENCY}|\\(?:degree|Omega|mu|frac)(?![a-z])|[A-Za-zμ\u4e00-\u9fff])"
 )
 
@@ -256,7 +250,7 @@ def parse_value(text: str) -> Value:
 
 def latex(text: str) -> str:
     """The text without spaces, but where a letter follows a command."""
-    return re.sub(r"(\\[A-Za-z]+)\s+(?=[A-Za-z])|\s", lambda m: f"{m[1]} " if m[1] else "", text)
+    return re.sub(r"(?<![A-Za-z])\s|\s(?![A-Za-z])", "", text)
 
 
 def _parse_all(texts: list[str]) -> tuple[Value, ...]:
@@ -404,11 +398,10 @@ def _flat(values: tuple[Value, ...]) -> tuple[Value, ...]:
     return tuple(item for value in values for item in (value[1] if value[0] == "list" else (value,)))
 
 
+SHELLS = re.compile(r"sp\^\d(?:d\^?\d?)?|(?:\[[A-Z][a-z]\])?(?:[1-7][spdf](?:\^\d+|\d+)){2,}|\[[A-Z][a-z]\].*")
 SUBSTANCE = re.compile(  # MgCl2, Al2(SO4)3, with capitals alone: EDF; GMm may be a product
-    r"(?=.*[A-Za-z)]\d|[A-Z]+$|(?:[A-Z][a-z]?){3,}$)\d*(?:(?:[A-Z][a-z]?|\((?:[A-Z][a-z]?\d*)+\))\d*){2,}(?:\^[\d+-]+)?"
-)
-SHELLS = re.compile(
-    r"sp\^\{\d\}(?:d\^?\{?\d?\}?)?|(?:\[[A-Z][a-z]\])?(?:[1-7][spdf](?:\^\{\d+\}|\d+)){2,}|\[[A-Z][a-z]\].*"
+    r"(?=.*[A-Za-z)]\d|[A-Z]+$|(?:[A-Z][a-z]?){3,}$)\d*(?:(?:[A-Z][a-z]?|\((?:[A-Z][a-z]?\d*)+\))\d*){2,}(?:\^[\d+-]+)?|"
+    + SHELLS.pattern
 )
 DATED = re.compile(  # 40-45, 3-2, 2022-07-11, 09/06/2000, 10.0.0.1, C-A-B, (12)(34)
     r"\d+(?:\.\d+)?(?:\s*-\s*\d+(?:\.\d+)?)+|\d+(?:\s*/\s*\d+){2,}|\d+(?:\.\d+){2,}|0\d+/\d+|\d+/0\d+|[A-Z](?:-[A-Z]){2,}"
@@ -425,23 +418,15 @@ WORDED = re.compile(
 def _is_formula(text: str) -> bool:
     """False for words, substances, capitals alone, letters before digits (9 R 4) and digits apart (2 4 1)."""
     bare = re.sub(r"[\s_{}]", "", text)
-    if (
-        UNCOUNTED.search(text)
-        or SUBSTANCE.fullmatch(bare)
-        or SHELLS.fullmatch(re.sub(r"\s", "", text))
-        or WORDED.fullmatch(text.strip())
-    ):
+    if UNCOUNTED.search(text) or SUBSTANCE.fullmatch(bare) or WORDED.fullmatch(text.strip()):
         return False
     product = re.sub(r"\^\{[^{}]*\}|[\s\d'()]", "", text)
-    pairs = {first + second for first, second in itertools.pairwise(product) if first != second}
-    has_order = any(pair[::-1] in pairs for pair in pairs if pair.isupper() and pair.isalpha())
     are_known = "^{" in text and not MATRICES & {*product}  # I^2R
-    if has_order or (
-        re.fullmatch("[A-Z]{2,}", product) and (pairs or "^{T}" in text) and not are_known
-    ):  # P^{-1}AP, AB - BA
+    if re.search(r"([A-Z])(?!\1)([A-Z])(?:.*\2)?\1", product) or (  # P^{-1}AP, AB - BA
+        re.fullmatch("[A-Z]{2,}", product) and (len({*product}) > 1 or "^{T}" in text) and not are_known
+    ):
         return False
     signs = re.sub(r"\\[A-Za-z]+|(?<![A-Za-z])(?:max|min)|_\{[^{}]*\}", r"\\", text)
-    signs = re.sub(r"\^\{[^{}]*\}", "^", signs)
     return not re.search(r"[A-Za-z]\s*\d|[A-Za-z]{2}\s+(?!d)[A-Za-z]{2}|[\d)]\s+\d", signs)
 
 
@@ -462,8 +447,8 @@ TEXTS = rules(r"""
 def text_of(text: str) -> Value:
     """A text of tokens: it equals itself alone. Fonts, spaces, the case of words and full stops do not count."""
     text = text.replace(UPRIGHT, " ")
-    if SHELLS.fullmatch(plain := re.sub(r"\s", "", text)):
-        text = re.sub(r"[\^{}]", "", plain)  # 1s2 2s1 is 1s^2 2s^1
+    if SHELLS.fullmatch(bare := re.sub(r"[\s_{}]", "", text)):
+        text = bare.replace("^", "")  # 1s2 2s1 is 1s^2 2s^1
     text = rewritten(fold(text), TEXTS)
     text = text if text.isascii() else text.casefold()
     found = re.findall(

@@ -74,7 +74,6 @@ MARKS = rules(r"""
     ([₀-₉]+) ⟶ _{\1}
     [\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\xad\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff] ⟶
     \s+ ⟶ ␣
-    ^[`*\s]+|(?<!\^)[`*\s]+$ ⟶
     \\\\ ⟶ ⏎
     \\(?:\{|lbrace) ⟶ ⟅
     \\(?:\}|rbrace) ⟶ ⟆
@@ -93,7 +92,6 @@ IDIOMS = rules(r"""
     (?<![\s,;.])[\s,;.]*⏎(?:\[-?[\d.]+[a-z]+\])? ⟶ ⏎
     ⏎\s*(?=&?\s*=) ⟶
     (?:⟅\s*)?\\begin\{(cases|array)\}(?:\{[^{}]*\})?([^&]*?)\\end\{\1\} ⟶ \2
-    \\(begin|end)\{array\}(?:\{[^{}]*\})? ⟶ \\\1{pmatrix}
     \\begin\{cases\} ⟶ \\cases{
     \\end\{cases\} ⟶ }
     (?<!\s)\s*(?:,\s*)?&\s*(?:(?:if|for|when)x?\s*)? ⟶ &
@@ -123,15 +121,10 @@ IDIOMS = rules(r"""
     \(\s*\\mod\s*([^()]*)\) ⟶ \\mod \1
     {VECTOR}\s*\\times ⟶ \\wedge␣
     {VECTOR} ⟶
-    (?<!\w)(\w+)\s*\\choose\s*(\w+) ⟶ \\binom{{\1}}{{\2}}
-    \^\{{\}}|_\{{\}} ⟶
     # ]0, 1[
     (?:^|(?<=\\cup))\s*\] ⟶ (
     \[\s*(?=\\cup|$) ⟶ )
-    (\\[A-Za-z]+)[ ]+(?![A-Za-z({UPRIGHT}]) ⟶ \1
     (?<!\s)\s*{UPRIGHT}\s* ⟶ {UPRIGHT}
-    [ ]{{2,}} ⟶ ␣
-    (?<=\{{)[ ]|[ ](?=\}}) ⟶
 """)  # fmt: skip
 
 

@@ -63,10 +63,12 @@ UNITS = {name: names.split()[0] for names in re.findall("[^,]+", """
     degC celsius celsiu, degF fahrenheit, people person 人, child children, man men, woman women, mol mole, day 天 日,
     week 周, year 年, month, cent, euro, sterling, 元 yuan rmb, rupee inr, yen, 岁, 月, 个月, 分, 吨, 分米, 公顷
 """) for name in names.split()}  # fmt: skip
-PREFIXES = {"nano": "n", "micro": "μ", "milli": "m", "centi": "c", "kilo": "k", "mega": "M", "giga": "G", "pico": "p"}
-PREFIXED = re.compile(rf"({'|'.join(PREFIXES)})(meter|metre|gram|second|liter|litre|joule|newton|watt|volt|hertz|ohm"
-                      r"|ampere|amp|kelvin|tesla|pascal|mole)")  # fmt: skip
+UNITS |= {long + name: short + UNITS[name] for long, short in map(str.split, re.split(
+    ",", "nano n,micro μ,milli m,centi c,kilo k,mega M,giga G,pico p")) for name in re.findall(
+    r"\w+", "meter metre gram second liter litre joule newton watt volt hertz ohm ampere amp kelvin tesla pascal mole"
+)}  # fmt: skip
 SI = re.compile(r"[pnμmckMGT]?(?:[mgsAKNJWVCFTHL]|mol|Hz|Pa|Ω|eV|Wb|cal|bar)")  # a prefix and a symbol
+FACTORS = re.compile("[MGT]?[A-Z]|.*[ACFHKT]|.")
 PLURAL = re.compile(  # or 3个苹果
     r"\w\w+[^\Ws](?<!th)s|[个只本块支张辆名位条棵件次种组页台间根颗盒箱袋朵套双](?![半十百千万亿])[\u4e00-\u9fff]*"
 )
@@ -118,25 +120,15 @@ def unit(text: str, is_apart: bool, is_upright: bool) -> str | None:
     text = rewritten(text, UNIT_SPELLINGS)
     names: list[str] = []
     for word in re.findall(r"[A-Za-zμΩ\u4e00-\u9fff]+|\^\s*-?\d|/|\S", text):
-        folded = word.lower() if len(word) > 2 else word
-        may_be_factors = not is_upright and re.fullmatch("[MGT]?[A-Z]|.*[ACFHKT]|.", word)
-        if NO_UNIT.fullmatch(word):
+        stem = (word.lower() if len(word) > 2 else word).removesuffix("s")
+        is_clear = is_apart or names or len(word.encode()) > 1
+        is_symbol = (is_apart or names) and SI.fullmatch(word) and (is_upright or not FACTORS.fullmatch(word))
+        name = word if is_symbol or word[0] in "^/" else is_clear and (UNITS.get(word) or UNITS.get(stem))
+        name = name or (stem if PLURAL.fullmatch(word.lower()) else "")
+        is_adjective = not names and len(word) > 1 and re.search(r"s\b", text) and not word.endswith(("th", "ths"))
+        if NO_UNIT.fullmatch(word) or not (name or is_adjective):  # blue marbles
             return None
-        prefixed = PREFIXED.match(folded)
-        if word[0] in "^/" or ((is_apart or names) and SI.fullmatch(word) and not may_be_factors):
-            name = word
-        elif prefixed:
-            name = PREFIXES[prefixed[1]] + UNITS[prefixed[2]]
-        else:
-            is_glued = len(word.encode()) == 1 and not (is_apart or names)
-            name = None if is_glued else UNITS.get(word) or UNITS.get(folded.removesuffix("s"))
-        if name is None and PLURAL.fullmatch(folded):
-            name = folded.removesuffix("s")
-        is_adjective = not names and len(word) > 1 and re.search(r"s\b", text)  # blue marbles
-        if name:
-            names.append(name)
-        elif not is_adjective or re.search("ths?$", word):
-            return None
+        names += [name] * bool(name)
     return re.sub(" ([/^]) ?", r"\1", " ".join(names)) or None
 
 

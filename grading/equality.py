@@ -25,7 +25,7 @@ from sympy import Basic, Derivative, Eq, Expr, Float, I, Integral, Limit, Pow, P
 from sympy.core.function import AppliedUndef
 
 from grading.answer import read_answer
-from grading.spelling import MAX_FORMULA, clean
+from grading.spelling import MAX_FORMULA, clean, rewritten, rules
 from grading.values import DATED, MATRICES, Value, latex, parse_value, quantity, text_of
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
@@ -47,13 +47,21 @@ STAND_INS = {  # letters that the parser takes for constants, d and ^T, by rare 
 UNREADABLE = re.compile(  # or skipped by the parser without a word, such as the index of 1_2
     r"binom\{\d{6}|(?:gcd|lcm)\W.*[a-z]|(?<![\w^.{])\d[\d.]*_|\)_|[\d)]'|_\{[^{}]*\{|[^\0-\x7f]"
 )
-REPAIRS = [(re.compile(pattern), replacement) for pattern, replacement in [  # what the parser does not know
-    (r"(\d+(?:\.\d+)?)\\degree ?", r"(\1\\cdot\\frac{\\pi}{180})"),
-    (r"\\log_\{e\}", r"\\ln "), (r"\\lg(?![a-z]) ?", r"\\log_{10} "),
-    (r"\\sqrt\[(\d*[13579])\]\{-([\d.]+)\}", r"(-\\sqrt[\1]{\2})"),
-    (r"(?<![\d.}])(\d+)/(\d+)(?=[A-Za-z])", r"\\frac{\1}{\2}"),  # 1/2x
-    (r"(?<![A-Za-z\\])C(?:\((\d+),(\d+)\)|_\{(\d\d+|[3-9]|n)\}\^\{(\d+|[kmr])\})", r"\\binom{\1\3}{\2\4}"),
-]]  # fmt: skip
+REPAIRS = rules(r"""
+    # What the parser does not know
+    (\d+(?:\.\d+)?)\\degree ? ⟶ (\1\\cdot\\frac{\\pi}{180})
+    \\log_\{e\} ⟶ \\ln␣
+    \\lgx? ? ⟶ \\log_{10}␣
+    \\sqrt\[(\d*[13579])\]\{-([\d.]+)\} ⟶ (-\\sqrt[\1]{\2})
+    (?<![\d.}])(\d+)/(\d+)(?=[A-Za-z]) ⟶ \\frac{\1}{\2}
+    (?<![A-Za-z\\])C(?:\((\d+),(\d+)\)|_\{(\d\d+|[3-9]|n)\}\^\{(\d+|[kmr])\}) ⟶ \\binom{\1\3}{\2\4}
+    # It adds 2 and 4 in 2(4)
+    (?<=[\d)])(?<!_\d)\s*(?=\(\s*-?\d) ⟶ \\cdot␣
+    ([A-Za-z])'{3} ⟶ \1_{ppp}
+    ([A-Za-z])'' ⟶ \1_{pp}
+    ([A-Za-z])' ⟶ \1_{p}
+    \^\s*\{?\s*(?:\*|\\ast)\s*\}? ⟶ _{s}
+""")
 DIFFERENTIAL = re.compile(r"\\int|\\frac\s*\{\s*d.{0,3}\}\s*\{\s*d|d\w?\s*/\s*d")
 TOKEN = re.compile(r"\\(?:text|begin|end|mathbb|mathcal|mathrm)\s*\{[^{}]*\}|_\{[^{}]*\}|\\[A-Za-z]+|e_|[A-Za-z]")
 
@@ -91,10 +99,6 @@ def _same(key: Value, answer: Value) -> bool:
             return _same(value, answer)
         case _, ("named", _, value, _):
             return _same(key, value)
-        case ("either", values), _:
-            return any(_same(value, answer) for value in values)
-        case _, ("either", values):
-            return any(_same(key, value) for value in values)
         case (("words", text), ("formula", formula, _)) | (("formula", formula, _), ("words", text)):
             is_product = r"\cdot" in formula and text.replace(" ", "").isalpha() and not MATRICES & {*text}
             return text_of(formula) == ("words", text) or (is_product and same_formula(text, formula))
@@ -113,8 +117,6 @@ def _same(key: Value, answer: Value) -> bool:
             return _same_ordered(items, items_2)
         case (("list" | "set", items), ("list" | "set", items_2)) | (("union", items), ("union", items_2)):
             return _same_unordered(items, items_2)
-        case ("sequence", "", items, _), ("sequence", "", items_2, _):
-            return _same_unordered(items, items_2)
         case ("sequence", brackets, items, names), ("sequence", brackets_2, items_2, names_2):
             are_named_alike = not names or not names_2 or names == names_2
             return brackets == brackets_2 and are_named_alike and _same_ordered(items, items_2)
@@ -122,9 +124,9 @@ def _same(key: Value, answer: Value) -> bool:
             len(names) > 1 and {*names} <= {f"{part[1]}_{i}" for part in parts if part[0] == "named" for i in range(9)}
         ):  # x_1 = 2, x_2 = -3 is x = 2, x = -3
             return len({part[1] for part in parts}) == 1 and _same_unordered(values, tuple(part[2] for part in parts))
-        case (("sequence", "()" | "", point, names), ("list", parts)) | (
+        case (("sequence", "()", point, names), ("list", parts)) | (
             ("list", parts),
-            ("sequence", "()" | "", point, names),
+            ("sequence", "()", point, names),
         ):
             is_point = len(names) != 1 and all(part[0] != "named" for part in parts)  # x < 1 has one name
             return is_point and _same_ordered(point, parts)
@@ -132,11 +134,11 @@ def _same(key: Value, answer: Value) -> bool:
 
 
 def _is_order(items: tuple[Value, ...]) -> bool:
-    """Whether a key's list is an order: x, y, x; yes, no; C, A, B."""
+    """Whether a key's list is an order: yes, no; C, A, B."""
     texts = [str(item[1]) for item in items]
     is_shuffled = re.fullmatch("[A-Z]+", "".join(texts)) and texts != sorted(texts)
     has_verdicts = not {"yes", "no", "true", "false"}.isdisjoint(texts)
-    return items[0][0] != "number" and (len({*items}) < len(items) or has_verdicts or bool(is_shuffled))
+    return items[0][0] != "number" and (has_verdicts or bool(is_shuffled))
 
 
 def _same_choice(key: Value, answer: Value) -> bool:
@@ -205,12 +207,7 @@ def read_formula(text: str | Fraction) -> Basic | None:
     text = str(text)
     if len(text) > MAX_FORMULA or UNREADABLE.search(text):
         return None
-    for pattern, replacement in REPAIRS:
-        text = pattern.sub(replacement, text)
-    text = re.sub(r"(?<![\d.,])(\d*\.\d+)(?![\d.])", lambda m: f"{{{Fraction(m[1])}}}", text)
-    text = re.sub(r"(?<=[\d)])(?<!_\d)\s*(?=\(\s*-?\d)", r"\\cdot ", text)  # the parser adds 2 and 4 in 2(4)
-    text = re.sub(r"([A-Za-z])('+)", lambda m: f"{m[1]}_{{{'p' * len(m[2])}}}", text)
-    text = re.sub(r"\^\s*\{?\s*(?:\*|\\ast)\s*\}?", "_{s}", text)  # x^*
+    text = re.sub(r"(?<![\d.,])(\d*\.\d+)(?![\d.])", lambda m: f"{{{Fraction(m[1])}}}", rewritten(text, REPAIRS))
     kept = "d" if DIFFERENTIAL.search(text) else "T" if "matrix" in text else ""
     text = TOKEN.sub(lambda m: m[0] if m[0] == kept else STAND_INS.get(m[0], m[0]), text)
     formula = None
@@ -275,14 +272,15 @@ def same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
 
 
 def _points(symbols: list[Symbol]) -> list[dict[Symbol, Float]]:
-    """Odd points near and far, of all signs and in both orders: sqrt((x - 50)^2) is 50 - x up to 50."""
-    shares = [(0.61803398874989 * (i + 1)) % 1 for i in range(len(symbols))]
-    orders = (shares, [1 - share for share in shares])
+    """Odd points near and far, of all signs of three symbols, in all orders: sqrt((x - 50)^2) is 50 - x up to 50."""
     points = []
-    for sign, next_sign, scale, order in itertools.product((1, -1), (1, -1)[: len(symbols)], (1, 40, 2000), orders):
-        values = [Float(f"{share * scale}", 60) * sign * next_sign**i for i, share in enumerate(order)]
-        points.append(dict(zip(symbols, values, strict=True)))
-    return points if symbols else [{}]
+    for k in range(24 if symbols else 1):
+        point = {}
+        for i, symbol in enumerate(symbols):
+            share = 0.61803398874989 * (k + 1) * (i + 1) % 1
+            point[symbol] = Float(f"{share * (1, 40, 2000)[k % 3]}", 60) * (-1) ** (k % 8 >> i & 1)
+        points.append(point)
+    return points
 
 
 def _breaks(formula: Basic) -> list[Expr]:

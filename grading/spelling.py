@@ -15,10 +15,8 @@ MAX_FORMULA = 1000  # characters; what is longer is a text
 MAX_DEPTH = 20  # nested brackets; the LaTeX parser's time grows steeply with them
 UPRIGHT = "\u2009"  # the space before upright text: 5\text{ cm}
 VECTOR = "\u20d7"  # stands behind a letter in bold: a product of vectors has an order
-GREEK = (
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron rho varsigma sigma tau upsilon "
-    "phi chi psi omega varepsilon vartheta varphi ell"
-).split()
+GREEK = re.findall(r"\w+", """alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron rho
+    varsigma sigma tau upsilon phi chi psi omega varepsilon vartheta varphi ell""")  # fmt: skip
 
 # The one spelling, and what it stands for: commands, words and signs. ~ is a space.
 NAMES = {synonym: meaning.replace("~", " ") for meaning, *synonyms in map(str.split, re.split(r"(?<!\\);|\n", r"""
@@ -53,9 +51,9 @@ VECTORS = {rf"\{name}" for name in ["vec", "mathbf", "boldsymbol", "bm"]}
 
 
 def rules(table: str) -> list[tuple[re.Pattern, str]]:
-    """The rules of a table: a pattern, an arrow, what is put in its place. "x?" means that no letter follows; ␣ a space."""
-    lines = [line.strip(" ").partition("⟶") for line in table.replace("x?", "(?![A-Za-z])").splitlines()]
-    return [(re.compile(pattern.rstrip(" ")), new.strip(" ").replace("␣", " ")) for pattern, arrow, new in lines if arrow]
+    """The rules of a table: a pattern, an arrow, what takes its place. "x?" means that no letter follows, ␣ a space."""
+    lines = [line.partition("⟶") for line in table.replace("x?", "(?![A-Za-z])").splitlines()]
+    return [(re.compile(old.strip(" ")), new.strip(" ").replace("␣", " ")) for old, arrow, new in lines if arrow]
 
 
 def rewritten(text: str, table: list[tuple[re.Pattern, str]]) -> str:

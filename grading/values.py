@@ -22,15 +22,17 @@ Value = tuple
 # Numbers and units ------------------------------------------------------------------------------------------------
 
 DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)"
-DIGITS = rules(r"""
-    ^([+-]?)0,(\d+)$ ⟶ \g<1>0.\2
+DIGITS = rules(
+    r"""
+    ^([+-]?)0,(\d\d+)$ ⟶ \g<1>0.\2
     \\frac\{\s*(-?DECIMAL)\s*\}\{\s*(DECIMAL)\s*\} ⟶ ␣\1/\2␣
     (?<=\d)\s*(?:\\times|\\cdot|x)\s*10\s*\^\s*\{([+-]?\d{1,3})\} ⟶ e\1
     (?<=\d)\s*\(?hundred\)? ⟶ e2
     (?<=\d)\s*\(?thousand\)? ⟶ e3
     (?<=\d)\s*\(?million\)? ⟶ e6
     (?<=\d)\s*\(?billion\)? ⟶ e9
-""".replace("DECIMAL", DECIMAL))
+""".replace("DECIMAL", DECIMAL)
+)
 NUMBER = re.compile(  # 3/4 and 2 3/4; 0.1\overline{6} and 0.1(6); 2e5
     rf"\s*([+-]?)\s*(?:(\d+)\s+(?=\S*/))?(?!\d+[\\(])(-?{DECIMAL}(?:[eE][+-]?\d{{1,3}})?)"
     rf"(?:(?<=[.\d])(?:\\(?:overline|bar|dot)\{{|\()(\d+)[}})]|\s*/\s*(?=[\d.]*[1-9])({DECIMAL}))?\s*"
@@ -147,7 +149,6 @@ CONSTANT = re.compile(  # a side without letters
 )
 NAMES = re.compile(r"\(\s*[A-Za-z](?:_\{\d\})?(?:\s*,\s*[A-Za-z](?:_\{\d\})?)+\s*\)")
 VARIABLE = r"(?:[A-Za-z](?:_\{\w\})?(?:\(\w\))?|\\(?!pi|infty)[a-z]+)"
-BUILDER = re.compile(rf"\\\{{\s*{NAME}(?:\s*\\in\s*\\mathbb\{{R\}})?\s*[:|]\s*(.+)\\\}}")
 CHOICE = re.compile(
     r"(?!.$)(?i:option |choice |answer )?\s*(?:\(\s*([A-Ja-j])\s*\)|([A-J])(?![A-Za-z])|([a-j])(?=\)|$|[.:] ))"
     r"([).:、]*)(.*)",
@@ -182,10 +183,10 @@ OPENING = ("(", "[", "{", r"\{", r"\langle", r"\lfloor", r"\lceil")
 CLOSING = (")", "]", "}", r"\}", r"\rangle", r"\rfloor", r"\rceil")
 BRACKET = r"\\[{}]|\\[lr](?:angle|floor|ceil)|\\.|[()\[\]{}]"  # or an escaped character, which is none
 AMOUNTS = re.compile(r"(?<=[A-Za-z])\s+(?=\d)|[\s,;]+(?=\([b-hB-H]\))|(?<=\))(?=\([B-H]\))")
-COLUMN = re.compile(r"\\begin\{[pbB]matrix\}([^&]*)\\end\{[pbB]matrix\}")
 NESTED = re.compile(r"(?:[(\[{][^()\[\]{}]*){21}|(?:\|[^|]*){21}")  # the LaTeX parser's time grows steeply with these
 BEGINNINGS = rules(r"""
-    (?i)^(?:(?:the )?(?:final )?answer\s*(?:is|:|=(?!.*=))|(?:so|thus|hence|therefore|then|it is|it's|that is)\b)[,:\s]*(?=\S) ⟶
+    (?i)^(?:the )?(?:final )?answer\s*(?:is|:|=(?!.*=))[,:\s]*(?=\S) ⟶
+    (?i)^(?:so|thus|hence|therefore|then|it is|it's|that is)\b[,:\s]*(?=\S) ⟶
     ^(?:=|\\approxx?)|[,;:。\s]+$|(?<!\.)\.$ ⟶
     (?i)^(?:all real(?: number)?s?|\(-\\infty ?, ?\+?\\infty ?\))$ ⟶ \\mathbb{R}
     (?i)^(?:(?:there (?:is|are) )?no (?:real )?(?:solutions?|roots?)|(?:the )?empty set|\\\{ ?\\\})$ ⟶ \\emptyset
@@ -195,7 +196,12 @@ BEGINNINGS = rules(r"""
 
 # A side of a relation, which has no other one and no comma outside parentheses
 SIDE = rf"((?:(?!{COMMA}|{OR}|{RELATION}|{EQUALS}|\\[{{}}])(?:[^()]|\((?:[^()]|\([^()]*\))*\)))+?)"
-RELATIONS = rules(r"""
+RELATIONS = rules(
+    r"""
+    # A column is a point, \{x | x > 2\} is x > 2
+    \\\\\s*(?=[^&]*\\end\{[pbB]matrix\}$) ⟶ ,␣
+    ^\\begin\{[pbB]matrix\}([^&]*)\\end\{[pbB]matrix\}$ ⟶ (\1)
+    ^\\\{\s*NAME(?:\s*\\in\s*\\mathbb\{R\})?\s*[:|]\s*(.+)\\\}$ ⟶ \1
     # y = 2x (x > 0); k\pi, k \in \mathbb{Z}
     \s\(([^()]*(?:[<>]|\\(?:in|[lgn]e)x?)[^()]*)\)$ ⟶ ,␣\1
     (?<![A-Za-z\\])([a-z])(?![A-Za-z])(?=.*[\s,;(]\1\s*\\in\s*\\mathbb\{Z\}$) ⟶ n
@@ -216,7 +222,10 @@ RELATIONS = rules(r"""
     \\ge\s*« ⟶ \\le␣
     ^\s*(VARIABLE)\s*(<|\\lex?)(?!\s*[xyz]\s*$)SIDE$ ⟶ -\\infty<\1\2\3
     ^SIDE(<|\\lex?)\s*(VARIABLE)\s*$ ⟶ \1\2 \3<\\infty
-""".replace("SIDE", SIDE).replace("VARIABLE", VARIABLE))
+""".replace("SIDE", SIDE)
+    .replace("VARIABLE", VARIABLE)
+    .replace("NAME", NAME)
+)
 INTERVAL = re.compile(rf"{SIDE}(<|\\le(?![A-Za-z]))\s*({VARIABLE})\s*(<|\\le(?![A-Za-z])){SIDE}")
 
 
@@ -230,8 +239,7 @@ def parse_value(text: str) -> Value:
     if DATED.fullmatch(text):
         return text_of(text)
     if (value := number(str(WORDS.get(words, text)))) is not None:
-        decimal = ("number", value, "")
-        return ("either", (decimal, ("list", _parse_all(text.split(","))))) if re.fullmatch(r"0,\d", text) else decimal
+        return ("number", value, "")
     text = rewritten(text, RELATIONS)
     for read in (_choice, _named, _collection, quantity):
         value = read(text)
@@ -295,29 +303,23 @@ def _named(text: str) -> Value | None:
         return ("named", name, interval, latex(text).removeprefix("-\\infty<").removesuffix("<\\infty"))
     if len(_split(text, f"{COMMA}|{OR}")) > 1:
         return None
-    terms, sides = _split(text, RELATION), _split(text, EQUALS)
-    if len(terms) > 1:
-        is_equation = len(terms) == 2 and len(sides) == 1 and all(terms) and _is_formula(text)
-        return ("equation", latex(text)) if is_equation else text_of(text)
-    if len(sides) > 1 and not all(sides):
-        return text_of(text)
-    match sides:
-        case [point, values] if NAMES.fullmatch(point):  # (x, y) = (1, 2)
-            names = re.findall(r"[A-Za-z]", point)
-            return parse_value(values) if names == sorted(names) else text_of(text)
-        case [first, *rest] if (
-            rest
-            and NAMED.fullmatch(first)
-            and not any(map(NO_UNIT.fullmatch, re.findall(r"[A-Za-z]{2,}", first.partition("(")[0])))
-        ):
-            return ("named", re.sub(r"[\s{}]", "", fold(first)), _chain(rest), f"{latex(first)}={latex(rest[-1])}")
-        case [first, *_, last] if CONSTANT.fullmatch(first) and CONSTANT.fullmatch(last):
-            return _chain(sides)  # 2 + 3 = 5
-        case [_, _] if _is_formula(text):
-            return ("equation", latex(text))
-        case [_, _, *_]:
-            return text_of(text)  # 2x = 10 = 5
-    return None
+    sides, parts = _split(text, EQUALS), _split(text, f"{EQUALS}|{RELATION}")
+    if len(parts) == 1:
+        return None
+    if all(parts) and len(parts) == len(sides):
+        match sides:
+            case [point, values] if NAMES.fullmatch(point) and (names := re.findall("[A-Za-z]", point)) == sorted(
+                names
+            ):
+                return parse_value(values)  # (x, y) = (1, 2)
+            case [first, *rest] if NAMED.fullmatch(first) and not any(
+                map(NO_UNIT.fullmatch, re.findall(r"[A-Za-z]{2,}", first.partition("(")[0]))
+            ):
+                return ("named", re.sub(r"[\s{}]", "", fold(first)), _chain(rest), f"{latex(first)}={latex(rest[-1])}")
+            case [first, *_, last] if CONSTANT.fullmatch(first) and CONSTANT.fullmatch(last):
+                return _chain(sides)  # 2 + 3 = 5
+    is_equation = len(parts) == 2 and all(parts) and _is_formula(text)
+    return ("equation", latex(text)) if is_equation else text_of(text)  # 2x = 10 = 5
 
 
 def _chain(sides: list[str]) -> Value:
@@ -333,28 +335,15 @@ def _collection(text: str) -> Value | None:
         # x < 1 or x > 2; A or B, which is no AB
         is_union = re.search(rf"\\cup|{RELATION}", text) or re.fullmatch("[A-J①-⑳]", parts[-1])
         return ("union", values) if is_union else ("list", _flat(values))
-    parts = [*filter(None, _split(text, COMMA))]
-    if len(parts) > 1:
-        values = _flat(_parse_all(parts))
-        if len({value[2] is None for value in values if value[0] == "choice"}) > 1:
-            return text_of(text)  # (a) (b) 9
-        return _labelled(values) or ("list", values)
-    if len(amounts := AMOUNTS.split(text)) > 1 and all(amounts):
-        values = _parse_all(amounts)
-        if labelled := _labelled(values) or (
-            {value[::2] for value in values} == {("choice", None)} and ("list", values)
-        ):
+    parts, amounts = [*filter(None, _split(text, COMMA))], AMOUNTS.split(text)
+    if len(parts) > 1 or (len(amounts) > 1 and all(amounts)):
+        values = _flat(_parse_all(parts if len(parts) > 1 else amounts))
+        if labelled := _labelled(values):
             return labelled
-    if column := COLUMN.fullmatch(text):
-        return ("sequence", "()", _parse_all(re.split(r"\s*\\\\\s*", column[1].strip())), ())
-    if builder := BUILDER.fullmatch(text):
-        value = parse_value(builder[1].strip())
-        return (*value[2][:3], ()) if value[0] == "named" and value[2][0] == "sequence" else value
+        if len(parts) > 1 or {value[::2] for value in values} == {("choice", None)}:
+            return ("list", values)
     match = re.fullmatch(r"(\\\{|\\langle|\(|\[|\{)(.*)(\\\}|\\rangle|(?<!\\)[)\]}])", text, re.DOTALL)
-    depths = itertools.accumulate(
-        (token in OPENING) - (token in CLOSING) for token in re.findall(BRACKET, match[2] if match else "")
-    )
-    if match is None or min(depths, default=0) < 0:
+    if match is None or len(_split(text, r"(?:(?<=[)\]}])|(?<=\\rangle))(?=.)")) > 1:
         if text.count("\\pm") != 1:
             return None
         return ("list", _parse_all([text.replace("\\pm", sign) for sign in "+-"]))
@@ -379,10 +368,8 @@ def _labelled(values: tuple[Value, ...]) -> Value | None:
                 items[label] = value
     if len(items) < len(values) or "" in items or None in items.values():
         return None
-    if value[0] == "number":
-        return ("sequence", "", values, ())
     names = tuple(sorted(items))
-    return ("sequence", "()", tuple(items[name] for name in names), names)
+    return ("sequence", "()" * (value[0] != "number"), tuple(items[name] for name in names), names)
 
 
 def _flat(values: tuple[Value, ...]) -> tuple[Value, ...]:

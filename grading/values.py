@@ -179,9 +179,9 @@ UNCOUNTED = re.compile(
     r"|subset|subseteq|setminus|aleph|overrightarrow|notin|mathbb)(?![A-Za-z])|!!|[fgh]\^\{-1\}\s?\(|\d\s?[ap]m$|\.\.|\?"
     r"|\\cases|\\\||\\degree\s*\d+\s*'|^[\^_]|\^\{\d*[+-]\}|[^\0-\x7f\u2009]"
 )
-OPENING = ("(", "[", "{", r"\{", r"\langle", r"\lfloor", r"\lceil")
-CLOSING = (")", "]", "}", r"\}", r"\rangle", r"\rfloor", r"\rceil")
-BRACKET = r"\\[{}]|\\[lr](?:angle|floor|ceil)|\\.|[()\[\]{}]"  # or an escaped character, which is none
+BRACKETS = re.compile(  # with nothing in brackets between; those of an interval may differ
+    r"(?:\\[\[{]|[(\[{]|\\l(?:angle|floor|ceil)(?![a-z]))[^()\[\]{}]*?(?:[)\]}]|\\r(?:angle|floor|ceil)(?![a-z]))"
+)
 AMOUNTS = re.compile(r"(?<=[A-Za-z])\s+(?=\d)|[\s,;]+(?=\([b-hB-H]\))|(?<=\))(?=\([B-H]\))")
 NESTED = re.compile(r"(?:[(\[{][^()\[\]{}]*){21}|(?:\|[^|]*){21}")  # the LaTeX parser's time grows steeply with these
 BEGINNINGS = rules(r"""
@@ -257,16 +257,18 @@ def _parse_all(texts: list[str]) -> tuple[Value, ...]:
     return tuple(map(parse_value, texts))
 
 
+def _masked(text: str) -> str:
+    """The text with a sign in the place of each character that is in brackets, or one."""
+    num_masked = 1
+    while num_masked:
+        text, num_masked = BRACKETS.subn(lambda match: "¤" * len(match[0]), text)
+    return text
+
+
 def _split(text: str, separator: str) -> list[str]:
-    """The parts of the text between matches of `separator` outside all brackets; those of an interval may differ."""
-    parts, depth, start = [], 0, 0
-    for match in re.finditer(rf"(?P<cut>{separator})|{BRACKET}", text):
-        if match["cut"] is None:
-            depth += (match[0] in OPENING) - (match[0] in CLOSING)
-        elif depth == 0:
-            parts.append(text[start : match.start()])
-            start = match.end()
-    return [part.strip() for part in [*parts, text[start:]]]
+    """The parts of the text between matches of `separator` outside all brackets."""
+    cuts = [match.span() for match in re.finditer(separator, _masked(text))]
+    return [text[end:start].strip() for (_, end), (start, _) in itertools.pairwise([(0, 0), *cuts, (len(text), 0)])]
 
 
 def _items(inside: str) -> list[str]:
@@ -343,7 +345,7 @@ def _collection(text: str) -> Value | None:
         if len(parts) > 1 or {value[::2] for value in values} == {("choice", None)}:
             return ("list", values)
     match = re.fullmatch(r"(\\\{|\\langle|\(|\[|\{)(.*)(\\\}|\\rangle|(?<!\\)[)\]}])", text, re.DOTALL)
-    if match is None or len(_split(text, r"(?:(?<=[)\]}])|(?<=\\rangle))(?=.)")) > 1:
+    if match is None or re.search(r"[()\[\]{}]", _masked(match[2])):
         if text.count("\\pm") != 1:
             return None
         return ("list", _parse_all([text.replace("\\pm", sign) for sign in "+-"]))

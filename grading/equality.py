@@ -190,7 +190,6 @@ def _same_quantity(key: Value, answer: Value) -> bool:
 
 def _renamed(key: str, answer: str) -> str:
     """The answer with the key's letter for a constant: x^2 + C, x^3 + c, Ce^{2x}; a + b + c ends in a variable."""
-    answer = re.sub(r"\+const(?:ant)?$", "+C", answer)
     if re.search(r"\+[CKck]$", answer) and re.fullmatch(r"[^C]*\+C|[^K]*\+K|(?:[^A-Za-z]|\\[a-z]+ ?|[xtu])*\+c", key):
         return answer[:-1] + key[-1]
     return re.sub("^[A-Z](?=e)", "C", answer) if re.fullmatch(r"Ce\^\{[^A-Z]*\}", key) else answer

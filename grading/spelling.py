@@ -25,7 +25,7 @@ NAMES = {synonym: meaning.replace("~", " ") for meaning, *synonyms in map(str.sp
     | \lvert \rvert \vert \mid; \approx \simeq \thickapprox ≈ ≃; \emptyset \varnothing ∅; \degree \textdegree
     - \minus − – — ⁻; \mathbb{R} \R \reals ℝ; \mathbb{Z} ℤ; \mathbb{N} ℕ; \mathbb{Q} ℚ; \mathbb{C} ℂ; % \%
     \setminus \backslash \smallsetminus ∖; i \imath; j \jmath; \to \rightarrow \longrightarrow →; ^\circ °; \cup ∪
-    \cap ∩; \in ∈; \pm ±; \times ×; \cdot · ⋅; / ÷ ⁄ ∕; ' ’ ′ \prime; '' ″; \equiv ≡; \aleph ℵ; \langle ⟨; \rangle ⟩
+    \cap ∩; \in ∈; \pm ±; \times ×; \cdot · ⋅; / ÷ ⁄ ∕; ' ’ ′ \prime; '' ″; \equiv ≡; \aleph ℵ; ( \langle ⟨; ) \rangle ⟩
     \angle ∠; \triangle △; \Omega Ω Ω; \Delta Δ; \euro €; \rupee ₹; \yuan ¥ ￥; ~1/2 ½; ~1/4 ¼; ~3/4 ¾; ~1/3 ⅓; ~2/3 ⅔
     \infty infinity ∞; \sqrt sqrt √; \pi pi π; \tan tg \tg tan; \cot ctg \ctg cotg cot; \arctan arctg \arctg arctan
     \arccot arcctg arccot; \cdots \dots \ldots \dotsb ...; \lg lg; \log log; \ln ln; \sin sin; \cos cos; \exp exp
@@ -47,7 +47,6 @@ GROUPS = {rf"\{name}": role for role, names in {
              "operatorname operatorname* ce",
 }.items() for name in names.split()}  # fmt: skip
 GROUP = re.compile(r"(?:(\\[A-Za-z]+\*?|[\^_])\s*|((?<=[}»\]])))?\{([^{}]*)\}")
-VECTORS = {rf"\{name}" for name in ["vec", "mathbf", "boldsymbol", "bm"]}
 
 
 def rules(table: str) -> list[tuple[re.Pattern, str]]:
@@ -82,7 +81,10 @@ MARKS = rules(r"""
     \{,\} ⟶ .
     \\q?quad ⟶ ␣
     (?<=\d)\\text\{([KT])\} ⟶ \1
-""" + BRACED)  # fmt: skip
+    \\(?:begin|end)\{(?!(?:[pbBvV]?matrix|cases|array)\})[^{}]*\} ⟶ ␣
+    \\(?:vec|mathbf|boldsymbol|bm)\s*\{([A-Za-z])\} ⟶ ␣\1VECTOR
+    \{([^{}]*)\\choose([^{}]*)\} ⟶ \\binom{\1}{\2}
+""".replace("VECTOR", VECTOR) + BRACED)  # fmt: skip
 # And behind it
 IDIOMS = rules(r"""
     \\(?:left|right|middle|[bB]igg?[lrm]?)x?\s*\.? ⟶
@@ -130,13 +132,6 @@ def _reduced(match: re.Match) -> str:
     """A group without groups in it, and its command; the braces of an argument are « and »."""
     command, inside = match[1] or "", match[3].strip()
     role = GROUPS.get(command, "«" if command or match[2] is not None else "{}")
-    if r"\choose" in inside:
-        top, _, bottom = inside.partition(r"\choose")
-        return rf"{command}\binom«{top.strip()}»«{bottom.strip()}»"
-    if command in (r"\begin", r"\end") and not re.fullmatch("[pbBvV]?matrix|cases|array", inside):
-        return " "
-    if command in VECTORS and len(inside) == 1 and inside.isalpha():
-        return f" {inside}{VECTOR}"
     if role == UPRIGHT:
         return f"{UPRIGHT}{match[3]} "
     if role == "«":

@@ -186,6 +186,7 @@ AMOUNTS = re.compile(r"(?<=[A-Za-z])\s+(?=\d)|[\s,;]+(?=\([b-hB-H]\))|(?<=\))(?=
 NESTED = re.compile(r"(?:[(\[{][^()\[\]{}]*){21}|(?:\|[^|]*){21}")  # the LaTeX parser's time grows steeply with these
 BEGINNINGS = rules(r"""
     (?i)^(?:the )?(?:final )?answer\s*(?:is|:|=(?!.*=))[,:\s]*(?=\S) ⟶
+    \+\s*const(?:ant)?$ ⟶ +C
     (?i)^(?:so|thus|hence|therefore|then|it is|it's|that is)\b[,:\s]*(?=\S) ⟶
     ^(?:=|\\approxx?)|[,;:。\s]+$|(?<!\.)\.$ ⟶
     (?i)^(?:all real(?: number)?s?|\(-\\infty ?, ?\+?\\infty ?\))$ ⟶ \\mathbb{R}
@@ -222,7 +223,8 @@ RELATIONS = rules(
     \\ge\s*« ⟶ \\le␣
     ^\s*(VARIABLE)\s*(<|\\lex?)(?!\s*[xyz]\s*$)SIDE$ ⟶ -\\infty<\1\2\3
     ^SIDE(<|\\lex?)\s*(VARIABLE)\s*$ ⟶ \1\2 \3<\\infty
-""".replace("SIDE", SIDE)
+    ^((?:(?!\\pm|COMMA|OR|\\\{).)*)\\pm((?:(?!\\pm|COMMA|OR).)*)$ ⟶ \1+\2 or \1-\2
+""".replace("SIDE", SIDE).replace("COMMA", COMMA).replace("OR", OR)
     .replace("VARIABLE", VARIABLE)
     .replace("NAME", NAME)
 )
@@ -344,18 +346,15 @@ def _collection(text: str) -> Value | None:
             return labelled
         if len(parts) > 1 or {value[::2] for value in values} == {("choice", None)}:
             return ("list", values)
-    match = re.fullmatch(r"(\\\{|\\langle|\(|\[|\{)(.*)(\\\}|\\rangle|(?<!\\)[)\]}])", text, re.DOTALL)
+    match = re.fullmatch(r"(\\\{|[(\[{])(.*)(\\\}|(?<!\\)[)\]}])", text, re.DOTALL)
     if match is None or re.search(r"[()\[\]{}]", _masked(match[2])):
-        if text.count("\\pm") != 1:
-            return None
-        return ("list", _parse_all([text.replace("\\pm", sign) for sign in "+-"]))
+        return None
     opening, inside, closing = match.groups()
     items = _items(inside)
     if opening == "\\{":
         return ("set", _flat(_parse_all(items)))
-    if len(items) > 1 or (opening in ("[", "\\langle") and not inside.startswith("\\begin")):
-        brackets = "()" if opening == "\\langle" else opening + closing
-        return ("sequence", brackets, _parse_all(items), ())
+    if len(items) > 1 or (opening == "[" and not inside.startswith("\\begin")):
+        return ("sequence", opening + closing, _parse_all(items), ())
     return parse_value(inside.strip())
 
 

@@ -39,11 +39,11 @@ UNFINISHED = (Sum, Product, Integral, Limit, Derivative, AppliedUndef)
 UNSOLVED = (TypeError, ValueError, ArithmeticError, NotImplementedError, RecursionError)
 NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True)
 CONVERSION = ConversionConfig(lowercase_symbols=False)
-STAND_INS = {  # letters that the parser takes for constants, d and ^T, by rare ones, which are indexed for that
-    r"\gamma": r"\upsilon ", "I": r"\varsigma ", "E": r"\varpi ", "e_": r"\omicron _", "d": r"\vartheta ",
-    "T": r"\varrho ", r"\upsilon": "u_{91}", r"\varsigma": "u_{92}", r"\varpi": "u_{93}", r"\omicron": "u_{94}",
-    r"\vartheta": "u_{95}", r"\varrho": "u_{96}",
-}  # fmt: skip
+# Letters that the parser takes for constants, d and ^T, by rare ones, which are indexed for that
+STAND_INS = {letter: f"{other} " for letter, other in map(str.split, r"""
+    \gamma \upsilon; I \varsigma; E \varpi; e_ \omicron_; d \vartheta; T \varrho; \upsilon u_{91}; \varsigma u_{92}
+    \varpi u_{93}; \omicron u_{94}; \vartheta u_{95}; \varrho u_{96}
+""".strip().replace(";", "\n").split("\n"))}  # fmt: skip
 UNREADABLE = re.compile(  # or skipped by the parser without a word, such as the index of 1_2
     r"binom\{\d{6}|(?:gcd|lcm)\W.*[a-z]|(?<![\w^.{])\d[\d.]*_|\)_|[\d)]'|_\{[^{}]*\{|[^\0-\x7f]"
 )
@@ -136,9 +136,8 @@ def _same(key: Value, answer: Value) -> bool:
 def _is_order(items: tuple[Value, ...]) -> bool:
     """Whether a key's list is an order: yes, no; C, A, B."""
     texts = [str(item[1]) for item in items]
-    is_shuffled = re.fullmatch("[A-Z]+", "".join(texts)) and texts != sorted(texts)
-    has_verdicts = not {"yes", "no", "true", "false"}.isdisjoint(texts)
-    return items[0][0] != "number" and (has_verdicts or bool(is_shuffled))
+    is_shuffled = texts != sorted(texts) and re.fullmatch("[A-Z]+", "".join(texts))
+    return bool(is_shuffled) or not {"yes", "no", "true", "false"}.isdisjoint(texts)
 
 
 def _same_choice(key: Value, answer: Value) -> bool:

@@ -75,7 +75,7 @@ PLURAL = re.compile(  # or 3个苹果
     r"\w\w+[^\Ws](?<!th)s|[个只本块支张辆名位条棵件次种组页台间根颗盒箱袋朵套双](?![半十百千万亿])[\u4e00-\u9fff]*"
 )
 # Words about the value, behind it or on the left of "=": 7 dozens, 7 tenths, 7 more, half of x = 7
-NO_UNIT = re.compile(r"""(?ix)
+NO_UNIT = r"""(?ix:
     (?:\w*(?:illion|illiard|teen|fold|tuple)|\w+(?<=n|r|f|x|v|h)ty|dozen|hundred|thousand|lakh|lac|crore|gross|grosse
     |score|myriad|ream|googol|googolplex|one|two|three|four|five|six|sixe|seven|eight|nine|ten|eleven|twelve|half|halve
     |third|quarter|pair|couple|twin|trio|century|centurie|decade|nought|double|triple|quadruple|square|squared|cubed
@@ -85,7 +85,7 @@ NO_UNIT = re.compile(r"""(?ix)
     |down|double|either|except|factorial|false|fewer|fold|gross|half|hundred|if|inverse|is|lakh|least|less|log|maybe|minus
     |mod|modulo|more|most|nearly|negative|neither|never|no|nor|not|or|over|plus|possibly|probably|quarter|reciprocal
     |remainder|root|roughly|score|sin|square|squared|than|this|thousand|times|to|trap|triple|true|twice|under|unless|up
-    |versus|vs|was|wrong|wrongly|yes|crore|third""")
+    |versus|vs|was|wrong|wrongly|yes|crore|third)"""
 CURRENCY = r"\\(?:dollar|euro|sterling|rupee|yuan)"
 UNIT_START = re.compile(  # behind a value; not behind an index
     rf"(?:(?<=[\d)])|(?<!_\{{.)(?<!_\{{..)(?<=\}})|(?<=\\pi)|(?<=hundred)|(?<=thousand)|(?<=illion))(?P<space>\s*)"
@@ -128,7 +128,7 @@ def unit(text: str, is_apart: bool, is_upright: bool) -> str | None:
         name = word if is_symbol or word[0] in "^/" else is_clear and (UNITS.get(word) or UNITS.get(stem))
         name = name or (stem if PLURAL.fullmatch(word.lower()) else "")
         is_adjective = not names and len(word) > 1 and re.search(r"s\b", text) and not word.endswith(("th", "ths"))
-        if NO_UNIT.fullmatch(word) or not (name or is_adjective):  # blue marbles
+        if re.fullmatch(NO_UNIT, word) or not (name or is_adjective):  # blue marbles
             return None
         names += [name] * bool(name)
     return re.sub(" ([/^]) ?", r"\1", " ".join(names)) or None
@@ -143,15 +143,16 @@ NAME = (  # x, x_{1}, f(x), f'(2), P(A), |v|, dy/dx, AB, \angle ABC, \Delta H, p
     rf"|P\([^()]*[=<>|][^()]*\)|{LETTER}|d\w/d\w|\\frac\{{d\w\}}\{{d\w\}}|pH|\\Delta\s*[A-Z]"
     r"|\|[A-Zuvw\s]+\||(?:m?\s*\\(?:angle|triangle)\s*)?[A-Z]{1,4}|(?:[A-Z][a-z]{2,}|[a-z]{3,})(?:\s[A-Za-z]{2,}){,2})"
 )
-NAMED = re.compile(rf"{NAME}(?:\s*:\s*{NAME})*")
+NAMED = re.compile(rf"(?![^(]*(?<![A-Za-z]){NO_UNIT}(?![A-Za-z])){NAME}(?:\s*:\s*{NAME})*")
 CONSTANT = re.compile(  # a side without letters
     r"(?:[^A-Za-z\\]|\\(?:frac|sqrt|cdot|times|div|pi|binom|degree|sin|cos|tan|log|ln|pm)(?![A-Za-z])|\b(?:cm|m|kg|g|s)\b)+"
 )
+VARIABLES = re.compile("[A-Za-z]")
 NAMES = re.compile(r"\(\s*[A-Za-z](?:_\{\d\})?(?:\s*,\s*[A-Za-z](?:_\{\d\})?)+\s*\)")
 VARIABLE = r"(?:[A-Za-z](?:_\{\w\})?(?:\(\w\))?|\\(?!pi|infty)[a-z]+)"
 CHOICE = re.compile(
-    r"(?!.$)(?i:option |choice |answer )?\s*(?:\(\s*([A-Ja-j])\s*\)|([A-J])(?![A-Za-z])|([a-j])(?=\)|$|[.:] ))"
-    r"([).:、]*)(.*)",
+    r"(?!.$)(?i:option |choice |answer )?\s*(?:\(\s*(?=[A-Ja-j]\s*\))|(?=[A-J](?![A-Za-z])|[a-j](?:\)|$|[.:] )))"
+    r"([A-Ja-j])((?:\s*\))?[).:、]*)(.*)",
     re.DOTALL,
 )
 DENIALS = re.compile(  # behind a letter and its mark: an operator, another option, or a word that takes it back
@@ -161,11 +162,7 @@ DENIALS = re.compile(  # behind a letter and its mark: an operator, another opti
     r"|^\s*(?i:is|was|can|would)\b.*\b(?i:wrong|false|incorrect|excluded|not (?:correct|right|true|the))\b"
 )
 BASED = re.compile(r"\(?([0-9A-Fa-f]+)\)?_\{\s*(\d+|two|three|four|five|six|seven|eight|nine)\s*\}")
-EXCLUDED = re.compile(  # x \ne 1, x \ne 2
-    rf"({VARIABLE})\s*\\ne\s*(?!\s*[xyz]$)((?:(?!(?!\1)[a-z]\s*\\ne|[<>=]|\\[lg]e(?![A-Za-z])).)+)"
-    r"|(?:\\mathbb\{R\}|R(?=[^{]*\\\{))\s*(?:\\setminus|-)\s*(?:\\?\{)?([^{}]*?)(?:\\?\})?",
-    re.DOTALL,
-)
+EXCLUDED = re.compile(r"(?:\\mathbb\{R\}|R(?=[^{]*\\\{))\s*(?:\\setminus|-)\s*(?:\\?\{)?([^{}]*?)(?:\\?\})?")
 # Separators of a text, see `_split`
 RELATION = r"\\[lgn]e(?![A-Za-z])|(?<!\\)[<>]"
 EQUALS = r"(?<![<>:\\])=|\\in(?![A-Za-z])"
@@ -221,10 +218,15 @@ RELATIONS = rules(
     ^SIDE(>|\\gex?)SIDE$ ⟶ \3\2«\1
     >« ⟶ <
     \\ge\s*« ⟶ \\le␣
+    # x \ne 1, x \ne 2
+    ^\s*([a-z])\s*\\nex?SIDE(?:,|andx?)\s*\1\s*\\nex?SIDE$ ⟶ \\mathbb{R}\\setminus\\{\2, \3\\}
+    ^\s*(?:VARIABLE)\s*\\nex?(?!\s*[xyz]\s*$)((?:(?![<>=]|\\[lgn]ex?).)+)$ ⟶ \\mathbb{R}\\setminus\\{\1\\}
     ^\s*(VARIABLE)\s*(<|\\lex?)(?!\s*[xyz]\s*$)SIDE$ ⟶ -\\infty<\1\2\3
     ^SIDE(<|\\lex?)\s*(VARIABLE)\s*$ ⟶ \1\2 \3<\\infty
     ^((?:(?!\\pm|COMMA|OR|\\\{).)*)\\pm((?:(?!\\pm|COMMA|OR).)*)$ ⟶ \1+\2 or \1-\2
-""".replace("SIDE", SIDE).replace("COMMA", COMMA).replace("OR", OR)
+""".replace("SIDE", SIDE)
+    .replace("COMMA", COMMA)
+    .replace("OR", OR)
     .replace("VARIABLE", VARIABLE)
     .replace("NAME", NAME)
 )
@@ -285,21 +287,19 @@ def _choice(text: str) -> Value | None:
     match = CHOICE.fullmatch(text)
     if not match:
         return None
-    letter, rest = match[1] or match[2] or match[3], match[5]
+    letter, mark, rest = match[1].upper(), match[2], match[3]
     if not rest.strip():
-        return ("choice", letter.upper(), None)
-    if not (match[4] or match[1]) or DENIALS.search(rest):
+        return ("choice", letter, None)
+    if not mark or DENIALS.search(rest):
         return None
-    return ("choice", letter.upper(), text_of(rest) if CHOICE.fullmatch(rest.strip()) else parse_value(rest))
+    return ("choice", letter, text_of(rest) if CHOICE.fullmatch(rest.strip()) else parse_value(rest))
 
 
 def _named(text: str) -> Value | None:
     """x = 5, f(x) = x^2, x in (0, 1); equations and relations that are no such definitions; 2 + 3 = 5 is 5."""
     if excluded := EXCLUDED.fullmatch(text):  # the reals without 1 and 2: all that lies between
-        name = excluded[1] or "x"
-        points = _parse_all(_items(re.sub(rf"{re.escape(name)}\s*\\ne", "", excluded[2] or excluded[3])))
         low, high = _parse_all([r"-\infty", r"\infty"])
-        pairs = itertools.pairwise([low, *sorted(_flat(points)), high])
+        pairs = itertools.pairwise([low, *sorted(_flat(_parse_all(_items(excluded[1])))), high])
         return ("union", tuple(("sequence", "()", pair, ()) for pair in pairs))
     if bounds := INTERVAL.fullmatch(text):  # 0 < x \le a
         low, left, name, right, high = bounds.groups()
@@ -312,13 +312,9 @@ def _named(text: str) -> Value | None:
         return None
     if all(parts) and len(parts) == len(sides):
         match sides:
-            case [point, values] if NAMES.fullmatch(point) and (names := re.findall("[A-Za-z]", point)) == sorted(
-                names
-            ):
+            case [point, values] if NAMES.fullmatch(point) and (names := VARIABLES.findall(point)) == sorted(names):
                 return parse_value(values)  # (x, y) = (1, 2)
-            case [first, *rest] if NAMED.fullmatch(first) and not any(
-                map(NO_UNIT.fullmatch, re.findall(r"[A-Za-z]{2,}", first.partition("(")[0]))
-            ):
+            case [first, *rest] if NAMED.fullmatch(first):
                 return ("named", re.sub(r"[\s{}]", "", fold(first)), _chain(rest), f"{latex(first)}={latex(rest[-1])}")
             case [first, *_, last] if CONSTANT.fullmatch(first) and CONSTANT.fullmatch(last):
                 return _chain(sides)  # 2 + 3 = 5

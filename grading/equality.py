@@ -121,9 +121,9 @@ def _same(key: Value, answer: Value) -> bool:
             are_named_alike = not names or not names_2 or names == names_2
             return brackets == brackets_2 and are_named_alike and _same_ordered(items, items_2)
         case (("sequence", _, values, names), ("list", parts)) | (("list", parts), ("sequence", _, values, names)) if (
-            len(names) > 1 and {*names} <= {f"{part[1]}_{i}" for part in parts if part[0] == "named" for i in range(9)}
+            len(names) > 1 and {name[:-2] for name in names} == {part[1] for part in parts if part[0] == "named"}
         ):  # x_1 = 2, x_2 = -3 is x = 2, x = -3
-            return len({part[1] for part in parts}) == 1 and _same_unordered(values, tuple(part[2] for part in parts))
+            return _same_unordered(values, tuple(part[2] for part in parts))
         case (("sequence", "()", point, names), ("list", parts)) | (
             ("list", parts),
             ("sequence", "()", point, names),
@@ -134,10 +134,11 @@ def _same(key: Value, answer: Value) -> bool:
 
 
 def _is_order(items: tuple[Value, ...]) -> bool:
-    """Whether a key's list is an order: yes, no; C, A, B."""
+    """Whether a key's list is an order: x, y, x; yes, no; C, A, B."""
     texts = [str(item[1]) for item in items]
     is_shuffled = texts != sorted(texts) and re.fullmatch("[A-Z]+", "".join(texts))
-    return bool(is_shuffled) or not {"yes", "no", "true", "false"}.isdisjoint(texts)
+    has_verdicts = not {"yes", "no", "true", "false"}.isdisjoint(texts)
+    return items[0][0] != "number" and (len({*items}) < len(items) or has_verdicts or bool(is_shuffled))
 
 
 def _same_choice(key: Value, answer: Value) -> bool:
@@ -247,7 +248,7 @@ def same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
             return False
     are_rational = all(isinstance(side, Expr) and side.is_rational_function() for side in (gold, pred))
     points = _points(symbols)
-    points = points[:2] if are_rational else points + _points_between(symbols, [*_breaks(gold), *_breaks(pred)])
+    points = points[:2] if are_rational else points + _points_at([*_breaks(gold), *_breaks(pred)], points)
     if are_equations:  # they agree if one is a multiple of the other
         gold /= pred
         pred = next((value for point in points if (value := _value(gold, point))), sympy.nan)
@@ -289,19 +290,17 @@ def _breaks(formula: Basic) -> list[Expr]:
     return found[:12]
 
 
-def _points_between(symbols: list[Symbol], breaks: list[Expr]) -> list[dict[Symbol, Float]]:
-    """Points at and beside the real roots of the breaks, along each symbol."""
-    points = []
-    for start, symbol in itertools.product(_points(symbols)[:2] if breaks else (), symbols[:4]):
-        roots: set[float] = set()
-        for each in breaks:
-            with contextlib.suppress(sympy.PolynomialError, *UNSOLVED):  # |sin x| has no polynomial
-                polynomial = sympy.Poly(each.subs({**start, symbol: symbol}), symbol)
-                if 0 < polynomial.degree() <= 8:
-                    roots |= {float(sympy.re(root)) for root in polynomial.nroots(15) if abs(sympy.im(root)) < 1e-9}
-        for root, side in itertools.product(roots, (-1e-3, 0, 1e-3)):
-            points.append({**start, symbol: Float(repr(root + side), 60)})
-    return points
+def _points_at(breaks: list[Expr], points: list[dict[Symbol, Float]]) -> list[dict[Symbol, Float]]:
+    """Points at and beside the real roots of the breaks, from the first two points along each symbol."""
+    found = []
+    for each, start, symbol in itertools.product(breaks, points[:2], [*points[0]][:4]):
+        with contextlib.suppress(sympy.PolynomialError, *UNSOLVED):  # |sin x| has no polynomial
+            polynomial = sympy.Poly(each.subs({**start, symbol: symbol}), symbol)
+            for root in polynomial.nroots(15) if 0 < polynomial.degree() <= 8 else ():
+                if abs(sympy.im(root)) < 1e-9:
+                    sides = [float(sympy.re(root)) + side for side in (-1e-3, 0, 1e-3)]
+                    found += [{**start, symbol: Float(repr(side), 60)} for side in sides]
+    return found
 
 
 def _value(formula: Basic, point: dict[Symbol, Float]) -> Expr | None:

@@ -87,6 +87,8 @@ MARKS = rules(r"""
 """.replace("VECTOR", VECTOR) + BRACED)  # fmt: skip
 # And behind it
 IDIOMS = rules(r"""
+    « ⟶ {
+    » ⟶ }
     \\(?:left|right|middle|[bB]igg?[lrm]?)x?\s*\.? ⟶
     # Lines of an equation, a system as a list, the branches of a function
     (?<![\s,;.])[\s,;.]*⏎(?:\[-?[\d.]+[a-z]+\])? ⟶ ⏎
@@ -152,7 +154,7 @@ def clean(text: str) -> str:
         text, num_groups = GROUP.subn(_reduced, text)
         if not num_groups:
             break
-    text = rewritten(text.replace("«", "{").replace("»", "}"), IDIOMS)
+    text = rewritten(text, IDIOMS)
     if not re.search(r"\\(?:begin|cases)", text):
         text = text.replace("⏎", ", ").replace("&", " ")
     return text.replace("⏎", r"\\").replace("⟅", r"\{").replace("⟆", r"\}").strip()

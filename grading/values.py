@@ -349,7 +349,7 @@ def _collection(text: str) -> Value | None:
     items = _items(inside)
     if opening == "\\{":
         return ("set", _flat(_parse_all(items)))
-    if len(items) > 1 or (opening == "[" and not inside.startswith("\\begin")):
+    if len(items) > 1 or opening == "[":
         return ("sequence", opening + closing, _parse_all(items), ())
     return parse_value(inside.strip())
 

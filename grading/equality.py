@@ -99,6 +99,8 @@ def _same(key: Value, answer: Value) -> bool:
             return _same(value, answer)
         case _, ("named", _, value, _):
             return _same(key, value)
+        case (("either", values), other) | (other, ("either", values)):
+            return any(_same(value, other) for value in values)
         case (("words", text), ("formula", formula, _)) | (("formula", formula, _), ("words", text)):
             is_product = r"\cdot" in formula and text.replace(" ", "").isalpha() and not MATRICES & {*text}
             return text_of(formula) == ("words", text) or (is_product and same_formula(text, formula))

@@ -24,7 +24,7 @@ Value = tuple
 DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)"
 DIGITS = rules(
     r"""
-    ^([+-]?)0,(\d\d+)$ ⟶ \g<1>0.\2
+    ^([+-]?)0,(\d+)$ ⟶ \g<1>0.\2
     \\frac\{\s*(-?DECIMAL)\s*\}\{\s*(DECIMAL)\s*\} ⟶ ␣\1/\2␣
     (?<=\d)\s*(?:\\times|\\cdot|x)\s*10\s*\^\s*\{([+-]?\d{1,3})\} ⟶ e\1
     (?<=\d)\s*\(?hundred\)? ⟶ e2
@@ -196,10 +196,12 @@ BEGINNINGS = rules(r"""
 SIDE = rf"((?:(?!{COMMA}|{OR}|{RELATION}|{EQUALS}|\\[{{}}])(?:[^()]|\((?:[^()]|\([^()]*\))*\)))+?)"
 RELATIONS = rules(
     r"""
-    # A column is a point, \{x | x > 2\} is x > 2
+    # A column is a point; \{y | y > 2\} is x > 2
     \\\\\s*(?=[^&]*\\end\{[pbB]matrix\}$) ⟶ ,␣
     ^\\begin\{[pbB]matrix\}([^&]*)\\end\{[pbB]matrix\}$ ⟶ (\1)
-    ^\\\{\s*NAME(?:\s*\\in\s*\\mathbb\{R\})?\s*[:|]\s*(.+)\\\}$ ⟶ \1
+    ^\\\{\s*([a-z])(?:\s*\\in\s*\\mathbb\{R\})?\s*[:|]\s*(.+)\\\}$ ⟶ \2 ∋\1
+    (?<![A-Za-z\\])([a-z])(?![A-Za-z])(?=.*∋\1$) ⟶ x
+    ^\\\{\s*NAME\s*[:|]\s*(.+)\\\}$|\s*∋.$ ⟶ \1
     # y = 2x (x > 0); k\pi, k \in \mathbb{Z}
     \s\(([^()]*(?:[<>]|\\(?:in|[lgn]e)x?)[^()]*)\)$ ⟶ ,␣\1
     (?<![A-Za-z\\])([a-z])(?![A-Za-z])(?=.*[\s,;(]\1\s*\\in\s*\\mathbb\{Z\}$) ⟶ n
@@ -243,7 +245,8 @@ def parse_value(text: str) -> Value:
     if DATED.fullmatch(text):
         return text_of(text)
     if (value := number(str(WORDS.get(words, text)))) is not None:
-        return ("number", value, "")
+        decimal = ("number", value, "")
+        return ("either", (decimal, ("list", _parse_all(text.split(","))))) if re.fullmatch(r"0,\d", text) else decimal
     text = rewritten(text, RELATIONS)
     for read in (_choice, _named, _collection, quantity):
         value = read(text)

@@ -25,7 +25,7 @@ from sympy import Basic, Derivative, Eq, Expr, Float, I, Integral, Limit, Pow, P
 from sympy.core.function import AppliedUndef
 
 from grading.answer import read_answer
-from grading.spelling import MAX_FORMULA, clean
+from grading.spelling import MAX_FORMULA, clean, rewritten, rules
 from grading.values import DATED, MATRICES, Value, latex, parse_value, quantity, text_of
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
@@ -39,21 +39,29 @@ UNFINISHED = (Sum, Product, Integral, Limit, Derivative, AppliedUndef)
 UNSOLVED = (TypeError, ValueError, ArithmeticError, NotImplementedError, RecursionError)
 NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True)
 CONVERSION = ConversionConfig(lowercase_symbols=False)
-STAND_INS = {  # letters that the parser takes for constants, d and ^T, by rare ones, which are indexed for that
-    r"\gamma": r"\upsilon ", "I": r"\varsigma ", "E": r"\varpi ", "e_": r"\omicron _", "d": r"\vartheta ",
-    "T": r"\varrho ", r"\upsilon": "u_{91}", r"\varsigma": "u_{92}", r"\varpi": "u_{93}", r"\omicron": "u_{94}",
-    r"\vartheta": "u_{95}", r"\varrho": "u_{96}",
-}  # fmt: skip
+# Letters that the parser takes for constants, d and ^T, by rare ones, which are indexed for that
+STAND_INS = {letter: f"{other} " for letter, other in map(str.split, r"""
+    \gamma \upsilon; I \varsigma; E \varpi; e_ \omicron_; d \vartheta; T \varrho; \upsilon u_{91}; \varsigma u_{92}
+    \varpi u_{93}; \omicron u_{94}; \vartheta u_{95}; \varrho u_{96}
+""".strip().replace(";", "\n").split("\n"))}  # fmt: skip
 UNREADABLE = re.compile(  # or skipped by the parser without a word, such as the index of 1_2
     r"binom\{\d{6}|(?:gcd|lcm)\W.*[a-z]|(?<![\w^.{])\d[\d.]*_|\)_|[\d)]'|_\{[^{}]*\{|[^\0-\x7f]"
 )
-REPAIRS = [(re.compile(pattern), replacement) for pattern, replacement in [  # what the parser does not know
-    (r"(\d+(?:\.\d+)?)\\degree ?", r"(\1\\cdot\\frac{\\pi}{180})"),
-    (r"\\log_\{e\}", r"\\ln "), (r"\\lg(?![a-z]) ?", r"\\log_{10} "),
-    (r"\\sqrt\[(\d*[13579])\]\{-([\d.]+)\}", r"(-\\sqrt[\1]{\2})"),
-    (r"(?<![\d.}])(\d+)/(\d+)(?=[A-Za-z])", r"\\frac{\1}{\2}"),  # 1/2x
-    (r"(?<![A-Za-z\\])C(?:\((\d+),(\d+)\)|_\{(\d\d+|[3-9]|n)\}\^\{(\d+|[kmr])\})", r"\\binom{\1\3}{\2\4}"),
-]]  # fmt: skip
+REPAIRS = rules(r"""
+    # What the parser does not know
+    (\d+(?:\.\d+)?)\\degree ? ⟶ (\1\\cdot\\frac{\\pi}{180})
+    \\log_\{e\} ⟶ \\ln␣
+    \\lgx? ? ⟶ \\log_{10}␣
+    \\sqrt\[(\d*[13579])\]\{-([\d.]+)\} ⟶ (-\\sqrt[\1]{\2})
+    (?<![\d.}])(\d+)/(\d+)(?=[A-Za-z]) ⟶ \\frac{\1}{\2}
+    (?<![A-Za-z\\])C(?:\((\d+),(\d+)\)|_\{(\d\d+|[3-9]|n)\}\^\{(\d+|[kmr])\}) ⟶ \\binom{\1\3}{\2\4}
+    # It adds 2 and 4 in 2(4)
+    (?<=[\d)])(?<!_\d)\s*(?=\(\s*-?\d) ⟶ \\cdot␣
+    ([A-Za-z])'{3} ⟶ \1_{ppp}
+    ([A-Za-z])'' ⟶ \1_{pp}
+    ([A-Za-z])' ⟶ \1_{p}
+    \^\s*\{?\s*(?:\*|\\ast)\s*\}? ⟶ _{s}
+""")
 DIFFERENTIAL = re.compile(r"\\int|\\frac\s*\{\s*d.{0,3}\}\s*\{\s*d|d\w?\s*/\s*d")
 TOKEN = re.compile(r"\\(?:text|begin|end|mathbb|mathcal|mathrm)\s*\{[^{}]*\}|_\{[^{}]*\}|\\[A-Za-z]+|e_|[A-Za-z]")
 
@@ -85,23 +93,14 @@ def _same(key: Value, answer: Value) -> bool:
             name == name_2 or ("y" in (name, name_2) and "(x)" in name + name_2)  # a curve is y or f(x)
         ):
             return _same(value, value_2)
-        case (("equation", text), ("sequence", bounds, (low, high), (name,))) | (
-            ("sequence", bounds, (low, high), (name,)),
-            ("equation", text),
-        ):  # y > 1 - x is x + y > 1
-            sides = [low[1], "<" if bounds[0] == "(" else r"\le ", name, "<" if bounds[1] == ")" else r"\le ", high[1]]
-            sides = sides[2:] if "infty" in str(low) else sides[:3]
-            return same_formula(text, "".join(map(str, sides)))
         case ("named" | "equation", *_, text), ("named" | "equation", *_, text_2):
             return same_formula(text, text_2)
         case ("named", _, value, _), _:
             return _same(value, answer)
         case _, ("named", _, value, _):
             return _same(key, value)
-        case ("either", values), _:
-            return any(_same(value, answer) for value in values)
-        case _, ("either", values):
-            return any(_same(key, value) for value in values)
+        case (("either", values), other) | (other, ("either", values)):
+            return any(_same(value, other) for value in values)
         case (("words", text), ("formula", formula, _)) | (("formula", formula, _), ("words", text)):
             is_product = r"\cdot" in formula and text.replace(" ", "").isalpha() and not MATRICES & {*text}
             return text_of(formula) == ("words", text) or (is_product and same_formula(text, formula))
@@ -120,18 +119,16 @@ def _same(key: Value, answer: Value) -> bool:
             return _same_ordered(items, items_2)
         case (("list" | "set", items), ("list" | "set", items_2)) | (("union", items), ("union", items_2)):
             return _same_unordered(items, items_2)
-        case ("sequence", "", items, _), ("sequence", "", items_2, _):
-            return _same_unordered(items, items_2)
         case ("sequence", brackets, items, names), ("sequence", brackets_2, items_2, names_2):
             are_named_alike = not names or not names_2 or names == names_2
             return brackets == brackets_2 and are_named_alike and _same_ordered(items, items_2)
         case (("sequence", _, values, names), ("list", parts)) | (("list", parts), ("sequence", _, values, names)) if (
-            len(names) > 1 and {*names} <= {f"{part[1]}_{i}" for part in parts if part[0] == "named" for i in range(9)}
+            len(names) > 1 and {name[:-2] for name in names} == {part[1] for part in parts if part[0] == "named"}
         ):  # x_1 = 2, x_2 = -3 is x = 2, x = -3
-            return len({part[1] for part in parts}) == 1 and _same_unordered(values, tuple(part[2] for part in parts))
-        case (("sequence", "()" | "", point, names), ("list", parts)) | (
+            return _same_unordered(values, tuple(part[2] for part in parts))
+        case (("sequence", "()", point, names), ("list", parts)) | (
             ("list", parts),
-            ("sequence", "()" | "", point, names),
+            ("sequence", "()", point, names),
         ):
             is_point = len(names) != 1 and all(part[0] != "named" for part in parts)  # x < 1 has one name
             return is_point and _same_ordered(point, parts)
@@ -141,7 +138,7 @@ def _same(key: Value, answer: Value) -> bool:
 def _is_order(items: tuple[Value, ...]) -> bool:
     """Whether a key's list is an order: x, y, x; yes, no; C, A, B."""
     texts = [str(item[1]) for item in items]
-    is_shuffled = re.fullmatch("[A-Z]+", "".join(texts)) and texts != sorted(texts)
+    is_shuffled = texts != sorted(texts) and re.fullmatch("[A-Z]+", "".join(texts))
     has_verdicts = not {"yes", "no", "true", "false"}.isdisjoint(texts)
     return items[0][0] != "number" and (len({*items}) < len(items) or has_verdicts or bool(is_shuffled))
 
@@ -155,9 +152,7 @@ def _same_choice(key: Value, answer: Value) -> bool:
             key = value
         case (kind, text, *_), ("choice", letter, value):
             answer = value
-    text = text.upper() if kind == "formula" else ""
-    is_another_option = re.fullmatch("[A-J]", text)  # A. B is not B
-    return text == letter or (not is_another_option and _same(key, answer))
+    return (kind == "formula" and text.upper() == letter) or _same(key, answer)
 
 
 def _same_ordered(keys: tuple[Value, ...], answers: tuple[Value, ...]) -> bool:
@@ -197,7 +192,6 @@ def _same_quantity(key: Value, answer: Value) -> bool:
 
 def _renamed(key: str, answer: str) -> str:
     """The answer with the key's letter for a constant: x^2 + C, x^3 + c, Ce^{2x}; a + b + c ends in a variable."""
-    answer = re.sub(r"\+const(?:ant)?$", "+C", answer)
     if re.search(r"\+[CKck]$", answer) and re.fullmatch(r"[^C]*\+C|[^K]*\+K|(?:[^A-Za-z]|\\[a-z]+ ?|[xtu])*\+c", key):
         return answer[:-1] + key[-1]
     return re.sub("^[A-Z](?=e)", "C", answer) if re.fullmatch(r"Ce\^\{[^A-Z]*\}", key) else answer
@@ -212,12 +206,7 @@ def read_formula(text: str | Fraction) -> Basic | None:
     text = str(text)
     if len(text) > MAX_FORMULA or UNREADABLE.search(text):
         return None
-    for pattern, replacement in REPAIRS:
-        text = pattern.sub(replacement, text)
-    text = re.sub(r"(?<![\d.,])(\d*\.\d+)(?![\d.])", lambda m: f"{{{Fraction(m[1])}}}", text)
-    text = re.sub(r"(?<=[\d)])(?<!_\d)\s*(?=\(\s*-?\d)", r"\\cdot ", text)  # the parser adds 2 and 4 in 2(4)
-    text = re.sub(r"([A-Za-z])('+)", lambda m: f"{m[1]}_{{{'p' * len(m[2])}}}", text)
-    text = re.sub(r"\^\s*\{?\s*(?:\*|\\ast)\s*\}?", "_{s}", text)  # x^*
+    text = re.sub(r"(?<![\d.,])(\d*\.\d+)(?![\d.])", lambda m: f"{{{Fraction(m[1])}}}", rewritten(text, REPAIRS))
     kept = "d" if DIFFERENTIAL.search(text) else "T" if "matrix" in text else ""
     text = TOKEN.sub(lambda m: m[0] if m[0] == kept else STAND_INS.get(m[0], m[0]), text)
     formula = None
@@ -261,7 +250,7 @@ def same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
             return False
     are_rational = all(isinstance(side, Expr) and side.is_rational_function() for side in (gold, pred))
     points = _points(symbols)
-    points = points[:2] if are_rational else points + _points_between(symbols, [*_breaks(gold), *_breaks(pred)])
+    points = points[:2] if are_rational else points + _points_at([*_breaks(gold), *_breaks(pred)], points)
     if are_equations:  # they agree if one is a multiple of the other
         gold /= pred
         pred = next((value for point in points if (value := _value(gold, point))), sympy.nan)
@@ -282,14 +271,15 @@ def same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
 
 
 def _points(symbols: list[Symbol]) -> list[dict[Symbol, Float]]:
-    """Odd points near and far, of all signs and in both orders: sqrt((x - 50)^2) is 50 - x up to 50."""
-    shares = [(0.61803398874989 * (i + 1)) % 1 for i in range(len(symbols))]
-    orders = (shares, [1 - share for share in shares])
+    """Odd points near and far, of all signs of three symbols, in all orders: sqrt((x - 50)^2) is 50 - x up to 50."""
     points = []
-    for sign, next_sign, scale, order in itertools.product((1, -1), (1, -1)[: len(symbols)], (1, 40, 2000), orders):
-        values = [Float(f"{share * scale}", 60) * sign * next_sign**i for i, share in enumerate(order)]
-        points.append(dict(zip(symbols, values, strict=True)))
-    return points if symbols else [{}]
+    for k in range(24 if symbols else 1):
+        point = {}
+        for i, symbol in enumerate(symbols):
+            share = 0.61803398874989 * (k + 1) * (i + 1) % 1
+            point[symbol] = Float(f"{share * (1, 40, 2000)[k % 3]}", 60) * (-1) ** (k % 8 >> i & 1)
+        points.append(point)
+    return points
 
 
 def _breaks(formula: Basic) -> list[Expr]:
@@ -302,21 +292,17 @@ def _breaks(formula: Basic) -> list[Expr]:
     return found[:12]
 
 
-def _points_between(symbols: list[Symbol], breaks: list[Expr]) -> list[dict[Symbol, Float]]:
-    """Points beside and between the real roots of the breaks, along each symbol; and all 3 and 7 times as far."""
-    points = []
-    for start, symbol in itertools.product(_points(symbols)[:2] if breaks else (), symbols[:4]):
-        roots: set[float] = set()
-        for each in breaks:
-            with contextlib.suppress(sympy.PolynomialError, *UNSOLVED):  # |sin x| has no polynomial
-                polynomial = sympy.Poly(each.subs({**start, symbol: symbol}), symbol)
-                if 0 < polynomial.degree() <= 8:
-                    roots |= {float(sympy.re(root)) for root in polynomial.nroots(15) if abs(sympy.im(root)) < 1e-9}
-        middles = [(low + high) / 2 for low, high in itertools.pairwise(sorted(roots))]
-        for value in (*middles, *(root + side for root in roots for side in (-1e-3, 0, 1e-3))):
-            points.append({**start, symbol: Float(repr(value), 60)})
-        points += [{each: value * scale for each, value in start.items()} for scale in (3, 7)]
-    return points
+def _points_at(breaks: list[Expr], points: list[dict[Symbol, Float]]) -> list[dict[Symbol, Float]]:
+    """Points at and beside the real roots of the breaks, from the first two points along each symbol."""
+    found = []
+    for each, start, symbol in itertools.product(breaks, points[:2], [*points[0]][:4]):
+        with contextlib.suppress(sympy.PolynomialError, *UNSOLVED):  # |sin x| has no polynomial
+            polynomial = sympy.Poly(each.subs({**start, symbol: symbol}), symbol)
+            for root in polynomial.nroots(15) if 0 < polynomial.degree() <= 8 else ():
+                if abs(sympy.im(root)) < 1e-9:
+                    sides = [float(sympy.re(root)) + side for side in (-1e-3, 0, 1e-3)]
+                    found += [{**start, symbol: Float(repr(side), 60)} for side in sides]
+    return found
 
 
 def _value(formula: Basic, point: dict[Symbol, Float]) -> Expr | None:
@@ -356,14 +342,15 @@ def key_content(key: str) -> str:
 def check_key(key: str) -> None:
     """Raises ValueError, in a few words, if nothing could be graded against this key."""
     text = clean(key_content(key))
-    if len(text) > MAX_FORMULA:
-        raise ValueError(f"no \\boxed answer in a key of {len(key)} characters ({key[:60]!r}...)")
-    if len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", text)) > MAX_WORDS:
-        raise ValueError(f"a sentence, not an answer: {key[:80]!r}")
-    if not re.search(r"\w", text):
-        raise ValueError(f"no answer in the key {key[:80]!r}")
-    if text.count("{") != text.count("}"):
-        raise ValueError(f"math-verify cannot read {text[:80]!r}")
+    num_words = len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", text))
+    for is_met, problem in (
+        (len(text) > MAX_FORMULA, f"no \\boxed answer in a key of {len(key)} characters"),
+        (num_words > MAX_WORDS, "a sentence, not an answer"),
+        (not re.search(r"\w", text), "no answer in the key"),
+        (text.count("{") != text.count("}"), "math-verify cannot read"),
+    ):
+        if is_met:
+            raise ValueError(f"{problem}: {key[:80]!r}")
 
 
 def canonical(answer: str) -> str:

@@ -329,36 +329,33 @@ CHECKS: dict[str, Callable[..., bool]] = {
 }
 # fmt: on
 # Instruction -> itself and the parameters of its checker, which follow the text
-INSTRUCTIONS: dict[str, str] = {}
-for _name, _check in CHECKS.items():
-    _, *_parameters = inspect.signature(_check).parameters
-    INSTRUCTIONS[_name] = " ".join([_name, *_parameters])
+INSTRUCTIONS = {name: " ".join([name, *[*inspect.signature(check).parameters][1:]]) for name, check in CHECKS.items()}
 
 # Tulu's func_name -> instruction, and Tulu's names of arguments in the order of the checker's.
-FUNCTIONS: dict[str, str] = {
-    "verify_keywords": "keywords:existence keyword_list",
-    "verify_keyword_frequency": "rlvr:keyword_frequency word N",
-    "validate_forbidden_words": "keywords:forbidden_words forbidden_words",
-    "verify_letter_frequency": "rlvr:letter_frequency letter N",
-    "validate_response_language": "language:response_language language",
-    "verify_paragraph_count": "rlvr:number_paragraphs N",
-    "validate_word_constraint": "length_constraints:number_words N quantifier",
-    "verify_sentence_constraint": "rlvr:number_sentences N quantifier",
-    "validate_paragraphs": "length_constraints:nth_paragraph_first_word N i first_word",
-    "verify_postscript": "detectable_content:postscript postscript_marker",
-    "validate_placeholders": "detectable_content:number_placeholders N",
-    "verify_bullet_points": "detectable_format:number_bullet_lists N",
-    "validate_title": "detectable_format:title",
-    "validate_choice": "rlvr:constrained_response options",
-    "validate_highlighted_sections": "detectable_format:number_highlighted_sections N",
-    "validate_sections": "detectable_format:multiple_sections section_splitter N",
-    "validate_json_format": "detectable_format:json_format",
-    "validate_repeat_prompt": "rlvr:repeat_prompt original_prompt",
-    "validate_two_responses": "combination:two_responses",
-    "validate_uppercase": "change_case:english_capital",
-    "validate_lowercase": "change_case:english_lowercase",
-    "validate_frequency_capital_words": "change_case:capital_word_frequency N quantifier",
-    "validate_end": "startend:end_checker end_phrase",
-    "validate_quotation": "startend:quotation",
-    "validate_no_commas": "punctuation:no_comma",
-}
+FUNCTIONS = dict(line.split(maxsplit=1) for line in """
+    verify_keywords keywords:existence keyword_list
+    verify_keyword_frequency rlvr:keyword_frequency word N
+    validate_forbidden_words keywords:forbidden_words forbidden_words
+    verify_letter_frequency rlvr:letter_frequency letter N
+    validate_response_language language:response_language language
+    verify_paragraph_count rlvr:number_paragraphs N
+    validate_word_constraint length_constraints:number_words N quantifier
+    verify_sentence_constraint rlvr:number_sentences N quantifier
+    validate_paragraphs length_constraints:nth_paragraph_first_word N i first_word
+    verify_postscript detectable_content:postscript postscript_marker
+    validate_placeholders detectable_content:number_placeholders N
+    verify_bullet_points detectable_format:number_bullet_lists N
+    validate_title detectable_format:title
+    validate_choice rlvr:constrained_response options
+    validate_highlighted_sections detectable_format:number_highlighted_sections N
+    validate_sections detectable_format:multiple_sections section_splitter N
+    validate_json_format detectable_format:json_format
+    validate_repeat_prompt rlvr:repeat_prompt original_prompt
+    validate_two_responses combination:two_responses
+    validate_uppercase change_case:english_capital
+    validate_lowercase change_case:english_lowercase
+    validate_frequency_capital_words change_case:capital_word_frequency N quantifier
+    validate_end startend:end_checker end_phrase
+    validate_quotation startend:quotation
+    validate_no_commas punctuation:no_comma
+""".strip().splitlines())  # fmt: skip

@@ -9,7 +9,7 @@ from grading import Case, Grade, spelled
 from grading.answer import read_answer, visible_text
 from grading.equality import canonical, check_key, equal, key_content
 from grading.spelling import MAX_FORMULA, clean
-from grading.values import SCALES, parse_value
+from grading.values import parse_value
 from grading.verifiers import shown, uniform
 
 
@@ -46,7 +46,7 @@ def verify_gsm8k(case: Case) -> Grade:
     elif len(answer) <= MAX_FORMULA:
         if equal(str(key), answer):
             numbers = [key]
-        elif not re.search("|".join(SCALES), answer) and parse_value(clean(answer))[0] != "list":
+        elif not re.search("dozen|hundred|thousand|illion", answer) and parse_value(clean(answer))[0] != "list":
             numbers = _numbers(answer)[:1]
     return Grade(float(numbers == [key]), answer=str(numbers[0]) if numbers else None)
 

@@ -15,22 +15,28 @@ import re
 from fractions import Fraction
 from functools import lru_cache
 
-from grading.spelling import GREEK, MAX_DEPTH, MAX_FORMULA, UPRIGHT
+from grading.spelling import GREEK, MAX_FORMULA, UPRIGHT, rewritten, rules
 
 Value = tuple
 
 # Numbers and units ------------------------------------------------------------------------------------------------
 
-DECIMAL = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
-LATEX_FRACTION = re.compile(rf"\\frac\{{\s*(-?(?:{DECIMAL}))\s*\}}\{{\s*({DECIMAL})\s*\}}")
-NUMBER = re.compile(  # 1,000.5 with or without a power of ten; 3/4 and 2 3/4; 0.1\overline{6} and 0.1(6)
-    rf"(?P<sign>[+-]?)\s*(?:(?P<digits>{DECIMAL})"
-    r"(?:\s*(?:(?:\\times|\\cdot|x)\s*10\s*\^\s*\{|[eE])(?P<power>[+-]?\d{1,3})\}?)?"
-    rf"|(?:(?P<whole>\d+)\s+)?(?P<top>-?(?:{DECIMAL}))\s*/\s*(?P<bottom>{DECIMAL})"
-    r"|(?P<fixed>\d*\.\d*)(?:\\(?:overline|bar|dot)\{|\()(?P<repeated>\d+)[})]|(?P<comma>0,\d+))"
+DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)"
+DIGITS = rules(
+    r"""
+    ^([+-]?)0,(\d+)$ ⟶ \g<1>0.\2
+    \\frac\{\s*(-?DECIMAL)\s*\}\{\s*(DECIMAL)\s*\} ⟶ ␣\1/\2␣
+    (?<=\d)\s*(?:\\times|\\cdot|x)\s*10\s*\^\s*\{([+-]?\d{1,3})\} ⟶ e\1
+    (?<=\d)\s*\(?hundred\)? ⟶ e2
+    (?<=\d)\s*\(?thousand\)? ⟶ e3
+    (?<=\d)\s*\(?million\)? ⟶ e6
+    (?<=\d)\s*\(?billion\)? ⟶ e9
+""".replace("DECIMAL", DECIMAL)
 )
-SCALES = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9}
-SCALED = re.compile(rf"(.+?)\s*\(?({'|'.join(SCALES)})\)?")
+NUMBER = re.compile(  # 3/4 and 2 3/4; 0.1\overline{6} and 0.1(6); 2e5
+    rf"\s*([+-]?)\s*(?:(\d+)\s+(?=\S*/))?(?!\d+[\\(])(-?{DECIMAL}(?:[eE][+-]?\d{{1,3}})?)"
+    rf"(?:(?<=[.\d])(?:\\(?:overline|bar|dot)\{{|\()(\d+)[}})]|\s*/\s*(?=[\d.]*[1-9])({DECIMAL}))?\s*"
+)
 WORDS = {word: n for n, word in enumerate(re.findall(r"\w+", """
     zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
     eighteen nineteen twenty"""))}  # fmt: skip
@@ -38,26 +44,16 @@ WORDS = {word: n for n, word in enumerate(re.findall(r"\w+", """
 
 def number(text: str) -> Fraction | None:
     """The exact value of an integer, decimal, fraction, mixed or repeating number, 3.5 million or 2x10^5; else None."""
-    text = LATEX_FRACTION.sub(r" \1/\2 ", text).strip()
-    if scaled := SCALED.fullmatch(text):
-        inner = number(scaled[1])
-        return None if inner is None else inner * SCALES[scaled[2]]
-    match = NUMBER.fullmatch(text)
+    match = NUMBER.fullmatch(rewritten(text, DIGITS))
     if not match:
         return None
-    part = {name: digits.replace(",", "") for name, digits in match.groupdict("0").items()}
-    result = Fraction(f"{part['digits']}e{part['power']}") + int(part["whole"])
-    if match["comma"]:
-        result = Fraction(match["comma"].replace(",", "."))
-    if match["bottom"]:
-        top, bottom = Fraction(part["top"]), Fraction(part["bottom"])
-        if bottom == 0 or (match["whole"] and not 0 <= top < bottom):
-            return None
-        result += top / bottom
-    if match["repeated"]:
-        unit = Fraction(1, 10 ** len(part["fixed"].partition(".")[2]))  # the last digit's that is not repeated
-        result = Fraction(f"0{part['fixed']}0") + unit * int(part["repeated"]) / (10 ** len(part["repeated"]) - 1)
-    return -result if match["sign"] == "-" else result
+    sign, whole, top, repeated, bottom = (part.replace(",", "") for part in match.groups(""))
+    value = Fraction(top) / Fraction(bottom or 1)
+    if repeated:
+        value += Fraction(int(repeated), 10 ** len(top.partition(".")[2]) * (10 ** len(repeated) - 1))
+    if whole and not 0 <= value < 1:
+        return None
+    return (value + int(whole or 0)) * (-1 if sign == "-" else 1)
 
 
 UNITS = {name: names.split()[0] for names in re.findall("[^,]+", """
@@ -69,15 +65,17 @@ UNITS = {name: names.split()[0] for names in re.findall("[^,]+", """
     degC celsius celsiu, degF fahrenheit, people person 人, child children, man men, woman women, mol mole, day 天 日,
     week 周, year 年, month, cent, euro, sterling, 元 yuan rmb, rupee inr, yen, 岁, 月, 个月, 分, 吨, 分米, 公顷
 """) for name in names.split()}  # fmt: skip
-PREFIXES = {"nano": "n", "micro": "μ", "milli": "m", "centi": "c", "kilo": "k", "mega": "M", "giga": "G", "pico": "p"}
-PREFIXED = re.compile(rf"({'|'.join(PREFIXES)})(meter|metre|gram|second|liter|litre|joule|newton|watt|volt|hertz|ohm"
-                      r"|ampere|amp|kelvin|tesla|pascal|mole)")  # fmt: skip
+UNITS |= {long + name: short + UNITS[name] for long, short in map(str.split, re.split(
+    ",", "nano n,micro μ,milli m,centi c,kilo k,mega M,giga G,pico p")) for name in re.findall(
+    r"\w+", "meter metre gram second liter litre joule newton watt volt hertz ohm ampere amp kelvin tesla pascal mole"
+)}  # fmt: skip
 SI = re.compile(r"[pnμmckMGT]?(?:[mgsAKNJWVCFTHL]|mol|Hz|Pa|Ω|eV|Wb|cal|bar)")  # a prefix and a symbol
+FACTORS = re.compile("[MGT]?[A-Z]|.*[ACFHKT]|.")
 PLURAL = re.compile(  # or 3个苹果
     r"\w\w+[^\Ws](?<!th)s|[个只本块支张辆名位条棵件次种组页台间根颗盒箱袋朵套双](?![半十百千万亿])[\u4e00-\u9fff]*"
 )
 # Words about the value, behind it or on the left of "=": 7 dozens, 7 tenths, 7 more, half of x = 7
-NO_UNIT = re.compile(r"""(?ix)
+NO_UNIT = r"""(?ix:
     (?:\w*(?:illion|illiard|teen|fold|tuple)|\w+(?<=n|r|f|x|v|h)ty|dozen|hundred|thousand|lakh|lac|crore|gross|grosse
     |score|myriad|ream|googol|googolplex|one|two|three|four|five|six|sixe|seven|eight|nine|ten|eleven|twelve|half|halve
     |third|quarter|pair|couple|twin|trio|century|centurie|decade|nought|double|triple|quadruple|square|squared|cubed
@@ -87,12 +85,33 @@ NO_UNIT = re.compile(r"""(?ix)
     |down|double|either|except|factorial|false|fewer|fold|gross|half|hundred|if|inverse|is|lakh|least|less|log|maybe|minus
     |mod|modulo|more|most|nearly|negative|neither|never|no|nor|not|or|over|plus|possibly|probably|quarter|reciprocal
     |remainder|root|roughly|score|sin|square|squared|than|this|thousand|times|to|trap|triple|true|twice|under|unless|up
-    |versus|vs|was|wrong|wrongly|yes|crore|third""")
+    |versus|vs|was|wrong|wrongly|yes|crore|third)"""
 CURRENCY = r"\\(?:dollar|euro|sterling|rupee|yuan)"
 UNIT_START = re.compile(  # behind a value; not behind an index
-    rf"(?:(?<=[\d)])|(?<!_\{{.)(?<!_\{{..)(?<=\}})|(?<=\\pi)|(?<={')|(?<='.join(SCALES)}))(?P<space>\s*)"
+    rf"(?:(?<=[\d)])|(?<!_\{{.)(?<!_\{{..)(?<=\}})|(?<=\\pi)|(?<=hundred)|(?<=thousand)|(?<=illion))(?P<space>\s*)"
     rf"(?=%|\(|{CURRENCY}|\\(?:degree|Omega|mu|frac)(?![a-z])|[A-Za-zμ\u4e00-\u9fff])"
 )
+
+
+UNIT_SPELLINGS = rules(r"""
+    \\frac\{([^{}]*)\}\{(.*)\}$ ⟶ \1/\2
+    \\mu ⟶ μ
+    \\Omega ⟶ Ω
+    % ⟶ ␣percent␣
+    \\degree\s*(?=[CF]\b) ⟶ ␣deg
+    \^\{(-?\d)\} ⟶ ^\1␣
+    \\cdot|[\\{}().]|^\W*in\s(?=\s*\w) ⟶ ␣
+    \b([kM])\s+Ω ⟶ \1Ω
+    (?i)\bdeg(?:ree)?s?\s(?=\s*[cf]\w) ⟶
+    \bper\b|每 ⟶ /
+    μ\s+ ⟶ μ
+    \s+([A-Za-z]+)\s*\^-(\d) ⟶ /\1^\2
+    \^1 ⟶
+    (?i)\b(?:square|sq|平方|squared)\s*([a-z]+|\w+)|\b([a-z]+)\s+(?:square|sq|平方|squared)\b ⟶ \1\2^2
+    (?i)\b(?:cubic|cu|立方|cubed)\s*([a-z]+|\w+)|\b([a-z]+)\s+(?:cubic|cu|立方|cubed)\b ⟶ \1\2^3
+    # boxes of candy
+    (?i)\b(?:of(?:\s+[a-z]+)?|the|old|left)\b ⟶ ␣
+""")
 
 
 def unit(text: str, is_apart: bool, is_upright: bool) -> str | None:
@@ -100,36 +119,18 @@ def unit(text: str, is_apart: bool, is_upright: bool) -> str | None:
 
     A unit is made of known names, abbreviations and plurals of any noun. `is_apart`: a letter is no factor ("5 m").
     """
-    text = re.sub(r"\\frac\{([^{}]*)\}\{(.*)\}$", r"\1/\2", text.replace(r"\mu", "μ").replace(r"\Omega", "Ω"))
-    text = re.sub(r"\\degree\s*(?=[CF]\b)", " deg", text.replace("%", " percent "))
-    text = re.sub(r"\\cdot|[\\{}().]|^\W*in\s(?=\s*\w)", " ", re.sub(r"\^\{(-?\d)\}", r"^\1 ", text))
-    text = re.sub(r"\b([kM])\s+Ω", r"\1Ω", text)
-    text = re.sub(r"\bper\b|每", "/", re.sub(r"(?i)\bdeg(?:ree)?s?\s(?=\s*[cf]\w)", "", text))
-    text = re.sub(r"\s+([A-Za-z]+)\s*\^-(\d)", r"/\1^\2", re.sub(r"μ\s+", "μ", text)).replace("^1", "")
-    for words, power in ((r"square|sq|平方|squared", 2), (r"cubic|cu|立方|cubed", 3)):
-        text = re.sub(rf"(?i)\b(?:{words})\s*([a-z]+|\w+)|\b([a-z]+)\s+(?:{words})\b", rf"\1\2^{power}", text)
-    text = re.sub(r"(?i)\b(?:of(?:\s+[a-z]+)?|the|old|left)\b", " ", text)  # boxes of candy
+    text = rewritten(text, UNIT_SPELLINGS)
     names: list[str] = []
     for word in re.findall(r"[A-Za-zμΩ\u4e00-\u9fff]+|\^\s*-?\d|/|\S", text):
-        folded = word.lower() if len(word) > 2 else word
-        may_be_factors = not is_upright and re.fullmatch("[MGT]?[A-Z]|.*[ACFHKT]|.", word)
-        if NO_UNIT.fullmatch(word):
+        stem = (word.lower() if len(word) > 2 else word).removesuffix("s")
+        is_clear = is_apart or names or len(word.encode()) > 1
+        is_symbol = (is_apart or names) and SI.fullmatch(word) and (is_upright or not FACTORS.fullmatch(word))
+        name = word if is_symbol or word[0] in "^/" else is_clear and (UNITS.get(word) or UNITS.get(stem))
+        name = name or (stem if PLURAL.fullmatch(word.lower()) else "")
+        is_adjective = not names and len(word) > 1 and re.search(r"s\b", text) and not word.endswith(("th", "ths"))
+        if re.fullmatch(NO_UNIT, word) or not (name or is_adjective):  # blue marbles
             return None
-        prefixed = PREFIXED.match(folded)
-        if word[0] in "^/" or ((is_apart or names) and SI.fullmatch(word) and not may_be_factors):
-            name = word
-        elif prefixed:
-            name = PREFIXES[prefixed[1]] + UNITS[prefixed[2]]
-        else:
-            is_glued = len(word.encode()) == 1 and not (is_apart or names)
-            name = None if is_glued else UNITS.get(word) or UNITS.get(folded.removesuffix("s"))
-        if name is None and PLURAL.fullmatch(folded):
-            name = folded.removesuffix("s")
-        is_adjective = not names and len(word) > 1 and re.search(r"s\b", text)  # blue marbles
-        if name:
-            names.append(name)
-        elif not is_adjective or re.search("ths?$", word):
-            return None
+        names += [name] * bool(name)
     return re.sub(" ([/^]) ?", r"\1", " ".join(names)) or None
 
 
@@ -142,16 +143,16 @@ NAME = (  # x, x_{1}, f(x), f'(2), P(A), |v|, dy/dx, AB, \angle ABC, \Delta H, p
     rf"|P\([^()]*[=<>|][^()]*\)|{LETTER}|d\w/d\w|\\frac\{{d\w\}}\{{d\w\}}|pH|\\Delta\s*[A-Z]"
     r"|\|[A-Zuvw\s]+\||(?:m?\s*\\(?:angle|triangle)\s*)?[A-Z]{1,4}|(?:[A-Z][a-z]{2,}|[a-z]{3,})(?:\s[A-Za-z]{2,}){,2})"
 )
-NAMED = re.compile(rf"{NAME}(?:\s*:\s*{NAME})*")
+NAMED = re.compile(rf"(?![^(]*(?<![A-Za-z]){NO_UNIT}(?![A-Za-z])){NAME}(?:\s*:\s*{NAME})*")
 CONSTANT = re.compile(  # a side without letters
     r"(?:[^A-Za-z\\]|\\(?:frac|sqrt|cdot|times|div|pi|binom|degree|sin|cos|tan|log|ln|pm)(?![A-Za-z])|\b(?:cm|m|kg|g|s)\b)+"
 )
+VARIABLES = re.compile("[A-Za-z]")
 NAMES = re.compile(r"\(\s*[A-Za-z](?:_\{\d\})?(?:\s*,\s*[A-Za-z](?:_\{\d\})?)+\s*\)")
-VARIABLE = re.compile(r"[A-Za-z](?:_\{\w\})?(?:\(\w\))?|\\(?!pi|infty)[a-z]+")
-BUILDER = re.compile(rf"\\\{{\s*{NAME}(?:\s*\\in\s*\\mathbb\{{R\}})?\s*[:|]\s*(.+)\\\}}")
+VARIABLE = r"(?:[A-Za-z](?:_\{\w\})?(?:\(\w\))?|\\(?!pi|infty)[a-z]+)"
 CHOICE = re.compile(
-    r"(?!.$)(?i:option |choice |answer )?\s*(?:\(\s*([A-Ja-j])\s*\)|([A-J])(?![A-Za-z])|([a-j])(?=\)|$|[.:] ))"
-    r"([).:、]*)(.*)",
+    r"(?!.$)(?i:option |choice |answer )?\s*(?:\(\s*(?=[A-Ja-j]\s*\))|(?=[A-J](?![A-Za-z])|[a-j](?:\)|$|[.:] )))"
+    r"([A-Ja-j])((?:\s*\))?[).:、]*)(.*)",
     re.DOTALL,
 )
 DENIALS = re.compile(  # behind a letter and its mark: an operator, another option, or a word that takes it back
@@ -161,11 +162,7 @@ DENIALS = re.compile(  # behind a letter and its mark: an operator, another opti
     r"|^\s*(?i:is|was|can|would)\b.*\b(?i:wrong|false|incorrect|excluded|not (?:correct|right|true|the))\b"
 )
 BASED = re.compile(r"\(?([0-9A-Fa-f]+)\)?_\{\s*(\d+|two|three|four|five|six|seven|eight|nine)\s*\}")
-EXCLUDED = re.compile(  # x \ne 1, x \ne 2
-    rf"({VARIABLE.pattern})\s*\\ne\s*(?!\s*[xyz]$)((?:(?!(?!\1)[a-z]\s*\\ne|[<>=]|\\[lg]e(?![A-Za-z])).)+)"
-    r"|(?:\\mathbb\{R\}|R(?=[^{]*\\\{))\s*(?:\\setminus|-)\s*(?:\\?\{)?([^{}]*?)(?:\\?\})?",
-    re.DOTALL,
-)
+EXCLUDED = re.compile(r"(?:\\mathbb\{R\}|R(?=[^{]*\\\{))\s*(?:\\setminus|-)\s*(?:\\?\{)?([^{}]*?)(?:\\?\})?")
 # Separators of a text, see `_split`
 RELATION = r"\\[lgn]e(?![A-Za-z])|(?<!\\)[<>]"
 EQUALS = r"(?<![<>:\\])=|\\in(?![A-Za-z])"
@@ -179,55 +176,78 @@ UNCOUNTED = re.compile(
     r"|subset|subseteq|setminus|aleph|overrightarrow|notin|mathbb)(?![A-Za-z])|!!|[fgh]\^\{-1\}\s?\(|\d\s?[ap]m$|\.\.|\?"
     r"|\\cases|\\\||\\degree\s*\d+\s*'|^[\^_]|\^\{\d*[+-]\}|[^\0-\x7f\u2009]"
 )
-OPENING = ("(", "[", "{", r"\{", r"\langle", r"\lfloor", r"\lceil")
-CLOSING = (")", "]", "}", r"\}", r"\rangle", r"\rfloor", r"\rceil")
-BRACKET = r"\\[{}]|\\[lr](?:angle|floor|ceil)|\\.|[()\[\]{}]"  # or an escaped character, which is none
-AMOUNTS = re.compile(r"(?<=[A-Za-z])\s+(?=\d)|[\s,;]+(?=\([b-hB-H]\))|(?<=\))(?=\([B-H]\))")
-COLUMN = re.compile(r"\\begin\{[pbB]matrix\}([^&]*)\\end\{[pbB]matrix\}")
-SPOKEN = {
-    r"\mathbb{R}": r"all real(?: number)?s?|\(-\\infty ?, ?\+?\\infty ?\)", "dne": "does not exist",
-    r"\emptyset": r"(?:there (?:is|are) )?no (?:real )?(?:solutions?|roots?)|(?:the )?empty set|\\\{ ?\\\}",
-}  # fmt: skip
-INTRODUCTION = re.compile(
-    r"(?i)^\s*(?:(?:the )?(?:final )?answer\s*(?:is|:|=(?!.*=))|(?:so|thus|hence|therefore|then|it is|it's|that is)\b)"
-    r"[,:\s]*(?=\S)"
+BRACKETS = re.compile(  # with nothing in brackets between; those of an interval may differ
+    r"(?:\\[\[{]|[(\[{]|\\l(?:angle|floor|ceil)(?![a-z]))[^()\[\]{}]*?(?:[)\]}]|\\r(?:angle|floor|ceil)(?![a-z]))"
 )
+AMOUNTS = re.compile(r"(?<=[A-Za-z])\s+(?=\d)|[\s,;]+(?=\([b-hB-H]\))|(?<=\))(?=\([B-H]\))")
+NESTED = re.compile(r"(?:[(\[{][^()\[\]{}]*){21}|(?:\|[^|]*){21}")  # the LaTeX parser's time grows steeply with these
+BEGINNINGS = rules(r"""
+    (?i)^(?:the )?(?:final )?answer\s*(?:is|:|=(?!.*=))[,:\s]*(?=\S) ⟶
+    \+\s*const(?:ant)?$ ⟶ +C
+    (?i)^(?:so|thus|hence|therefore|then|it is|it's|that is)\b[,:\s]*(?=\S) ⟶
+    ^(?:=|\\approxx?)|[,;:。\s]+$|(?<!\.)\.$ ⟶
+    (?i)^(?:all real(?: number)?s?|\(-\\infty ?, ?\+?\\infty ?\))$ ⟶ \\mathbb{R}
+    (?i)^(?:(?:there (?:is|are) )?no (?:real )?(?:solutions?|roots?)|(?:the )?empty set|\\\{ ?\\\})$ ⟶ \\emptyset
+    ^(?:dne|DNE)$ ⟶ does not exist
+""")
 
 
-RELATIONS = [(re.compile(pattern), replacement) for pattern, replacement in [  # in the order low, name, high
-    (r"\s\(([^()]*(?:[<>]|\\(?:in|[lgn]e)(?![A-Za-z]))[^()]*)\)$", r", \1"),  # y = 2x (x > 0)
-    (r"^(.+?)[\s,;(]+(?:where\s|for\s)?\s*([a-z])\s*\\in\s*\\mathbb\{Z\}$",  # k\pi, k \in \mathbb{Z}
-     lambda m: re.sub(rf"(?<![A-Za-z\\]){m[2]}(?![A-Za-z])", "n", m[1])),
-    (r"\s*(?<![A-Za-z])and(?![A-Za-z])\s*(?=[^<>]*(?:[<>]|\\[lg]e(?![A-Za-z])))", ", "),
-    # |x| < 2 and |x| > 2; x > 0, x < 1
-    (r"^\|([a-z])\|\s*(<|\\le)(?![a-z])\s*([^,<>|]+)$", r"-(\3)\2 \1\2 \3"),
-    (r"^\|([a-z])\|\s*(>|\\ge)(?![a-z])\s*([^,<>|]+)$", r"-(\3)\2 \1 or \1\2 \3"),
-    (r"(?:^|(?<=,))\s*([a-z])\s*>\s*([^,<>]+?)\s*(?=,|$)", r"\2<\1"),
-    (r"(?:^|(?<=,))\s*([a-z])\s*\\ge(?![a-z])\s*([^,<>]+?)\s*(?=,|$)", r"\2\\le \1"),
-    (r"^([a-z])\s*((?:<|\\le(?![a-z]))[^,<>]+),([^,<>]+(?:<|\\le))\s*\1$", r"\3 \1\2"),
-    (r"^([^,<>]+(?:<|\\le)\s*([a-z]))\s*,\s*\2\s*((?:<|\\le(?![a-z]))[^,<>]+)$", r"\1\3"),
-]]  # fmt: skip
+# A side of a relation, which has no other one and no comma outside parentheses
+SIDE = rf"((?:(?!{COMMA}|{OR}|{RELATION}|{EQUALS}|\\[{{}}])(?:[^()]|\((?:[^()]|\([^()]*\))*\)))+?)"
+RELATIONS = rules(
+    r"""
+    # A column is a point; \{y | y > 2\} is x > 2
+    \\\\\s*(?=[^&]*\\end\{[pbB]matrix\}$) ⟶ ,␣
+    ^\\begin\{[pbB]matrix\}([^&]*)\\end\{[pbB]matrix\}$ ⟶ (\1)
+    ^\\\{\s*([a-z])(?:\s*\\in\s*\\mathbb\{R\})?\s*[:|]\s*(.+)\\\}$ ⟶ \2 ∋\1
+    (?<![A-Za-z\\])([a-z])(?![A-Za-z])(?=.*∋\1$) ⟶ x
+    ^\\\{\s*NAME\s*[:|]\s*(.+)\\\}$|\s*∋.$ ⟶ \1
+    # y = 2x (x > 0); k\pi, k \in \mathbb{Z}
+    \s\(([^()]*(?:[<>]|\\(?:in|[lgn]e)x?)[^()]*)\)$ ⟶ ,␣\1
+    (?<![A-Za-z\\])([a-z])(?![A-Za-z])(?=.*[\s,;(]\1\s*\\in\s*\\mathbb\{Z\}$) ⟶ n
+    [\s,;(]+(?:where\s|for\s)?\s*[a-z]\s*\\in\s*\\mathbb\{Z\}$ ⟶
+    \s*(?<![A-Za-z])andx?\s*(?=[^<>]*(?:[<>]|\\[lg]ex?)) ⟶ ,␣
+    # |x| < 2 and |x| > 2
+    ^\|([a-z])\|\s*(<|\\lex?)\s*([^,<>|]+)$ ⟶ -(\3)\2 \1\2 \3
+    ^\|([a-z])\|\s*(>|\\gex?)\s*([^,<>|]+)$ ⟶ -(\3)\2 \1 or \1\2 \3
+    # x > 0, x < 1
+    (?:^|(?<=,))\s*([a-z])\s*>\s*([^,<>]+?)\s*(?=,|$) ⟶ \2<\1
+    (?:^|(?<=,))\s*([a-z])\s*\\gex?\s*([^,<>]+?)\s*(?=,|$) ⟶ \2\\le \1
+    ^([a-z])\s*((?:<|\\lex?)[^,<>]+),([^,<>]+(?:<|\\le))\s*\1$ ⟶ \3 \1\2
+    ^([^,<>]+(?:<|\\le)\s*([a-z]))\s*,\s*\2\s*((?:<|\\lex?)[^,<>]+)$ ⟶ \1\3
+    # In the order low, name, high
+    ^SIDE(>|\\gex?)SIDE(>|\\gex?)SIDE$ ⟶ \5\4«\3\2«\1
+    ^SIDE(>|\\gex?)SIDE$ ⟶ \3\2«\1
+    >« ⟶ <
+    \\ge\s*« ⟶ \\le␣
+    # x \ne 1, x \ne 2
+    ^\s*([a-z])\s*\\nex?SIDE(?:,|andx?)\s*\1\s*\\nex?SIDE$ ⟶ \\mathbb{R}\\setminus\\{\2, \3\\}
+    ^\s*(?:VARIABLE)\s*\\nex?(?!\s*[xyz]\s*$)((?:(?![<>=]|\\[lgn]ex?).)+)$ ⟶ \\mathbb{R}\\setminus\\{\1\\}
+    ^\s*(VARIABLE)\s*(<|\\lex?)(?!\s*[xyz]\s*$)SIDE$ ⟶ -\\infty<\1\2\3
+    ^SIDE(<|\\lex?)\s*(VARIABLE)\s*$ ⟶ \1\2 \3<\\infty
+    ^((?:(?!\\pm|COMMA|OR|\\\{).)*)\\pm((?:(?!\\pm|COMMA|OR).)*)$ ⟶ \1+\2 or \1-\2
+""".replace("SIDE", SIDE)
+    .replace("COMMA", COMMA)
+    .replace("OR", OR)
+    .replace("VARIABLE", VARIABLE)
+    .replace("NAME", NAME)
+)
+INTERVAL = re.compile(rf"{SIDE}(<|\\le(?![A-Za-z]))\s*({VARIABLE})\s*(<|\\le(?![A-Za-z])){SIDE}")
 
 
 @lru_cache(maxsize=8192)
 def parse_value(text: str) -> Value:
     """The value of a cleaned answer."""
-    text = re.sub(r"^(?:=|\\approx(?![a-z]))|[,;:。\s]+$|(?<!\.)\.$", "", INTRODUCTION.sub("", text, 1).strip()).strip(
-        " ,"
-    )
-    depths = [0, *itertools.accumulate((c in "([{") - (c in ")]}") for c in text)]
-    if len(text) > MAX_FORMULA or max(depths) > MAX_DEPTH or text.count("|") > MAX_DEPTH:
+    text = rewritten(text.strip(), BEGINNINGS).strip(" ,")
+    if len(text) > MAX_FORMULA or NESTED.search(text):
         return text_of(text)
     words = text.lower()
-    if meaning := next((meaning for meaning, phrase in SPOKEN.items() if re.fullmatch(phrase, words)), None):
-        return ("formula", meaning, "")
     if DATED.fullmatch(text):
         return text_of(text)
     if (value := number(str(WORDS.get(words, text)))) is not None:
         decimal = ("number", value, "")
         return ("either", (decimal, ("list", _parse_all(text.split(","))))) if re.fullmatch(r"0,\d", text) else decimal
-    for pattern, replacement in RELATIONS:
-        text = pattern.sub(replacement, text)
+    text = rewritten(text, RELATIONS)
     for read in (_choice, _named, _collection, quantity):
         value = read(text)
         if value is not None:
@@ -237,23 +257,25 @@ def parse_value(text: str) -> Value:
 
 def latex(text: str) -> str:
     """The text without spaces, but where a letter follows a command."""
-    return re.sub(r"(\\[A-Za-z]+)\s+(?=[A-Za-z])|\s", lambda m: f"{m[1]} " if m[1] else "", text)
+    return re.sub(r"(?<![A-Za-z])\s|\s(?![A-Za-z])", "", text)
 
 
 def _parse_all(texts: list[str]) -> tuple[Value, ...]:
     return tuple(map(parse_value, texts))
 
 
+def _masked(text: str) -> str:
+    """The text with a sign in the place of each character that is in brackets, or one."""
+    num_masked = 1
+    while num_masked:
+        text, num_masked = BRACKETS.subn(lambda match: "¤" * len(match[0]), text)
+    return text
+
+
 def _split(text: str, separator: str) -> list[str]:
-    """The parts of the text between matches of `separator` outside all brackets; those of an interval may differ."""
-    parts, depth, start = [], 0, 0
-    for match in re.finditer(rf"(?P<cut>{separator})|{BRACKET}", text):
-        if match["cut"] is None:
-            depth += (match[0] in OPENING) - (match[0] in CLOSING)
-        elif depth == 0:
-            parts.append(text[start : match.start()])
-            start = match.end()
-    return [part.strip() for part in [*parts, text[start:]]]
+    """The parts of the text between matches of `separator` outside all brackets."""
+    cuts = [match.span() for match in re.finditer(separator, _masked(text))]
+    return [text[end:start].strip() for (_, end), (start, _) in itertools.pairwise([(0, 0), *cuts, (len(text), 0)])]
 
 
 def _items(inside: str) -> list[str]:
@@ -268,48 +290,39 @@ def _choice(text: str) -> Value | None:
     match = CHOICE.fullmatch(text)
     if not match:
         return None
-    letter, rest = match[1] or match[2] or match[3], match[5]
+    letter, mark, rest = match[1].upper(), match[2], match[3]
     if not rest.strip():
-        return ("choice", letter.upper(), None)
-    if not (match[4] or match[1]) or DENIALS.search(rest):
+        return ("choice", letter, None)
+    if not mark or DENIALS.search(rest):
         return None
-    return ("choice", letter.upper(), text_of(rest) if CHOICE.fullmatch(rest.strip()) else parse_value(rest))
+    return ("choice", letter, text_of(rest) if CHOICE.fullmatch(rest.strip()) else parse_value(rest))
 
 
 def _named(text: str) -> Value | None:
     """x = 5, f(x) = x^2, x in (0, 1); equations and relations that are no such definitions; 2 + 3 = 5 is 5."""
     if excluded := EXCLUDED.fullmatch(text):  # the reals without 1 and 2: all that lies between
-        name = excluded[1] or "x"
-        points = _parse_all(_items(re.sub(rf"{re.escape(name)}\s*\\ne", "", excluded[2] or excluded[3])))
         low, high = _parse_all([r"-\infty", r"\infty"])
-        pairs = itertools.pairwise([low, *sorted(_flat(points)), high])
-        return ("union", tuple(("sequence", "()", pair, (name,)) for pair in pairs))
+        pairs = itertools.pairwise([low, *sorted(_flat(_parse_all(_items(excluded[1])))), high])
+        return ("union", tuple(("sequence", "()", pair, ()) for pair in pairs))
+    if bounds := INTERVAL.fullmatch(text):  # 0 < x \le a
+        low, left, name, right, high = bounds.groups()
+        interval = ("sequence", "(["[left != "<"] + ")]"[right != "<"], _parse_all([low, high]), (name,))
+        return ("named", name, interval, latex(text).removeprefix("-\\infty<").removesuffix("<\\infty"))
     if len(_split(text, f"{COMMA}|{OR}")) > 1:
         return None
-    terms, sides = _split(text, RELATION), _split(text, EQUALS)
-    if len(terms) > 1:
-        signs = re.findall(RELATION, text)  # also those in brackets, which part no terms
-        is_whole = len(sides) == 1 and all(terms) and len(signs) == len(terms) - 1
-        return _relation(terms, signs) if is_whole else text_of(text)
-    if len(sides) > 1 and not all(sides):
-        return text_of(text)
-    match sides:
-        case [point, values] if NAMES.fullmatch(point):  # (x, y) = (1, 2)
-            names = re.findall(r"[A-Za-z]", point)
-            return parse_value(values) if names == sorted(names) else text_of(text)
-        case [first, *rest] if (
-            rest
-            and NAMED.fullmatch(first)
-            and not any(map(NO_UNIT.fullmatch, re.findall(r"[A-Za-z]{2,}", first.partition("(")[0])))
-        ):
-            return ("named", re.sub(r"[\s{}]", "", fold(first)), _chain(rest), f"{latex(first)}={latex(rest[-1])}")
-        case [first, *_, last] if CONSTANT.fullmatch(first) and CONSTANT.fullmatch(last):
-            return _chain(sides)  # 2 + 3 = 5
-        case [_, _] if _is_formula(text):
-            return ("equation", latex(text))
-        case [_, _, *_]:
-            return text_of(text)  # 2x = 10 = 5
-    return None
+    sides, parts = _split(text, EQUALS), _split(text, f"{EQUALS}|{RELATION}")
+    if len(parts) == 1:
+        return None
+    if all(parts) and len(parts) == len(sides):
+        match sides:
+            case [point, values] if NAMES.fullmatch(point) and (names := VARIABLES.findall(point)) == sorted(names):
+                return parse_value(values)  # (x, y) = (1, 2)
+            case [first, *rest] if NAMED.fullmatch(first):
+                return ("named", re.sub(r"[\s{}]", "", fold(first)), _chain(rest), f"{latex(first)}={latex(rest[-1])}")
+            case [first, *_, last] if CONSTANT.fullmatch(first) and CONSTANT.fullmatch(last):
+                return _chain(sides)  # 2 + 3 = 5
+    is_equation = len(parts) == 2 and all(parts) and _is_formula(text)
+    return ("equation", latex(text)) if is_equation else text_of(text)  # 2x = 10 = 5
 
 
 def _chain(sides: list[str]) -> Value:
@@ -318,63 +331,29 @@ def _chain(sides: list[str]) -> Value:
     return ("chain", _parse_all([*filter(CONSTANT.fullmatch, firsts), last]))
 
 
-def _relation(terms: list[str], signs: list[str]) -> Value:
-    """0 < x <= a as the interval that it describes, with the name of its variable; another relation as it is."""
-    if all(sign in (">", r"\ge") for sign in signs):  # everything the one way round
-        terms, signs = terms[::-1], ["<" if sign == ">" else r"\le" for sign in signs[::-1]]
-    match terms:
-        case [name, bound] if VARIABLE.fullmatch(name) and bound not in ("x", "y", "z"):
-            terms, signs = [r"-\infty", name, bound], ["<", *signs]
-        case [bound, name] if VARIABLE.fullmatch(name):
-            terms, signs = [bound, name, r"\infty"], [*signs, "<"]
-    match terms:
-        case [low, name, high] if VARIABLE.fullmatch(name) and {*signs} <= {"<", r"\le"}:
-            brackets = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
-            return ("sequence", brackets, _parse_all([low, high]), (name,))
-    text = " ".join(itertools.chain(*zip(terms, [*signs, ""], strict=True)))
-    return ("equation", latex(text)) if len(terms) == 2 and _is_formula(text) else text_of(text)
-
-
 def _collection(text: str) -> Value | None:
     parts = _split(text, ";" if all(sign in text for sign in ",=;") else OR)  # x=1, y=2; x=2, y=1
     if len(parts) > 1 and all(parts):
         values = _parse_all(parts)
         # x < 1 or x > 2; A or B, which is no AB
-        are_intervals = any(value[0] == "sequence" and len(value[3]) == 1 for value in values)
-        is_union = are_intervals or "\\cup" in text or re.fullmatch("[A-J①-⑳]", parts[-1])
+        is_union = re.search(rf"\\cup|{RELATION}", text) or re.fullmatch("[A-J①-⑳]", parts[-1])
         return ("union", values) if is_union else ("list", _flat(values))
-    parts = [*filter(None, _split(text, COMMA))]
-    if len(parts) > 1:
-        values = _flat(_parse_all(parts))
-        if len({value[2] is None for value in values if value[0] == "choice"}) > 1:
-            return text_of(text)  # (a) (b) 9
-        return _labelled(values) or ("list", values)
-    if len(amounts := AMOUNTS.split(text)) > 1 and all(amounts):
-        values = _parse_all(amounts)
-        if labelled := _labelled(values) or (
-            {value[::2] for value in values} == {("choice", None)} and ("list", values)
-        ):
+    parts, amounts = [*filter(None, _split(text, COMMA))], AMOUNTS.split(text)
+    if len(parts) > 1 or (len(amounts) > 1 and all(amounts)):
+        values = _flat(_parse_all(parts if len(parts) > 1 else amounts))
+        if labelled := _labelled(values):
             return labelled
-    if column := COLUMN.fullmatch(text):
-        return ("sequence", "()", _parse_all(re.split(r"\s*\\\\\s*", column[1].strip())), ())
-    if builder := BUILDER.fullmatch(text):
-        value = parse_value(builder[1].strip())
-        return (*value[:3], ()) if value[0] == "sequence" else value
-    match = re.fullmatch(r"(\\\{|\\langle|\(|\[|\{)(.*)(\\\}|\\rangle|(?<!\\)[)\]}])", text, re.DOTALL)
-    depths = itertools.accumulate(
-        (token in OPENING) - (token in CLOSING) for token in re.findall(BRACKET, match[2] if match else "")
-    )
-    if match is None or min(depths, default=0) < 0:
-        if text.count("\\pm") != 1:
-            return None
-        return ("list", _parse_all([text.replace("\\pm", sign) for sign in "+-"]))
+        if len(parts) > 1 or {value[::2] for value in values} == {("choice", None)}:
+            return ("list", values)
+    match = re.fullmatch(r"(\\\{|[(\[{])(.*)(\\\}|(?<!\\)[)\]}])", text, re.DOTALL)
+    if match is None or re.search(r"[()\[\]{}]", _masked(match[2])):
+        return None
     opening, inside, closing = match.groups()
     items = _items(inside)
     if opening == "\\{":
         return ("set", _flat(_parse_all(items)))
-    if len(items) > 1 or (opening in ("[", "\\langle") and not inside.startswith("\\begin")):
-        brackets = "()" if opening == "\\langle" else opening + closing
-        return ("sequence", brackets, _parse_all(items), ())
+    if len(items) > 1 or opening == "[":
+        return ("sequence", opening + closing, _parse_all(items), ())
     return parse_value(inside.strip())
 
 
@@ -389,10 +368,8 @@ def _labelled(values: tuple[Value, ...]) -> Value | None:
                 items[label] = value
     if len(items) < len(values) or "" in items or None in items.values():
         return None
-    if value[0] == "number":
-        return ("sequence", "", values, ())
     names = tuple(sorted(items))
-    return ("sequence", "()", tuple(items[name] for name in names), names)
+    return ("sequence", "()" * (value[0] != "number"), tuple(items[name] for name in names), names)
 
 
 def _flat(values: tuple[Value, ...]) -> tuple[Value, ...]:
@@ -400,11 +377,10 @@ def _flat(values: tuple[Value, ...]) -> tuple[Value, ...]:
     return tuple(item for value in values for item in (value[1] if value[0] == "list" else (value,)))
 
 
+SHELLS = re.compile(r"sp\^\d(?:d\^?\d?)?|(?:\[[A-Z][a-z]\])?(?:[1-7][spdf](?:\^\d+|\d+)){2,}|\[[A-Z][a-z]\].*")
 SUBSTANCE = re.compile(  # MgCl2, Al2(SO4)3, with capitals alone: EDF; GMm may be a product
-    r"(?=.*[A-Za-z)]\d|[A-Z]+$|(?:[A-Z][a-z]?){3,}$)\d*(?:(?:[A-Z][a-z]?|\((?:[A-Z][a-z]?\d*)+\))\d*){2,}(?:\^[\d+-]+)?"
-)
-SHELLS = re.compile(
-    r"sp\^\{\d\}(?:d\^?\{?\d?\}?)?|(?:\[[A-Z][a-z]\])?(?:[1-7][spdf](?:\^\{\d+\}|\d+)){2,}|\[[A-Z][a-z]\].*"
+    r"(?=.*[A-Za-z)]\d|[A-Z]+$|(?:[A-Z][a-z]?){3,}$)\d*(?:(?:[A-Z][a-z]?|\((?:[A-Z][a-z]?\d*)+\))\d*){2,}(?:\^[\d+-]+)?|"
+    + SHELLS.pattern
 )
 DATED = re.compile(  # 40-45, 3-2, 2022-07-11, 09/06/2000, 10.0.0.1, C-A-B, (12)(34)
     r"\d+(?:\.\d+)?(?:\s*-\s*\d+(?:\.\d+)?)+|\d+(?:\s*/\s*\d+){2,}|\d+(?:\.\d+){2,}|0\d+/\d+|\d+/0\d+|[A-Z](?:-[A-Z]){2,}"
@@ -421,23 +397,15 @@ WORDED = re.compile(
 def _is_formula(text: str) -> bool:
     """False for words, substances, capitals alone, letters before digits (9 R 4) and digits apart (2 4 1)."""
     bare = re.sub(r"[\s_{}]", "", text)
-    if (
-        UNCOUNTED.search(text)
-        or SUBSTANCE.fullmatch(bare)
-        or SHELLS.fullmatch(re.sub(r"\s", "", text))
-        or WORDED.fullmatch(text.strip())
-    ):
+    if UNCOUNTED.search(text) or SUBSTANCE.fullmatch(bare) or WORDED.fullmatch(text.strip()):
         return False
     product = re.sub(r"\^\{[^{}]*\}|[\s\d'()]", "", text)
-    pairs = {first + second for first, second in itertools.pairwise(product) if first != second}
-    has_order = any(pair[::-1] in pairs for pair in pairs if pair.isupper() and pair.isalpha())
     are_known = "^{" in text and not MATRICES & {*product}  # I^2R
-    if has_order or (
-        re.fullmatch("[A-Z]{2,}", product) and (pairs or "^{T}" in text) and not are_known
-    ):  # P^{-1}AP, AB - BA
+    if re.search(r"([A-Z])(?!\1)([A-Z])(?:.*\2)?\1", product) or (  # P^{-1}AP, AB - BA
+        re.fullmatch("[A-Z]{2,}", product) and (len({*product}) > 1 or "^{T}" in text) and not are_known
+    ):
         return False
     signs = re.sub(r"\\[A-Za-z]+|(?<![A-Za-z])(?:max|min)|_\{[^{}]*\}", r"\\", text)
-    signs = re.sub(r"\^\{[^{}]*\}", "^", signs)
     return not re.search(r"[A-Za-z]\s*\d|[A-Za-z]{2}\s+(?!d)[A-Za-z]{2}|[\d)]\s+\d", signs)
 
 
@@ -447,14 +415,20 @@ def fold(text: str) -> str:
     return re.sub(word, lambda match: match[0].lower(), text)
 
 
+TEXTS = rules(r"""
+    (?i)^(?:an?|the) (?=\w{3}) ⟶
+    (?<=[A-Za-z)])_\{(\w+)\} ⟶ ␣\1␣
+    \\mathbb\{(\w)\} ⟶ \1
+    (\^\{[^{}]*\})(_\{[^{}]*\}) ⟶ \2\1
+""")
+
+
 def text_of(text: str) -> Value:
     """A text of tokens: it equals itself alone. Fonts, spaces, the case of words and full stops do not count."""
     text = text.replace(UPRIGHT, " ")
-    if SHELLS.fullmatch(plain := re.sub(r"\s", "", text)):
-        text = re.sub(r"[\^{}]", "", plain)  # 1s2 2s1 is 1s^2 2s^1
-    text = re.sub(r"^(?:an?|the) (?=\w{3})", "", text, flags=re.IGNORECASE)
-    text = re.sub(r"\\mathbb\{(\w)\}", r"\1", re.sub(r"(?<=[A-Za-z)])_\{(\w+)\}", r" \1 ", fold(text)))
-    text = re.sub(r"(\^\{[^{}]*\})(_\{[^{}]*\})", r"\2\1", text)
+    if SHELLS.fullmatch(bare := re.sub(r"[\s_{}]", "", text)):
+        text = bare.replace("^", "")  # 1s2 2s1 is 1s^2 2s^1
+    text = rewritten(fold(text), TEXTS)
     text = text if text.isascii() else text.casefold()
     found = re.findall(
         r"\\[A-Za-z]+|\\.|\d+(?:\.\d+)*|[A-Z]?[a-z]+|[A-Z①-⑳]|[^\W\d_A-Za-z①-⑳]+|!+|'+|[^\s.,;\"]|[.,](?=\d)", text

@@ -30,7 +30,7 @@ from grading import Case, Grade
 from grpo import Groups
 from helpers.grades import graded as grades_of
 from helpers.made_up import ALONE, flags, make_rollout, make_row
-from helpers.runs import ROOT, lines, metrics_of, run_ranks, succeeded, training_flags, without_times
+from helpers.runs import NO_EVAL, ROOT, Done, lines, metrics_of, run_ranks, succeeded, training_flags, without_times
 from reward import Grader
 from run import StepRecord
 from runtime.files import rollouts_file
@@ -365,7 +365,7 @@ def own(tmp_path: Path) -> str:
     return f"{tmp_path}/own.py"
 
 
-@pytest.mark.parametrize("spec", ["{}:one", "{}:one,exact", "exact:2,{}:one", "@kind,{}:one", "{}:all", "exact,{}:all"])
+@pytest.mark.parametrize("spec", ["{}:one", "@kind,{}:one", "{}:all", "exact:2,{}:all"])
 def test_in_a_sum_it_is_found_out_who_has_failed(spec, own):
     """The user's function: nobody knows the reward. A built-in verifier: it is 0, whatever the user's would say."""
     reward = spec.format(own)
@@ -434,7 +434,7 @@ def score(completion):
 """
 AWAY = """from pathlib import Path
 def leave(step, metrics):
-    if step == 2 and not (Path(__file__).parent / "was_away").exists():
+    if step == 1 and not (Path(__file__).parent / "was_away").exists():
         (Path(__file__).parent / "is_away").touch()
         (Path(__file__).parent / "was_away").touch()
 """
@@ -444,15 +444,33 @@ def kind_of(completion: str) -> int:
     return sum(map(ord, completion)) % 16
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_judge_that_fails_for_some_moves_no_other_advantage(ranks, policy, tmp_path):
+@pytest.fixture(scope="module")
+def moody(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[str]]]:
+    """The folder of a run on two ranks whose judge fails for some, with its judge and hook; and its flags."""
+
+    def prepared(name: str, **more: object) -> tuple[Path, list[str]]:
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "judge.py").write_text(JUDGE)
+        (folder / "hook.py").write_text(AWAY)
+        (folder / "is_moody").touch()
+        changes = {"reward": f"{folder}/judge.py:score", "total_steps": 2, "save_every": 1} | NO_EVAL
+        changes["after_step"] = f"{folder}/hook.py:leave"
+        return folder, training_flags(policy, folder / "run", **changes | more)
+
+    return prepared
+
+
+@pytest.fixture(scope="module")
+def undisturbed(moody: Callable) -> tuple[Path, Done]:
+    """The folder of a run whose judge is never away, and what it has said."""
+    folder, given = moody("undisturbed")
+    (folder / "was_away").touch()
+    return folder / "run", succeeded(run_ranks(2, "train_grpo.py", given))
+
+
+def test_a_judge_that_fails_for_some_moves_no_other_advantage(undisturbed):
     """The parquet file has the advantages of a run; they are those of the groups without what failed."""
-    (tmp_path / "judge.py").write_text(JUDGE)
-    (tmp_path / "is_moody").touch()
-    changes = {"reward": f"{tmp_path}/judge.py:score", "total_steps": 1, "eval_data": None, "eval_every": None}
-    run = tmp_path / "run"
-    done = run_ranks(ranks, "train_grpo.py", training_flags(policy, run, eval_before_training=None, **changes))
-    succeeded(done)
+    run, done = undisturbed
     rows = read_table(rollouts_file(run, 1)).to_pylist()
     num_lost = sum(kind_of(row["completion"]) == 3 for row in rows)
     assert 0 < num_lost < 16, "of 32"
@@ -471,47 +489,32 @@ def test_a_judge_that_fails_for_some_moves_no_other_advantage(ranks, policy, tmp
     assert f"NOT GRADED: {num_lost} left out" in done.stdout and "the judge is in a mood" in done.stdout
 
 
-def test_a_judge_that_dies_ends_the_run_before_the_update_and_the_same_command_continues(policy, tmp_path):
+def test_a_judge_that_dies_ends_the_run_before_the_update_and_the_same_command_continues(undisturbed, moody):
     """Two ranks. Bit for bit the run whose judge was never away."""
-    runs, hook = {}, {}
-    for name in ("undisturbed", "disturbed"):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "judge.py").write_text(JUDGE)
-        (folder / "hook.py").write_text(AWAY)
-        if name == "undisturbed":
-            (folder / "was_away").touch()
-        changes = {"reward": f"{folder}/judge.py:score", "after_step": f"{folder}/hook.py:leave", "save_every": 1}
-        changes |= {"eval_data": None, "eval_every": None, "eval_before_training": None}
-        runs[name], hook[name] = folder / "run", training_flags(policy, folder / "run", **changes)
-    succeeded(run_ranks(2, "train_grpo.py", hook["undisturbed"]))
-    ended = run_ranks(2, "train_grpo.py", hook["disturbed"])
-    run = runs["disturbed"]
+    folder, given = moody("disturbed")
+    ended, run = run_ranks(2, "train_grpo.py", given), folder / "run"
     said = ended.stderr.strip().splitlines()[-1]
     assert ended.returncode != 0 and "Traceback" not in ended.stderr
-    assert "step 3 is not trained" in said and "graded 0 of 32 completions" in said
+    assert "step 2 is not trained" in said and "graded 0 of 32 completions" in said
     assert "the last error: error: OSError: the judge is away (judge.py" in said
-    assert f"{rollouts_file(run, 3)} holds the step's tokens" in said
-    assert len(read_table(rollouts_file(run, 3))) == 32
-    assert sorted(metrics_of(run)) == [1, 2] and sorted(x.name for x in run.glob("step_*")) == ["step_1", "step_2"]
-    (tmp_path / "disturbed" / "is_away").unlink()
-    succeeded(run_ranks(2, "train_grpo.py", hook["disturbed"]))
-    found, expected = metrics_of(run), metrics_of(runs["undisturbed"])
-    assert [without_times(found[step]) for step in range(1, 5)] == [without_times(expected[i]) for i in range(1, 5)]
-    files = [folder / "final" / "model.safetensors" for folder in runs.values()]
+    assert f"{rollouts_file(run, 2)} holds the step's tokens" in said
+    assert len(read_table(rollouts_file(run, 2))) == 32
+    assert sorted(metrics_of(run)) == [1] and [x.name for x in run.glob("step_*")] == ["step_1"]
+    (folder / "is_away").unlink()
+    succeeded(run_ranks(2, "train_grpo.py", given))
+    found, expected = metrics_of(run), metrics_of(undisturbed[0])
+    assert [without_times(found[step]) for step in (1, 2)] == [without_times(expected[step]) for step in (1, 2)]
+    files = [each / "final" / "model.safetensors" for each in (run, undisturbed[0])]
     assert files[0].read_bytes() == files[1].read_bytes()
     assert json.loads((run / "status.json").read_text())["now"] == "done"
-    assert len(lines(run / "reward_failures.jsonl")) == 32
+    num_lost = sum(metrics.get("reward/left_out", 0) for metrics in found.values())
+    assert len(lines(run / "reward_failures.jsonl")) == 32 + num_lost
 
 
-def test_minimal_leaves_it_out_too(policy, tmp_path):
+def test_minimal_leaves_it_out_too(undisturbed, moody):
     """The same loss and gradient as train_grpo.py, with a judge that fails for some."""
-    (tmp_path / "judge.py").write_text(JUDGE)
-    (tmp_path / "is_moody").touch()
-    changes = {"reward": f"{tmp_path}/judge.py:score", "total_steps": 1, "eval_data": None, "eval_every": None}
-    given = training_flags(policy, tmp_path / "run", eval_before_training=None, **changes)
-    succeeded(run_ranks(1, "train_grpo.py", given))
-    said = succeeded(run_ranks(1, "minimal.py", given)).stdout
-    metrics = metrics_of(tmp_path / "run")[1]
+    _, given = moody("minimal", after_step=None, total_steps=1, save_every=None)
+    said = succeeded(run_ranks(2, "minimal.py", given)).stdout
+    metrics = metrics_of(undisturbed[0])[1]
     assert metrics["reward/left_out"] > 0
     assert f"loss {metrics['policy/loss']} | grad {metrics['optim/grad_norm']} " in said

@@ -37,6 +37,7 @@ def good(t, *, clip_low, power=2, scale=SCALE):
     """-A x logprob^power. The rest is not said."""
     return Loss(-scale * t.advantages * t.logprobs**power - clip_low, token_ratio(t.logprobs, t.old_logprobs))
 
+def sized(t, *, clip_low, size): return t.logprobs
 def tensor(t): return -t.advantages * t.logprobs
 def no_reference(t): return t.logprobs - t.ref_logprobs
 def of_completions(g, *, advantage_eps): return g.rewards_PG * 2 + advantage_eps
@@ -55,6 +56,7 @@ def own(tmp_path: Path, monkeypatch) -> str:
     (tmp_path / "scale_of_loss.py").write_text("SCALE = 2.0\n")
     (tmp_path / "broken.py").write_text("import no_such_module\n")
     (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "dot.py").write_text("from .my_loss import good\n")
     return str(tmp_path / "my_loss.py")
 
 
@@ -65,10 +67,16 @@ def own(tmp_path: Path, monkeypatch) -> str:
     ("--loss_aggregation my.py:mean", "--loss_aggregation my.py:mean: use token_mean, "),
     ("--policy_loss broken.py:f", "broken.py:f cannot be loaded: ModuleNotFoundError.*no_such_module"),
     ("--policy_loss leaves.py:f", "leaves.py:f cannot be loaded: SystemExit: 3"),
-    ("--policy_loss my_loss.py:f", "my_loss.py has no function or class 'f'; it has good, tensor, .*, squared.$"),
+    ("--policy_loss my_loss.py:f", "my_loss.py has no function or class 'f'; it has good, sized, .*, squared.$"),
     ("--policy_loss kl_cov:part=0.1", "kl_cov:part=...: what can be set here is share, penalty"),
     ("--policy_loss kl_cov:share=much", "'much' is no number; needed is NAME:PARAMETER=NUMBER"),
     ("--policy_loss gspo:clip_low=0.1", "gspo:clip_low=...: .* is none; flags are set as flags"),
+    ("--policy_loss my_loss.py:sized", "sized: its parameter size is no flag; give it a default"),
+    ("--policy_loss my_loss.py:good:power=1,clip_low=1", "clip_low=...: what can be set here is power, scale; flags"),
+    ("--optimizer adam", "--optimizer adam: use adamw, FILE.py:FUNCTION"),
+    ("--optimizer my_loss.py:none", "my_loss.py has no function or class 'none'; it has good"),
+    ("--after_step my_loss.py", "my_loss.py: use FILE.py:FUNCTION"),
+    ("--after_step dot.py:hook", "dot.py is in no package: import its neighbours without a dot"),
 ])  # fmt: skip
 def test_a_missing_useless_or_failing_choice_is_refused(given, said, own, monkeypatch):
     monkeypatch.chdir(Path(own).parent)

@@ -290,11 +290,6 @@ def engine_on_cuda(rollout: ModuleType, llm: object, monkeypatch: pytest.MonkeyP
     return rollout.Engine("m", SimpleNamespace(eos_token_id=2), world, EngineSettings(64, **settings))
 
 
-def change(engine: object) -> None:
-    engine.sleep()
-    engine.sync([("name", torch.ones(1))])
-
-
 def test_weights_wake_before_the_transfer_and_the_cache_after_it(rollout, monkeypatch):
     llm = RecordedLLM()
     engine = engine_on_cuda(rollout, llm, monkeypatch)
@@ -311,8 +306,9 @@ def test_weights_wake_before_the_transfer_and_the_cache_after_it(rollout, monkey
     with pytest.raises(InterruptedError, match="may sample"):
         engine.sample([], None, (1,))
     monkeypatch.setattr(llm, "wake_up", lambda tags: False)
+    engine.sleep()
     with pytest.raises(AssertionError, match="wait for ever"):  # vLLM only warns where a tag does not sleep
-        change(engine)
+        engine.sync([("name", torch.ones(1))])
 
 
 @pytest.mark.parametrize("call", CHANGES)
@@ -320,11 +316,13 @@ def test_an_engine_whose_change_has_failed_never_samples_again(call, rollout, mo
     """Nor is it tried again: a second reload would mix the weights of both (reload/layerwise.py)."""
     llm = RecordedLLM(call, RuntimeError("NCCL has lost a rank"))
     engine = engine_on_cuda(rollout, llm, monkeypatch)
+    sample, sync = partial(engine.sample, [], None, (1,)), partial(engine.sync, [("name", torch.ones(1))])
     with pytest.raises(RuntimeError, match="NCCL has lost a rank"):
-        change(engine)
+        engine.sleep()
+        sync()
     assert llm.calls == CHANGES[: CHANGES.index(call) + 1], "nothing is done after a failure"
     llm.fails_at = ""
-    for attempt in (lambda: engine.sample([], None, (1,)), engine.sleep, lambda: change(engine)):
+    for attempt in (sample, engine.sleep, sync):
         with pytest.raises(AssertionError, match="broken|failed"):
             attempt()
     assert len(llm.calls) == CHANGES.index(call) + 1
@@ -545,8 +543,6 @@ def test_on_a_gpu_a_phase_leaves_out_what_the_engine_gave_back(monkeypatch):
 # torch's kernel for packed attention on CUDA, computed on CPUs by its documentation, below the same custom operator:
 # what is packed for a GPU can so be trained, and compiled, without one.
 Place = tuple[slice, slice, Tensor]  # queries and keys of a sequence, and which of the latter each of the former sees
-
-
 windows: set[int] = set()  # of the calls so far: keys before a query; -1: all
 
 
@@ -620,15 +616,8 @@ def test_cuda_packing_gives_the_kernel_what_the_cpu_computes(name, tmp_path, mon
 
 
 TORCH = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 80.00 GiB"
-
-
 PINNED = "Registering memory failed with cudaError: 2. Consider launching with CUDA_LAUNCH_BLOCKING=1 to debug."
-
-
 STAYS = MemoryError("GPU memory ran out; lower --gpu_memory_utilization.")
-STAYS.__cause__ = torch.OutOfMemoryError(TORCH)
-
-
 STAYS.__cause__ = torch.OutOfMemoryError(TORCH)
 
 

@@ -44,11 +44,7 @@ from step_metrics import rollout_metrics
 from update import add_reference
 
 WHOLE, TINY = {"kl_over": "vocabulary"}, {"micro_batch_tokens": 24}
-
-
 LORA, HINTS = WHOLE | {"lora_rank": 3}, WHOLE | {"hint_column": "@group"}
-
-
 TAUGHT = {  # name -> flags
     "sampled, with hints": {"kl_estimator": "k2"} | TINY,
     "hints of the step": HINTS | TINY,

@@ -104,11 +104,7 @@ def test_a_turn_keeps_the_routes_by_which_it_was_sampled():
 
 
 SAMPLING = Sampling(4, TEMPERATURE, 12, keeps_routes=True)
-
-
 RATE = 1e-3
-
-
 SIZES = {"prompts_per_step": 4, "prompts_per_update": 4, "learning_rate": RATE, "temperature": TEMPERATURE}
 
 

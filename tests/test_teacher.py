@@ -21,22 +21,9 @@ from flags import Grading, Sampling
 from fsdp_utils import World, full_tensors
 from gate.inputs import Inputs, check_vocabulary
 from grading import NOT_GRADED
+from helpers import made_up
 from helpers.distributed import Result, on_ranks, recorded, scored, sharded
-from helpers.made_up import (
-    ALONE,
-    RAGGED,
-    build,
-    byte_tokenizer,
-    flags,
-    load_policy,
-    make_hybrid,
-    make_model_of_family,
-    make_rollout,
-    policy_of,
-    train_once,
-    whole_update,
-    write_lines,
-)
+from helpers.made_up import ALONE, RAGGED, build, flags, load_policy, make_rollout, policy_of, train_once, whole_update
 from helpers.runs import NO_EVAL, training_flags
 from reward import Grader
 from schedule import make_plan
@@ -90,18 +77,9 @@ def taught(world: World, path: str, teacher: str) -> dict[str, Result]:
 def teachers(untied_qwen3_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """All have the vocabulary of the fixture `policy`."""
     hybrid, granite = map(tmp_path_factory.mktemp, ("hybrid", "granite"))
-    make_hybrid(hybrid)  # a Qwen3.5, which has linear attention
-    make_model_of_family(granite, "granite", logits_scaling=8.0)  # divides its logits
+    made_up.make_hybrid(hybrid)  # a Qwen3.5, which has linear attention
+    made_up.make_model_of_family(granite, "granite", logits_scaling=8.0)  # divides its logits
     return {"another": untied_qwen3_policy, "hybrid": hybrid, "granite": granite}
-
-
-def plain_logits(path: Path, rollout: Rollout, temperature: float) -> Tensor:
-    """Log-probabilities of all tokens at each completion token, by the definition in float64."""
-    model, pieces = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64), []
-    for row, completion in zip(rollout.rows, rollout.completions, strict=True):
-        logits = model(torch.tensor([*row.ids, *completion])[None]).logits[0] / temperature
-        pieces.append(logits.log_softmax(dim=-1)[len(row.ids) - 1 : -1])
-    return torch.cat(pieces)
 
 
 def in_order(values: list[tuple[object, Tensor]], num_sequences: int) -> Tensor:
@@ -136,7 +114,8 @@ def test_log_probs_and_kl_are_those_of_full_logits(kind, form, direction, policy
     for batch in update:
         scores = model(batch, 0.8, run(reference, algorithm.kl_direction, 0.8, batch))
         found.append((batch, [scores.logprobs_N, scores.entropies_N, *scores.distilled]))
-    log_p, log_q = plain_logits(policy, rollout, 0.8), plain_logits(teacher, rollout.hinted(), 0.8)
+    plain = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (policy, teacher)]
+    log_p, log_q = map(made_up.unpacked_distributions, plain, (rollout, rollout.hinted()), (0.8, 0.8))
     a, b = (log_p, log_q) if direction == "reverse" else (log_q, log_p)
     labels = torch.from_numpy(np.concatenate(rollout.completions)).long()
     label_logprobs = [x.gather(1, labels[:, None])[:, 0] for x in (log_p, log_q)]
@@ -249,7 +228,7 @@ def test_another_vocabulary_is_told_by_its_first_different_token(policy, tmp_pat
     check_vocabulary(tokenizer, tokenizer, "same")
     words = "--reference bytes: it or --model has .* as token 0, the other has not; use a model with the same"
     with pytest.raises(ValueError, match=words):
-        check_vocabulary(tokenizer, byte_tokenizer(), "bytes")
+        check_vocabulary(tokenizer, made_up.byte_tokenizer(), "bytes")
 
 
 @pytest.mark.parametrize(("changes", "words"), [
@@ -271,7 +250,7 @@ def test_a_reference_that_cannot_score_every_sample_is_refused(changes, words, p
 def test_a_hint_is_before_the_suffix_and_counts_for_the_limit(policy, tmp_path):
     rows = [{"problem": "1+2", "answer": "3", "why": "so"}, {"problem": "1+3", "answer": "4", "why": "so" * 60}]
     unusable = [{"problem": "1+4", "answer": "5", "why": why} for why in (None, "<user>so")]
-    data = write_lines(tmp_path / "d.jsonl", [*rows, *unusable])
+    data = made_up.write_lines(tmp_path / "d.jsonl", [*rows, *unusable])
     changes = NO_EVAL | {"train_data": data, "kl_coef": 1, "hint_column": "why", "max_prompt_tokens": 116}
     changes |= {"prompt_suffix": " =", "prompts_per_step": 1, "prompts_per_update": 1}
     args = parse_flags(training_flags(policy, tmp_path / "run", **changes))
@@ -288,7 +267,7 @@ def test_a_hint_is_before_the_suffix_and_counts_for_the_limit(policy, tmp_path):
 
 
 def test_without_a_reward_nothing_is_graded(policy, tmp_path):
-    data = write_lines(tmp_path / "d.jsonl", [{"problem": f"1+{i}"} for i in range(9)])
+    data = made_up.write_lines(tmp_path / "d.jsonl", [{"problem": f"1+{i}"} for i in range(9)])
     changes = NO_EVAL | {"train_data": data, "reward": "none", "advantage": "zero"}
     args = parse_flags(training_flags(policy, tmp_path / "run", **changes))
     inputs = Inputs.load(args)

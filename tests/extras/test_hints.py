@@ -12,11 +12,12 @@ from batch import Rollout, Row
 from extras.teacher.hints import Hints
 from flags import PromptFormat
 from grading import Grade
+from helpers import made_up
 from helpers.distributed import kept_gradients
-from helpers.made_up import ALONE, byte_tokenizer, flags, load_policy, make_rollout, train_once, user, whole_update
+from helpers.made_up import ALONE, flags, load_policy, make_rollout, train_once, unpacked_distributions, whole_update
 from update import add_reference
 
-TOKENIZER = byte_tokenizer()
+TOKENIZER = made_up.byte_tokenizer()
 TOKENIZER.chat_template = f"<bos>{TOKENIZER.chat_template}"
 BEHIND = "\n\nCorrectly solve the original question."
 SOLUTION = "\nCorrect solution:\n\n{}" + BEHIND
@@ -25,7 +26,7 @@ FEEDBACK = "\nThe following is feedback from your unsuccessful earlier attempt:\
 
 def graded(rewards: list[int], texts: list[str], said: list[str], group_size: int = 4) -> Rollout:
     rollout = make_rollout([3] * len(rewards), group_size=group_size)
-    rows = [Row(user(f"{i}?"), "", {}, "") for i in range(len(rewards) // group_size)]
+    rows = [Row(made_up.user(f"{i}?"), "", {}, "") for i in range(len(rewards) // group_size)]
     pairs = zip(rewards, said, strict=True)
     grades = [Grade(x, "ok", {"score": x}, feedback=feedback) for x, feedback in pairs]
     return replace(rollout, rows=[rows[b // group_size] for b in range(len(rewards))], texts=texts, grades=grades)
@@ -85,22 +86,16 @@ def test_without_a_hint_a_completion_has_no_kl(case, policy, qwen3_policy):
 
     plain = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     teacher = AutoModelForCausalLM.from_pretrained(qwen3_policy, dtype=torch.float32)
-    losses, kls = [], []
-    for row, completion, advantages in zip(rows, rollout.completions, rollout.advantages, strict=True):
-        own, theirs = ([*ids, *completion] for ids in (row.ids, row.reference_ids))
-        log_p, log_q = (
-            model(torch.tensor([tokens])).logits[0, -len(completion) - 1 : -1].log_softmax(-1)
-            for model, tokens in ((plain, own), (teacher, theirs))
-        )
-        log_q, at_labels = log_q.detach(), (torch.arange(len(completion)), torch.from_numpy(completion).long())
-        p, q = log_p[at_labels], log_q[at_labels]
-        log_m = ((log_p.exp() + log_q.exp()) / 2).log()
-        jsd = 0.5 * (log_p.exp() * (log_p - log_m)).sum(-1) + 0.5 * (log_q.exp() * (log_q - log_m)).sum(-1)
-        kls.append({"SDPO": jsd, "each alike": (p - q) ** 2 / 2}.get(case, p - q))
-        losses.append(-(p - p.detach()).exp() * torch.from_numpy(advantages))
+    log_p, log_q = unpacked_distributions(plain, rollout, 1.0), unpacked_distributions(teacher, rollout.hinted(), 1.0)
+    at_labels = torch.arange(sum(lengths)), torch.from_numpy(np.concatenate(rollout.completions)).long()
+    log_q, p, q = log_q.detach(), log_p[at_labels], log_q[at_labels].detach()
+    log_m = ((log_p.exp() + log_q.exp()) / 2).log()
+    jsd = 0.5 * (log_p.exp() * (log_p - log_m)).sum(-1) + 0.5 * (log_q.exp() * (log_q - log_m)).sum(-1)
+    kls = {"SDPO": jsd, "each alike": (p - q) ** 2 / 2}.get(case, p - q).split(lengths)
     with_hint = [kl for kl, has in zip(kls, has_hint, strict=True) if has]
     kl = torch.stack([kl.mean() for kl in with_hint]) if case == "each alike" else torch.cat(with_hint)
-    wanted = torch.cat(losses).mean() + 0.5 * kl.mean()
+    losses = -(p - p.detach()).exp() * torch.from_numpy(np.concatenate(rollout.advantages))
+    wanted = losses.mean() + 0.5 * kl.mean()
     wanted.backward()
     assert metrics["policy/loss"] == pytest.approx(wanted.item(), abs=2e-6)
     assert metrics["optim/grad_norm"] > 0.01

@@ -260,14 +260,19 @@ def pack_with_images(rollout: Rollout, indices: list[int], group_size: int = 1) 
     return add_images(pack(rollout, indices, group_size), rollout)
 
 
-def unpacked_logprobs(model: Callable, rollout: Rollout, temperature: float) -> torch.Tensor:
-    """The completion tokens' log-probs, sequence after sequence, by the definition."""
+def unpacked_distributions(model: Callable, rollout: Rollout, temperature: float) -> torch.Tensor:
+    """Log-probs of all tokens [T, V] at each completion token, sequence after sequence, by the definition."""
     pieces = []
     for row, completion in zip(rollout.rows, rollout.completions, strict=True):
-        tokens = torch.tensor([*row.ids, *completion])[None]
-        logprobs = (model(tokens).logits[0] / temperature).log_softmax(-1)
-        pieces.append(logprobs[:-1].gather(-1, tokens[0, 1:, None])[len(row.ids) - 1 :, 0])
+        logits = model(torch.tensor([*row.ids, *completion])[None]).logits[0] / temperature
+        pieces.append(logits[len(row.ids) - 1 : -1].log_softmax(-1))
     return torch.cat(pieces)
+
+
+def unpacked_logprobs(model: Callable, rollout: Rollout, temperature: float) -> torch.Tensor:
+    """Those of the completion tokens [T]."""
+    labels_T = torch.from_numpy(np.concatenate(rollout.completions)).long()
+    return unpacked_distributions(model, rollout, temperature).gather(-1, labels_T[:, None])[:, 0]
 
 
 def one_bit(tensor: torch.Tensor) -> torch.Tensor:

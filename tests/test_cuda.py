@@ -574,19 +574,11 @@ def attend(query, key, value, cu_q, cu_k, max_q, max_k, is_causal, scale, window
 
 
 def backward(grad, query, key, value, out, lse, cu_q, cu_k, max_q, max_k, is_causal, rng_state, scale, window):
-    heads = query.shape[1]
-    grads = torch.zeros_like(query), *(key.new_zeros(len(key), heads, key.shape[2]) for _ in range(2))
-    for q, k, seen in places(cu_q, cu_k, max_q, max_k, window):
-        parts = (query[q], key[k], value[k], grad[q])
-        queries, keys, values, slopes = (by_head(part, heads) for part in parts)
-        weights = (queries @ keys.mT * scale).masked_fill(~seen, -torch.inf).softmax(-1)
-        by_weight = slopes @ values.mT
-        by_score = weights * (by_weight - (weights * by_weight).sum(-1, keepdim=True)) * scale
-        for whole, part, at in zip(
-            grads, (by_score @ keys, by_score.mT @ queries, weights.mT @ slopes), (q, k, k), strict=True
-        ):
-            whole[at] += part.transpose(0, 1)
-    return grads[0], *(each.unflatten(1, (key.shape[1], -1)).sum(2) for each in grads[1:])
+    inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+    autograd = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)  # on again
+    with autograd, torch.enable_grad():
+        out, *_ = attend(*inputs, cu_q, cu_k, max_q, max_k, is_causal, scale, window)
+        return torch.autograd.grad(out, inputs, grad)
 
 
 def pack_as_on_cuda(patch: pytest.MonkeyPatch) -> None:

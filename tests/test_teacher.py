@@ -212,12 +212,14 @@ def test_a_reference_that_moves_is_the_policy_or_a_mean_of_it(policy):
 
 
 @pytest.mark.parametrize(("changes", "is_own"), [
-    ({}, True), ({"lora_rank": 4}, False), ({"lora_rank": 4, "reference": "another"}, True),
+    ({}, True), ({"lora_rank": 4}, False), ({"lora_rank": 4, "reference": "another", "head_dtype": "float32"}, True),
 ])  # fmt: skip
 def test_a_reference_of_another_path_is_its_own_model(changes, is_own, policy, untied_qwen3_policy, monkeypatch):
     monkeypatch.setattr("policy.shard_and_fill", lambda policy, *rest: policy)
     changes = {name: untied_qwen3_policy if name == "reference" else value for name, value in changes.items()}
-    found, reference, _ = build(flags(model=policy, kl_coef=1, **changes), ALONE)
+    found, reference, _ = build(flags(model=policy, kl_coef=1, dtype="bfloat16", **changes), ALONE)
+    head_dtype = torch.float32 if "head_dtype" in changes else torch.bfloat16
+    assert found.head_dtype == reference.head_dtype == head_dtype
     assert (reference is not found) == is_own
     assert ("Qwen3" in type(reference.model).__name__) == ("reference" in changes)
     assert not is_own or not any(parameter.requires_grad for parameter in reference.parameters())

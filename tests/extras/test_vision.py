@@ -281,18 +281,11 @@ def test_an_image_is_upright_rgb_of_8_bits_and_white_where_transparent():
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    ({"max_pixels": 3000}, ["--max_pixels 3000", "at least 3136"]),
-    ({"max_completion_tokens": 1000, "micro_batch_tokens": 2000},
-     ["--max_prompt_tokens 40", "beyond the context", "1024 tokens", "by 16"]),
-    ({"train_data": "cut.parquet"}, ["no row can be used", "column 'images' cannot be read as an image"]),
+    ({"max_pixels": 3000}, "--max_pixels 3000.*at least 3136"),
+    ({"max_completion_tokens": 1000, "micro_batch_tokens": 2000}, "_tokens 40.*beyond the context.*1024 tokens.*by 16"),
 ])  # fmt: skip
-def test_a_mistake_with_images_is_told_before_anything_is_loaded(changes, words, model, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    cut = {"problem": "?", "answer": "1", "images": made_up.png(size=64)[:-30]}
-    made_up.write_parquet(tmp_path / "cut.parquet", [cut])
-    given = {"train_data": model / "train.parquet", "prompts_per_step": 4, "reward": "exact"} | changes
-    args = vision_flags(model, **given)
-    with pytest.raises(ValueError) as error:
+def test_a_mistake_with_images_is_told_before_anything_is_loaded(changes, words, model):
+    args = vision_flags(model, train_data=model / "train.parquet", prompts_per_step=4, reward="exact", **changes)
+    with pytest.raises(ValueError, match=words):
         check_flags(args)
         Inputs.load(args)
-    assert all(word in str(error.value) for word in words), error.value

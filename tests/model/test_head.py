@@ -2,14 +2,13 @@
 
 from functools import cache, partial
 
-import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 import model.head
-from helpers.made_up import ALONE, RAGGED, build, flags, load_policy, make_rollout
+from helpers.made_up import RAGGED, load_policy, make_rollout
 from model import sizes
 from model.head import chunked_logprobs
 from packing import pack
@@ -121,11 +120,3 @@ def test_larger_chunks_are_not_compiled_again(monkeypatch):
         found.append([logprobs.detach(), own.grad, head.weight.grad])
     torch.testing.assert_close(found[1:], found[:1] * 3, atol=1e-5, rtol=1e-5)
     assert counters["stats"]["unique_graphs"] == 2
-
-
-@pytest.mark.parametrize("given", [None, "float32"])
-def test_policy_and_reference_have_the_head_dtype_of_the_flags(given, qwen3_policy, monkeypatch):
-    monkeypatch.setattr("policy.shard_and_fill", lambda policy, *rest: policy)
-    policy, reference, _ = build(flags(model=qwen3_policy, kl_coef=0.1, dtype="bfloat16", head_dtype=given), ALONE)
-    assert policy is not reference
-    assert {policy.head_dtype, reference.head_dtype} == {torch.float32 if given else torch.bfloat16}

@@ -62,10 +62,7 @@ def copied(folder: Path) -> Path:
     return Path(shutil.copytree(ROOT, folder / "repository", ignore=left_out))
 
 
-def test_hacks_have_at_most_15_lines_in_2_files_and_those_that_the_readme_counts():
-    for name, parts in HACKS.items():
-        assert len({file for file, _, _ in parts}) <= 2, name
-        assert sum(len(lines.splitlines()) for _, _, lines in parts) <= 15, name
+def test_hacks_have_the_files_and_lines_that_the_readme_counts():
     row = r"^\|.*\]\(docs/hacks.md#(.*)\) \| (.*) \| (\d+) \|$"
     rows = re.findall(row, (ROOT / "README.md").read_text(), re.MULTILINE)
     for (anchor, files, lines), (title, num_lines, parts) in zip(rows, hacks_of_page(), strict=True):

@@ -1,7 +1,4 @@
-"""CUDA by fakes: what the CUDA branches do, without a GPU, and what they rely on.
-
-vLLM resolves our options on GPUs that it believes in; the engine sleeps; packing, chunks, streams and transfers run.
-"""
+"""CUDA by fakes: what the CUDA branches do, without a GPU, and what they rely on."""
 
 import inspect
 import itertools

@@ -1,8 +1,4 @@
-"""Hacks in one place each: a new loss, reward, reader, metric or flag is a few lines in one or two files, and works; so
-are those that docs/hacks.md shows.
-
-Each is made in a copy of the repository, as a user would make it; then all of them train together.
-"""
+"""Hacks are a few lines in one place each, and those of docs/hacks.md work: all train together, in a copy."""
 
 import math
 import re

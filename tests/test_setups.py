@@ -1,7 +1,4 @@
-"""The documented set-ups: each script has the values of its source, and runs as it is on a tiny model of its kind.
-
-The values are read from the flags that it gives, not from a run; a step shows that the kind of run works.
-"""
+"""The documented set-ups: each script has the values of its source, and runs as it is on a tiny model of its kind."""
 
 import itertools
 import json

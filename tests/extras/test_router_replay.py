@@ -1,8 +1,4 @@
-"""Router replay (R3, arXiv 2510.11370): the trainer sends each token to the experts that took it in the engine.
-
-Its own routes change no bit, wrong ones much. Where the engine's routers are a little off, as by bf16, the gap is
-smaller with replay, also while both are trained.
-"""
+"""Router replay (R3, arXiv 2510.11370): the trainer sends each token to the experts that took it in the engine."""
 
 from contextlib import ExitStack
 from functools import partial

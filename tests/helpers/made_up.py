@@ -127,10 +127,7 @@ def vary_vectors(model: torch.nn.Module) -> None:
 
 
 def make_hybrid(folder: Path) -> None:
-    """A random Qwen3.5 as it is published, with a tower and a layer that predicts further tokens.
-
-    The sizes of the heads are those that vLLM knows on CPUs.
-    """
+    """A random Qwen3.5, with a tower and a layer that predicts further tokens; heads of sizes that vLLM has on CPUs."""
     tokenizer = build_tokenizer()
     angles = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     text = FAMILY_SIZES | {

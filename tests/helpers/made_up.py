@@ -495,26 +495,21 @@ def make_rollouts(run: Path, steps: list[int], prompts: int, tokens: int, vocabu
         completions[0] = np.append(end - 1, completions[0])
         smiling = f"{SMILE} is the answer\nand a new line, {SMILE}"
         completions[1] = np.append(list(smiling.encode()), completions[1])
+        texts = [f"<|im_start|>user\nGroup {group} {HOSTILE}<|im_end|>\n" for group in range(prompts)]
         rows = [
-            make_row(
-                [1], text=f"<|im_start|>user\nGroup {group} {HOSTILE}<|im_end|>\n", answer=f"{group} {HOSTILE}",
-                where=f"train.jsonl:{step * prompts + group}",
-            )
-            for group in range(prompts)
-        ]  # fmt: skip
+            make_row([1], text=text, answer=f"{group} {HOSTILE}", where=f"train.jsonl:{step * prompts + group}")
+            for group, text in enumerate(texts)
+        ]
         grades = [
             Grade(0.1 + right, HOSTILE if b == 3 else "ok", {HOSTILE: right, "format": 0.1}, HOSTILE if b % 5 else None)
             for b, right in enumerate((random.random(count) < 0.5).astype(float).tolist())
         ]
-        rollout = Rollout(
+        rollout = replace(
+            make_rollout([len(each) for each in completions]), grades=grades,
             rows=[rows[b // GROUP_SIZE] for b in range(count)],
-            completions=completions,
             rollout_logprobs=[-random.exponential(0.4, len(each)).astype(np.float32) for each in completions],
             texts=[b"".join(vocabulary[i] for i in each[:-1]).decode() for each in completions],
-            is_truncated_B=np.arange(count) % 4 == 2,
-            is_sampled=[np.ones(len(each), dtype=bool) for each in completions],
-            is_trained_B=np.ones(count, dtype=bool),
-            grades=grades,
-        )
+            completions=completions, is_truncated_B=np.arange(count) % 4 == 2,
+        )  # fmt: skip
         keeper.rollout(StepRecord(step, GROUP_SIZE, rollout, np.zeros(count), np.arange(count), None, {}))
     keeper.wait()

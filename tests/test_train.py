@@ -8,10 +8,8 @@ from pathlib import Path
 from select import select
 
 import pytest
-from pyarrow.parquet import read_table
 
 from helpers.runs import NO_EVAL, begin, copy_at, lines, metrics_of, run_ranks, torchrun, training_flags, without_times
-from runtime.files import rollouts_file
 
 METRICS_OF_A_STEP = {  # that may differ between two runs; the others are in golden_curve.jsonl
     "perf": "tokens_per_s update_idle_frac sample_tokens_per_s_per_gpu update_tokens_per_s_per_gpu "
@@ -59,43 +57,6 @@ def test_the_run_folder_describes_itself_and_keeps_held_out_completions(finished
     assert (finished_run / "curves.png").stat().st_size > 10_000
     assert sorted(path.name for path in finished_run.glob("*step_*")) == ["step_2", "step_4"]
     assert (finished_run / "final").resolve() == (finished_run / "step_4").resolve()
-
-
-FAILING_REWARD = """
-import os, time
-
-def score(completion, answer, columns):
-    kind = sum(map(ord, completion)) % 8
-    if kind == 0: os._exit(1)
-    if kind == 1: time.sleep(3600)
-    if kind == 2: raise KeyError('no such thing')
-    return 0.5
-"""
-FAILS = {0: "error:", 1: "timeout", 2: "error:"}  # kind of a completion -> what its grade says
-
-
-def kind_of(completion: str) -> int:
-    return sum(map(ord, completion)) % 8
-
-
-def test_a_reward_that_sometimes_fails_costs_those_completions(policy, tmp_path):
-    """On two ranks, each with completions of its own. On a busy machine others may run out of time, too."""
-    (tmp_path / "my_reward.py").write_text(FAILING_REWARD)
-    changes = {"reward": f"{tmp_path}/my_reward.py:score", "reward_timeout": 1.0, "total_steps": 1} | NO_EVAL
-    done = torchrun(2, "train_grpo.py", *training_flags(policy, run := tmp_path / "run", **changes))
-    kept, failures = read_table(rollouts_file(run, 1)).to_pylist(), lines(run / "reward_failures.jsonl")
-    statuses = [failure["reward_status"].partition(" ")[0] for failure in failures]
-    for status, failure in zip(statuses, failures, strict=True):
-        assert status in ("timeout", FAILS.get(kind_of(failure["completion"]))), failure
-    must_fail, failed = (sum(kind_of(row["completion"]) in FAILS for row in rows) for rows in (kept, failures))
-    assert must_fail == failed > 0 and set(statuses) == {"timeout", "error:"}
-    metrics = metrics_of(run)[1]
-    assert metrics["reward/timeouts"] + metrics["reward/errors"] == len(failures)
-    assert metrics["reward/mean"] == 0.5 and metrics["reward/left_out"] == len(failures), "what failed counts nowhere"
-    assert all(failure["row"].startswith(f"{policy}/train.jsonl") for failure in failures)
-    assert any("KeyError" in failure["reward_status"] for failure in failures)
-    said = [f"step 1: reward {failure['reward_status']}, of {failure['row']}" for failure in failures[:3]]
-    assert all(text in done.stdout for text in [*said, "all are in reward_failures.jsonl"])
 
 
 def test_a_single_process_needs_no_launcher_and_shows_its_progress(policy, reward, tmp_path):

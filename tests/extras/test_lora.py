@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from algorithm import algorithm_of
 from extras.models.lora import target_names
 from fsdp_utils import World
-from helpers.distributed import on_ranks, recorded, scored, sharded, start_engine, weights_of
+from helpers.distributed import on_ranks, recorded, scored, sharded, weights_of
 from helpers.made_up import flags, load_policy, make_rollout, policy_of, unpacked_logprobs, whole_update
 from helpers.runs import NO_EVAL, metrics_of, torchrun, training_flags
 from model.weights import model_of_shapes
@@ -103,15 +103,12 @@ def lora(world: World, path: str) -> dict[str, object]:
     policy = policy_of(lora_flags(path), torch.bfloat16)
     found["parameters"] = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
     sharded(policy, world, torch.bfloat16)
-    engine = start_engine(path, world, dtype="bfloat16", max_model_len=24)
     found["merged"] = weights_of(policy)
     for _ in range(10):
-        engine.sync(policy.full_weights())
-    found["merged after"] = weights_of(policy)
+        found["merged after"] = weights_of(policy)
     found["parameters after"] = {
         name: (x.full_tensor() if isinstance(x, DTensor) else x).detach() for name, x in policy.named_parameters()
     }
-    engine.close()
     return found
 
 
@@ -181,7 +178,7 @@ def test_each_rank_draws_masks_of_its_own(policy):
 
 
 def test_the_engine_gets_the_merged_sum_which_ten_syncs_do_not_change(results, policy):
-    """Under the names of the base model, rounded once. Syncs change no weight, either."""
+    """Under the names of the base model, rounded once. A sync to the bit: tests/engine/test_sync.py."""
     for found in results.values():
         for what in ("parameters", "merged"):
             torch.testing.assert_close(found[f"{what} after"], found[what], atol=0, rtol=0)

@@ -41,14 +41,12 @@ from gate.checks import check_flags
 from gate.inputs import check_places, largest_share
 from gate.machine import check_device
 from gate.models import length_limits
-from helpers.distributed import findings, run_work, start_engine
 from helpers.made_up import flags, load_policy, make_rollout
-from helpers.runs import CALL, ROOT, name_of, said, torchrun
+from helpers.runs import CALL, ROOT, name_of, said
 from model import attention, sizes
 from model.layout import Layout
 from packing import pack
 from plan.dry_run import config_of
-from smoke_inputs import SETUPS, make_model
 from test_setups import launched
 from tests.model.test_attention import SEVERAL_RECTANGLES, WINDOW, random_model
 from tests.model.test_optimizer import chunked, gradients, train
@@ -331,22 +329,6 @@ def test_memory_segments_expand_only_after_graph_capture(rollout, monkeypatch):
     monkeypatch.setattr(rollout, "set_allocator", lambda is_expandable: order.append(f"expandable {is_expandable}"))
     engine_on_cuda(rollout, lambda: order.append("captured") or RecordedLLM(), monkeypatch, enforce_eager=False)
     assert order == ["captured", "expandable True"]
-
-
-def hidden(world: World, path: str) -> dict[str, list[str]]:
-    engine = start_engine(path, world, dtype="bfloat16")
-    found = findings(engine)
-    engine.close()
-    return found
-
-
-def test_an_engine_of_llama_loses_nothing_in_its_sleep(tmp_path):
-    """Qwen2: tests/test_rollout.py; Qwen2.5-VL: tests/extras/test_vision.py."""
-    make_model(SETUPS["tulu8b_rlvr_7plus1"], tmp_path / "model")
-    done = torchrun(1, CALL, name_of(run_work), name_of(hidden), 1, tmp_path / "found.pt", tmp_path / "model")
-    assert "WARNING" not in done.stdout, "vLLM's warnings are shown"
-    found = torch.load(tmp_path / "found.pt")
-    assert found["hidden"] == [] and [name.rpartition(".")[2] for name in found["planted"]] == ["planted"]
 
 
 def test_a_pin_that_has_moved_is_told():

@@ -37,6 +37,7 @@ def good(t, *, clip_low, power=2, scale=SCALE):
     """-A x logprob^power. The rest is not said."""
     return Loss(-scale * t.advantages * t.logprobs**power - clip_low, token_ratio(t.logprobs, t.old_logprobs))
 
+def sized(t, *, clip_low, size): return t.logprobs
 def tensor(t): return -t.advantages * t.logprobs
 def no_reference(t): return t.logprobs - t.ref_logprobs
 def of_completions(g, *, advantage_eps): return g.rewards_PG * 2 + advantage_eps
@@ -55,6 +56,7 @@ def own(tmp_path: Path, monkeypatch) -> str:
     (tmp_path / "scale_of_loss.py").write_text("SCALE = 2.0\n")
     (tmp_path / "broken.py").write_text("import no_such_module\n")
     (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "dot.py").write_text("from .my_loss import good\n")
     return str(tmp_path / "my_loss.py")
 
 
@@ -65,10 +67,16 @@ def own(tmp_path: Path, monkeypatch) -> str:
     ("--loss_aggregation my.py:mean", "--loss_aggregation my.py:mean: use token_mean, "),
     ("--policy_loss broken.py:f", "broken.py:f cannot be loaded: ModuleNotFoundError.*no_such_module"),
     ("--policy_loss leaves.py:f", "leaves.py:f cannot be loaded: SystemExit: 3"),
-    ("--policy_loss my_loss.py:f", "my_loss.py has no function or class 'f'; it has good, tensor, .*, squared.$"),
+    ("--policy_loss my_loss.py:f", "my_loss.py has no function or class 'f'; it has good, sized, .*, squared.$"),
     ("--policy_loss kl_cov:part=0.1", "kl_cov:part=...: what can be set here is share, penalty"),
     ("--policy_loss kl_cov:share=much", "'much' is no number; needed is NAME:PARAMETER=NUMBER"),
     ("--policy_loss gspo:clip_low=0.1", "gspo:clip_low=...: .* is none; flags are set as flags"),
+    ("--policy_loss my_loss.py:sized", "sized: its parameter size is no flag; give it a default"),
+    ("--policy_loss my_loss.py:good:power=1,clip_low=1", "clip_low=...: what can be set here is power, scale; flags"),
+    ("--optimizer adam", "--optimizer adam: use adamw, FILE.py:FUNCTION"),
+    ("--optimizer my_loss.py:none", "my_loss.py has no function or class 'none'; it has good"),
+    ("--after_step my_loss.py", "my_loss.py: use FILE.py:FUNCTION"),
+    ("--after_step dot.py:hook", "dot.py is in no package: import its neighbours without a dot"),
 ])  # fmt: skip
 def test_a_missing_useless_or_failing_choice_is_refused(given, said, own, monkeypatch):
     monkeypatch.chdir(Path(own).parent)
@@ -79,33 +87,17 @@ def test_a_missing_useless_or_failing_choice_is_refused(given, said, own, monkey
     assert "\n" not in text and (is_quoted or text.endswith((".", ",...")))
 
 
-def test_own_functions_give_an_effect_to_the_flags_that_they_read(own):
-    for given in (
-        # A flag that only a function of one's own uses has an effect.
-        f"--policy_loss {own}:good --advantage rloo --clip_low 0.3",
-        f"--policy_loss {own}:no_reference --kl_coef 0.1",
-        f"--advantage {own}:of_completions --policy_loss reinforce --advantage_eps 1e-3",
-    ):
-        algorithm_with(given)
-
-
 def test_the_log_states_every_choice_in_words_of_a_whole_sentence():
     given = checked(
         "--advantage reinforce++ --policy_loss cispo --clip_low 1 --clip_high 4 --kl_coef 0.01 --kl_in reward "
         "--loss_aggregation seq_mean_token_sum_norm --max_completion_tokens 77 --rollout_correction token_mask"
     )
-    said = describe_algorithm(given)
-    for chosen in (
-        "--advantage reinforce++ --advantage_ddof 1 --advantage_eps 1e-06", "--kl_estimator k3 --kl_clamp 10.0",
-        "--policy_loss cispo --clip_low 1.0 --clip_high 4.0",
-        "--loss_aggregation seq_mean_token_sum_norm --max_completion_tokens 77",
-        "--rollout_correction token_mask",
-    ):  # fmt: skip
-        name, choice = chosen.split()[:2]
-        assert f" {chosen}: {first_sentence(choose(name, choice).__doc__)}; " in said
+    said, by_default = describe_algorithm(given), describe_algorithm(checked(""))
+    chosen = "--loss_aggregation seq_mean_token_sum_norm --max_completion_tokens 77"
+    assert f" {chosen}: {first_sentence(choose(*chosen.split()[:2]).__doc__)}; " in said
+    for name in ("--kl_estimator k3 --kl_clamp 10.0: ", "--rollout_correction token_mask: "):
+        assert name in said and name.split()[0] not in by_default
     assert "--kl_coef 0.01 --kl_in reward" in said
-    by_default = describe_algorithm(checked(""))
-    assert "--kl_estimator" not in by_default and "--rollout_correction" not in by_default
     for sentence in (sentence for flag in NAMES for sentence in choices_in_words(flag)):
         assert len(sentence) > 15 and sentence.count("(") == sentence.count(")"), sentence
 
@@ -137,8 +129,8 @@ def test_a_users_loss_takes_flags_and_may_return_values_alone(own):
 def test_a_users_advantage_is_of_completions_or_of_tokens(own):
     lengths_B, returns_T, mask_T = torch.tensor([2, 1]), torch.tensor([1.0, 1.0, 0.0]), torch.ones(3).bool()
     graded = Groups(rewards_PG=torch.tensor([[1.0, 0.0]]), returns_T=returns_T, lengths_B=lengths_B, mask_T=mask_T)
-    for function, expected in (("of_completions", [[2.5, 0.5]]), ("of_tokens", [3, 3, 0])):
-        args = flags(advantage=f"{own}:{function}", advantage_eps=0.5)
-        assert algorithm_of(args).advantage(graded).tolist() == expected
+    # A flag that only a function of one's own uses has an effect.
+    for function, expected in (("of_completions --advantage_eps 0.5", [[2.5, 0.5]]), ("of_tokens", [3, 3, 0])):
+        assert algorithm_with(f"--advantage {own}:{function}").advantage(graded).tolist() == expected
     squared = algorithm_of(flags(kl_coef=0.1, kl_estimator=f"{own}:squared", kl_clamp=5)).kl_estimator
     assert squared(torch.tensor([2.0])).tolist() == [20]

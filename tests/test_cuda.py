@@ -1,7 +1,4 @@
-"""CUDA by fakes: what the CUDA branches do, without a GPU, and what they rely on.
-
-vLLM resolves our options on GPUs that it believes in; the engine sleeps; packing, chunks, streams and transfers run.
-"""
+"""CUDA by fakes: what the CUDA branches do, without a GPU, and what they rely on."""
 
 import inspect
 import itertools
@@ -45,14 +42,12 @@ from gate.checks import check_flags
 from gate.inputs import check_places, largest_share
 from gate.machine import check_device
 from gate.models import length_limits
-from helpers.distributed import findings, run_work, start_engine
 from helpers.made_up import flags, load_policy, make_rollout
-from helpers.runs import CALL, ROOT, name_of, said, torchrun
+from helpers.runs import CALL, ROOT, name_of, said
 from model import attention, sizes
 from model.layout import Layout
 from packing import pack
 from plan.dry_run import config_of
-from smoke_inputs import SETUPS, make_model
 from test_setups import launched
 from tests.model.test_attention import SEVERAL_RECTANGLES, WINDOW, random_model
 from tests.model.test_optimizer import chunked, gradients, train
@@ -291,11 +286,6 @@ def engine_on_cuda(rollout: ModuleType, llm: object, monkeypatch: pytest.MonkeyP
     return rollout.Engine("m", SimpleNamespace(eos_token_id=2), world, EngineSettings(64, **settings))
 
 
-def change(engine: object) -> None:
-    engine.sleep()
-    engine.sync([("name", torch.ones(1))])
-
-
 def test_weights_wake_before_the_transfer_and_the_cache_after_it(rollout, monkeypatch):
     llm = RecordedLLM()
     engine = engine_on_cuda(rollout, llm, monkeypatch)
@@ -312,8 +302,9 @@ def test_weights_wake_before_the_transfer_and_the_cache_after_it(rollout, monkey
     with pytest.raises(InterruptedError, match="may sample"):
         engine.sample([], None, (1,))
     monkeypatch.setattr(llm, "wake_up", lambda tags: False)
+    engine.sleep()
     with pytest.raises(AssertionError, match="wait for ever"):  # vLLM only warns where a tag does not sleep
-        change(engine)
+        engine.sync([("name", torch.ones(1))])
 
 
 @pytest.mark.parametrize("call", CHANGES)
@@ -321,11 +312,13 @@ def test_an_engine_whose_change_has_failed_never_samples_again(call, rollout, mo
     """Nor is it tried again: a second reload would mix the weights of both (reload/layerwise.py)."""
     llm = RecordedLLM(call, RuntimeError("NCCL has lost a rank"))
     engine = engine_on_cuda(rollout, llm, monkeypatch)
+    sample, sync = partial(engine.sample, [], None, (1,)), partial(engine.sync, [("name", torch.ones(1))])
     with pytest.raises(RuntimeError, match="NCCL has lost a rank"):
-        change(engine)
+        engine.sleep()
+        sync()
     assert llm.calls == CHANGES[: CHANGES.index(call) + 1], "nothing is done after a failure"
     llm.fails_at = ""
-    for attempt in (lambda: engine.sample([], None, (1,)), engine.sleep, lambda: change(engine)):
+    for attempt in (sample, engine.sleep, sync):
         with pytest.raises(AssertionError, match="broken|failed"):
             attempt()
     assert len(llm.calls) == CHANGES.index(call) + 1
@@ -337,22 +330,6 @@ def test_memory_segments_expand_only_after_graph_capture(rollout, monkeypatch):
     monkeypatch.setattr(rollout, "set_allocator", lambda is_expandable: order.append(f"expandable {is_expandable}"))
     engine_on_cuda(rollout, lambda: order.append("captured") or RecordedLLM(), monkeypatch, enforce_eager=False)
     assert order == ["captured", "expandable True"]
-
-
-def hidden(world: World, path: str) -> dict[str, list[str]]:
-    engine = start_engine(path, world, dtype="bfloat16")
-    found = findings(engine)
-    engine.close()
-    return found
-
-
-def test_an_engine_of_llama_loses_nothing_in_its_sleep(tmp_path):
-    """Qwen2: tests/test_rollout.py; Qwen2.5-VL: tests/extras/test_vision.py."""
-    make_model(SETUPS["tulu8b_rlvr_7plus1"], tmp_path / "model")
-    done = torchrun(1, CALL, name_of(run_work), name_of(hidden), 1, tmp_path / "found.pt", tmp_path / "model")
-    assert "WARNING" not in done.stdout, "vLLM's warnings are shown"
-    found = torch.load(tmp_path / "found.pt")
-    assert found["hidden"] == [] and [name.rpartition(".")[2] for name in found["planted"]] == ["planted"]
 
 
 def test_a_pin_that_has_moved_is_told():
@@ -546,8 +523,6 @@ def test_on_a_gpu_a_phase_leaves_out_what_the_engine_gave_back(monkeypatch):
 # torch's kernel for packed attention on CUDA, computed on CPUs by its documentation, below the same custom operator:
 # what is packed for a GPU can so be trained, and compiled, without one.
 Place = tuple[slice, slice, Tensor]  # queries and keys of a sequence, and which of the latter each of the former sees
-
-
 windows: set[int] = set()  # of the calls so far: keys before a query; -1: all
 
 
@@ -579,19 +554,11 @@ def attend(query, key, value, cu_q, cu_k, max_q, max_k, is_causal, scale, window
 
 
 def backward(grad, query, key, value, out, lse, cu_q, cu_k, max_q, max_k, is_causal, rng_state, scale, window):
-    heads = query.shape[1]
-    grads = torch.zeros_like(query), *(key.new_zeros(len(key), heads, key.shape[2]) for _ in range(2))
-    for q, k, seen in places(cu_q, cu_k, max_q, max_k, window):
-        parts = (query[q], key[k], value[k], grad[q])
-        queries, keys, values, slopes = (by_head(part, heads) for part in parts)
-        weights = (queries @ keys.mT * scale).masked_fill(~seen, -torch.inf).softmax(-1)
-        by_weight = slopes @ values.mT
-        by_score = weights * (by_weight - (weights * by_weight).sum(-1, keepdim=True)) * scale
-        for whole, part, at in zip(
-            grads, (by_score @ keys, by_score.mT @ queries, weights.mT @ slopes), (q, k, k), strict=True
-        ):
-            whole[at] += part.transpose(0, 1)
-    return grads[0], *(each.unflatten(1, (key.shape[1], -1)).sum(2) for each in grads[1:])
+    inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+    autograd = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)  # on again
+    with autograd, torch.enable_grad():
+        out, *_ = attend(*inputs, cu_q, cu_k, max_q, max_k, is_causal, scale, window)
+        return torch.autograd.grad(out, inputs, grad)
 
 
 def pack_as_on_cuda(patch: pytest.MonkeyPatch) -> None:
@@ -621,15 +588,8 @@ def test_cuda_packing_gives_the_kernel_what_the_cpu_computes(name, tmp_path, mon
 
 
 TORCH = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 80.00 GiB"
-
-
 PINNED = "Registering memory failed with cudaError: 2. Consider launching with CUDA_LAUNCH_BLOCKING=1 to debug."
-
-
 STAYS = MemoryError("GPU memory ran out; lower --gpu_memory_utilization.")
-STAYS.__cause__ = torch.OutOfMemoryError(TORCH)
-
-
 STAYS.__cause__ = torch.OutOfMemoryError(TORCH)
 
 

@@ -18,21 +18,8 @@ from extras.sources.variables import template_value
 from flags import PromptFormat
 from gate.describe import describe_set, describe_template
 from gate.keys import without_markers
-from helpers.made_up import (
-    TOKENIZER,
-    VISION_TEMPLATE,
-    byte_tokenizer,
-    load,
-    load_rows,
-    load_values,
-    numbered,
-    png,
-    prompt_of,
-    texts,
-    user,
-    write_lines,
-    write_parquet,
-)
+from helpers import made_up
+from helpers.made_up import TOKENIZER, byte_tokenizer, load, load_rows, load_values, numbered, png, texts, user
 from helpers.runs import said
 from runtime.sources import read_records
 
@@ -42,14 +29,14 @@ pytestmark = pytest.mark.usefixtures("cache")
 def assert_whole(loaded: PromptData) -> None:
     """Each row of `numbered` data has its own answer, columns, text, tokens and line."""
     for row in loaded.rows:
-        name, number = prompt_of(row).split()
+        name, number = made_up.prompt_of(row).split()
         assert row.answer == row.columns["answer"] == f"{number} of {name}"
-        assert row.columns["problem"] == prompt_of(row)
+        assert row.columns["problem"] == made_up.prompt_of(row)
         assert row.where.endswith(f"{name}.jsonl, line {int(number) + 1}")
-        assert row.text == TOKENIZER.decode(row.ids.tolist()) == f"[user]{prompt_of(row)}[assistant]"
+        assert row.text == TOKENIZER.decode(row.ids.tolist()) == f"[user]{made_up.prompt_of(row)}[assistant]"
 
 
-WITH_IMAGES = {"tokenizer": byte_tokenizer(VISION_TEMPLATE), "image_column": "image"}
+WITH_IMAGES = {"tokenizer": byte_tokenizer(made_up.VISION_TEMPLATE), "image_column": "image"}
 
 
 def problems(folder: Path, *values: object, **changes: object) -> PromptData:
@@ -62,7 +49,7 @@ def assert_refused(words: str, folder: Path, *values: object, **changes: object)
 
 
 def prompts(loaded: PromptData) -> list[str]:
-    return [prompt_of(row) for row in loaded.rows]
+    return [made_up.prompt_of(row) for row in loaded.rows]
 
 
 def test_answers_become_text_or_are_excluded_and_listed(tmp_path):
@@ -101,7 +88,7 @@ def test_nulls_that_a_parquet_file_adds_reach_no_prompt(tmp_path):
     """Parquet gives each object the keys of all others, at every depth. A message that calls tools needs no text."""
     with_null = [CALLS[0], CALLS[1] | {"content": None}, *CALLS[2:]]
     talks = [CALLS, [CALLS[0] | {"name": "n"}], with_null, [CALLS[0], CALLS[1] | {"content": ""}, *CALLS[2:]]]
-    parquet = write_parquet(tmp_path / "rows.parquet", [{"problem": talk, "answer": "1"} for talk in talks])
+    parquet = made_up.write_parquet(tmp_path / "rows.parquet", [{"problem": talk, "answer": "1"} for talk in talks])
     (record, *_) = read_records(parquet, seed=0)
     added = record.columns["problem"][1]["tool_calls"][0]["function"]["arguments"]
     assert added == {"city": "Rome", "a": None}, "it does add them"
@@ -150,7 +137,7 @@ def test_a_column_name_is_literal_first_and_then_a_path(tmp_path):
 def load_images(folder: Path, values: list[object], problem: object = "q", **changes: object) -> PromptData:
     (folder / "a.png").write_bytes(png(1))
     rows = [{"problem": problem, "answer": "1", "image": value} for value in values]
-    return load(write_lines(folder / "rows.jsonl", rows), **WITH_IMAGES | changes)
+    return load(made_up.write_lines(folder / "rows.jsonl", rows), **WITH_IMAGES | changes)
 
 
 def test_images_come_from_paths_beside_the_data_or_from_bytes(tmp_path):
@@ -162,7 +149,7 @@ def test_images_come_from_paths_beside_the_data_or_from_bytes(tmp_path):
     pair, kind = [{"bytes": png(i), "path": None} for i in range(2)], {"image": datasets.List(datasets.Image())}
     for image, features, encoded in ((png(1), {}, (png(1),)), (pair, kind, (png(0), png(1)))):
         rows = [{"problem": "q", "answer": "1", "image": image}] * 2
-        parquet = write_parquet(tmp_path / f"{len(encoded)}.parquet", rows, **features)
+        parquet = made_up.write_parquet(tmp_path / f"{len(encoded)}.parquet", rows, **features)
         assert [row.encoded_images for row in load(parquet, **WITH_IMAGES).rows] == [encoded] * 2
 
 
@@ -310,15 +297,6 @@ def test_each_epoch_is_a_new_permutation_of_the_seed(tmp_path):
         assert sum(steps, []) == sum(permutations(2, 10, 2 * prompts_per_step), [])
 
 
-def test_a_mixture_draws_every_row_of_every_source_once(tmp_path):
-    parts = [numbered(tmp_path, n, name) for n, name in ((3, "a"), (5, "b"), (4, "c"))]
-    mixture = PromptData.mix(parts)
-    assert mixture.name == "a+b+c" and len(mixture.rows) == 12
-    assert mixture.indices_of_step(2, 12, seed=1).tolist() == permutations(1, 12, 2)[1]
-    assert_whole(mixture)
-    assert PromptData.mix(parts[:1]) is parts[0]
-
-
 def test_unshuffled_rows_keep_their_order_in_each_epoch(tmp_path):
     loaded = replace(numbered(tmp_path, 10), is_shuffled=False)
     epoch = list(range(10))
@@ -360,6 +338,9 @@ def test_prompt_and_answer_stay_together_from_draw_to_resume(seed, tmp_path):
         parts.append(part)
     mixture = PromptData.mix(parts).exclude({3: "bad", 50: "bad"})
     assert mixture.num_too_long == sum(part.num_too_long for part in parts)
+    assert mixture.name == "a+long_name+c" and PromptData.mix(parts[:1]) is parts[0]
+    epoch = mixture.indices_of_step(2, len(mixture.rows), seed)
+    assert epoch.tolist() == permutations(seed, len(mixture.rows), 2)[1], "every row of every source once"
     assert len(mixture.excluded) == 23
     assert_whole(mixture)
     for keep_last in (False, True):
@@ -380,10 +361,10 @@ def test_the_description_counts_and_names(tmp_path):
 
 
 def test_the_command_shows_the_data_without_importing_datasets(tmp_path):
-    byte_tokenizer(VISION_TEMPLATE).save_pretrained(tmp_path / "tokenizer")
+    byte_tokenizer(made_up.VISION_TEMPLATE).save_pretrained(tmp_path / "tokenizer")
     (tmp_path / "a.png").write_bytes(png())
     rows = [{"problem": f"What is {i}?", "answer": i, "image": "a.png"} for i in range(3)]
-    path = write_lines(tmp_path / "rows.jsonl", rows)
+    path = made_up.write_lines(tmp_path / "rows.jsonl", rows)
     flags = f"show_data.py --model {tmp_path}/tokenizer --image_column image --data {path} --show 1".split()
     code = f"import runpy, sys; sys.argv = {flags}; runpy.run_path('scripts/show_data.py', run_name='__main__')"
     shown = said([sys.executable, "-c", f"{code}; print('imported' * ('datasets' in sys.modules))"])
@@ -397,14 +378,12 @@ def test_the_command_shows_the_data_without_importing_datasets(tmp_path):
 def test_known_variables_reach_the_chat_template_and_the_same_date_each_day(tmp_path):
     template = TOKENIZER.chat_template + "{% if enable_thinking is defined and not enable_thinking %}none{% endif %}"
     tokenizer = byte_tokenizer(template + "{{ style | default('') }}")
-    found = [
-        load(write_lines(tmp_path / "d.jsonl", [{"problem": "q", "answer": "1"}]), tokenizer, template_args=args)
-        for args in ((), ("enable_thinking=true",), ("enable_thinking=false", "style=a=b"))
-    ]
-    assert sum(map(texts, found), []) == ["[user]q[assistant]", "[user]q[assistant]", "[user]q[assistant]nonea=b"]
+    cases = (), ("enable_thinking=true",), ("enable_thinking=false", "style=a=b")
+    found = [texts(problems(tmp_path, "q", tokenizer=tokenizer, template_args=args)) for args in cases]
+    assert found == [["[user]q[assistant]"], ["[user]q[assistant]"], ["[user]q[assistant]nonea=b"]]
     for given in ("enable_thoughts=false", "enable_thinking", "add_generation_prompt=false"):
-        with pytest.raises(ValueError, match=f"--template_args {given}: give NAME=VALUE, with a variable that"):
-            load_values(tmp_path, "problem", ["q"], tokenizer=tokenizer, template_args=(given,))
+        words = f"--template_args {given}: give NAME=VALUE, with a variable that"
+        assert_refused(words, tmp_path, "q", tokenizer=tokenizer, template_args=(given,))
     tokenizer = byte_tokenizer("{{ strftime_now('%d %b %Y %H:%M') }}" + TOKENIZER.chat_template)
     assert render(user("q"), PromptFormat(), tokenizer) == "01 Jan 2026 00:00[user]q[assistant]"
 

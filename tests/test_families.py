@@ -1,7 +1,6 @@
 """Families of models: the engine's log-probs are the trainer's, and both are those of plain transformers.
 
-Each is a tiny random model of the architecture, in fp32, trained for a step: the table in docs/data.md names them. What
-cannot be trained alike is refused before weights are read.
+Each is a tiny random model of the architecture, in fp32, trained for a step: the table in docs/data.md names them.
 """
 
 import platform

@@ -24,8 +24,6 @@ from policy import Policy
 from update import add_reference, logprobs_under, with_advantages
 
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-4}
-
-
 ALGORITHMS = {  # name -> flags
     "clip": "--kl_coef 0.1 --clip_high 0.3",
     "gspo": "--policy_loss gspo --clip_low 0.02 --clip_high 0.02 --loss_aggregation seq_mean_token_mean "
@@ -37,8 +35,6 @@ ALGORITHMS = {  # name -> flags
     "reinforce": "--policy_loss reinforce --loss_aggregation seq_mean_token_mean",
     "distill": "--kl_coef 0.5 --kl_over vocabulary --kl_direction jsd:beta=0.3 --entropy_coef 0.1",
 }
-
-
 LEFT_OUT = [1, 4]  # sequences that "reinforce" leaves out of the loss
 
 

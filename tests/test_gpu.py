@@ -1,7 +1,6 @@
-"""What only CUDA has: varlen attention, the engine's sleep and wake, offloading; and what has other kernels there:
-experts, hybrids, windows, LoRA, resume. Skipped without a GPU.
+"""What only CUDA has (varlen attention, the engine's sleep and wake, offloading), or has other kernels for there.
 
-With DEVICE = "cpu" the runs below `trained` and the routes run on a CPU, too.
+Skipped without a GPU. With DEVICE = "cpu" the runs below `trained` and the routes run on a CPU, too.
 """
 
 import numpy as np

@@ -1,8 +1,7 @@
 """The algorithm against scalar loops written from the papers' equations, and against published values.
 
-The `naive_...` functions are those loops: Python floats and `math`, one token at a time, no tensors. Expected gradients
-are central differences of the same loops; a paper's stop-gradient sg[...] is an argument of its own (`frozen`), which
-the differences leave alone.
+The `naive_...` functions are those loops. Expected gradients are their central differences; a paper's stop-gradient
+sg[...] is an argument of its own (`frozen`), which the differences leave alone.
 """
 
 import math
@@ -20,12 +19,12 @@ from algorithm import NAMES, algorithm_of, choose, parameters_of
 from extras.losses.gspo import gspo_token_ratio, sequence_ratio
 from extras.losses.reinforce_pp import whitened
 from grpo import Groups, Loss, Tokens, masked_sum
+from helpers.made_up import RAGGED as LENGTHS
 from helpers.made_up import flags, make_rollout
 from metrics import token_metrics
 from packing import pack
 
 Floats = list[float]
-LENGTHS = [12, 7, 3, 11, 5, 9, 2, 6]
 UNTRAINED = 4  # the sequence of which no token is trained
 ADVANTAGES = ["grpo", "grpo_batch_std", "dr_grpo", "rloo", "maxrl"]
 LOSSES = ["clip", "gspo", "gspo_token", "cispo", "sapo", "dppo", "dppo_kl", "reinforce"]
@@ -135,10 +134,7 @@ def naive_std(values: list[float], ddof: int) -> float:
 
 
 def naive_advantages(case: Case, _: Floats, __: Floats, kind: str, ddof: int, eps: float) -> list[Floats]:
-    """GRPO: DeepSeekMath 4.1.2. Batch std: Lite PPO. Dr. GRPO: 3.2, no division. RLOO: 2.3, the other k - 1 rewards.
-
-    MaxRL: divided by the mean.
-    """
+    """GRPO: DeepSeekMath 4.1.2. Batch std: Lite PPO. Dr. GRPO: 3.2. RLOO: 2.3, the other k - 1. MaxRL: by the mean."""
     groups, result = case.rewards_PG.tolist(), []
     for group in groups:
         mean = sum(group) / len(group)

@@ -1,10 +1,5 @@
-"""Hacks in one place each: a new loss, reward, reader, metric or flag is a few lines in one or two files, and works; so
-are those that docs/hacks.md shows.
+"""Hacks are a few lines in one place each, and those of docs/hacks.md work: all train together, in a copy."""
 
-Each is made in a copy of the repository, as a user would make it; then all of them train together.
-"""
-
-import json
 import math
 import re
 import shutil
@@ -35,9 +30,6 @@ READER = '''def read_lines(path: Path) -> list[Record]:
 
 
 '''
-LEAST = '        "completion/tokens_min": lengths_B.min(),\n'
-SCALE = '    flag("--rloo_scale", 1.0, "advantages of rloo are multiplied by this", (0, INF)),\n'
-
 HACKS = {  # what is put before which place of which file
     "policy loss": [
         ("grpo.py", "def reinforce(", QUARTER),
@@ -51,12 +43,6 @@ HACKS = {  # what is put before which place of which file
     "data source": [
         ("runtime/sources.py", "READERS: ", READER),
         ("runtime/sources.py", '".jsonl": read', '".lines": read_lines, '),
-    ],
-    "metric": [("step_metrics.py", '        "completion/tokens_max"', LEAST)],
-    "flag of the algorithm": [
-        ("flags.py", '    flag("--advantage_ddof"', SCALE),
-        ("grpo.py", ') -> Tensor:\n    """r - mean of the group\'s other', ", *, rloo_scale: float"),
-        ("grpo.py", "centred(g.rewards_PG) * group_size", "rloo_scale * "),
     ],
 }  # fmt: skip
 
@@ -72,10 +58,7 @@ def copied(folder: Path) -> Path:
     return Path(shutil.copytree(ROOT, folder / "repository", ignore=left_out))
 
 
-def test_hacks_have_at_most_15_lines_in_2_files_and_those_that_the_readme_counts():
-    for name, parts in HACKS.items():
-        assert len({file for file, _, _ in parts}) <= 2, name
-        assert sum(len(lines.splitlines()) for _, _, lines in parts) <= 15, name
+def test_hacks_have_the_files_and_lines_that_the_readme_counts():
     row = r"^\|.*\]\(docs/hacks.md#(.*)\) \| (.*) \| (\d+) \|$"
     rows = re.findall(row, (ROOT / "README.md").read_text(), re.MULTILINE)
     for (anchor, files, lines), (title, num_lines, parts) in zip(rows, hacks_of_page(), strict=True):
@@ -87,45 +70,13 @@ def run(copy: Path, *command: str) -> str:
     return succeeded(run_copy(copy, *command)).stdout
 
 
-CHECKS = """
-import torch, grpo
-from algorithm import algorithm_of
-from command_line import parse_flags
-from gate.choices import check_choices
-from gate.describe import describe_algorithm
-
-def algorithm(*changes):
-    args = parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", *changes])
-    check_choices(args)
-    return algorithm_of(args), describe_algorithm(args)
-
-graded = grpo.Groups(
-    rewards_PG=torch.tensor([[1.0, 0.0]]), returns_T=torch.ones(2), lengths_B=torch.tensor([1, 1]),
-    mask_T=torch.ones(2).bool(),
-)
-scaled, said = algorithm("--advantage", "rloo", "--rloo_scale", "3")
-assert scaled.advantage(graded).tolist() == [[3.0, -3.0]]
-assert "--advantage rloo --rloo_scale 3.0: r - mean" in said
-try:
-    algorithm("--rloo_scale", "3")
-    raise AssertionError
-except ValueError as error:
-    assert "--rloo_scale 3.0 has no effect with --advantage grpo, only with --advantage rloo" in str(error)
-assert "--policy_loss quarter: A quarter for every token" in algorithm("--policy_loss", "quarter")[1]
-parse_flags(["--help"])  # which ends the program
-"""
-
-
 def test_all_hacks_together_train_a_step_and_need_no_further_place(tmp_path, policy):
     copy = copied(tmp_path)
     for file, before, lines in sum(HACKS.values(), []):
         replace(copy / file, before, lines + before)
-    (copy / "checks.py").write_text(CHECKS)
-    said = run(copy, "checks.py")
-    assert re.search(r"quarter = A\s+quarter\s+for\s+every\s+token", said) and "--rloo_scale float" in said
     (tmp_path / "sums.lines").write_text("3+4|7\n1+2|3\n" * 4)
     changes = NO_EVAL | {"save_every": None} | {
-        "policy_loss": "quarter", "advantage": "rloo", "rloo_scale": 2.0, "kl_coef": 0, "total_steps": 1,
+        "policy_loss": "quarter", "kl_coef": 0, "total_steps": 1,
         "reward": "threes,my_reward.py:score:2.0", "train_data": tmp_path / "sums.lines",
     }  # fmt: skip
     said = run(copy, "train_grpo.py", *training_flags(policy, tmp_path / "run", **changes))
@@ -133,9 +84,7 @@ def test_all_hacks_together_train_a_step_and_need_no_further_place(tmp_path, pol
     assert found["reward/part/my_reward.py:score"] == 0.25, "every second answer is 7"
     assert (found["reward/part/threes"], found["reward/part/brevity"], found["reward/mean"]) == (3.0, 3.0, 3.5)
     assert found["policy/loss"] == pytest.approx(0.25)
-    assert 0 < found["completion/tokens_min"] <= found["completion/tokens_mean"]
     assert "loss quarter: A quarter" in said
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["rloo_scale"] == 2.0
 
 
 def hacks_of_page() -> list[tuple[str, int, list[tuple[str, str, str]]]]:
@@ -150,10 +99,38 @@ def hacks_of_page() -> list[tuple[str, int, list[tuple[str, str, str]]]]:
     return found
 
 
+CHECKS = """
+from types import SimpleNamespace
+import torch
+from algorithm import algorithm_of
+from command_line import parse_flags
+from gate.choices import check_choices
+from gate.describe import describe_algorithm
+
+def checked(*changes):
+    args = parse_flags(["--model", "m", "--train_data", "d", "--out_dir", "o", "--negative_weight", "3", *changes])
+    check_choices(args)
+    return args
+
+args = checked("--policy_loss", "reinforce")
+tokens = SimpleNamespace(logprobs=torch.ones(2), advantages=torch.tensor([1.0, -1.0]))
+assert algorithm_of(args).policy_loss(tokens).per_token.tolist() == [-1.0, 3.0]
+assert "--policy_loss reinforce --negative_weight 3.0: -A x logprob" in describe_algorithm(args)
+try:
+    checked()
+    raise AssertionError
+except ValueError as error:
+    assert "--negative_weight 3.0 has no effect with --policy_loss clip, only with --policy_loss " in str(error)
+parse_flags(["--help"])  # which ends the program
+"""
+
+
 def test_the_hacks_of_the_page_train_together(tmp_path, policy):
     copy = copied(tmp_path)
     for file, before, after in sum((parts for _, _, parts in hacks_of_page()), []):
         replace(copy / file, f"{before}\n", f"{after}\n")
+    (copy / "checks.py").write_text(CHECKS)
+    assert "--negative_weight float" in run(copy, "checks.py")
     (tmp_path / "odd.py").write_text("def odd(completion): return len(completion) % 2\n")  # a random policy gets it
     changes = {"reward": f"{tmp_path}/odd.py:odd", "lr_schedule": "root", "stop_after": 2}
     given = training_flags(policy, tmp_path / "run", **changes)
@@ -161,6 +138,7 @@ def test_the_hacks_of_the_page_train_together(tmp_path, policy):
     found, updates = metrics_of(tmp_path / "run"), 8
     assert list(found) == [0, 1, 2] and (tmp_path / "run" / "final").readlink() == Path("step_2")
     del found[0]
+    assert all(0 < each["completion/tokens_min"] <= each["completion/tokens_mean"] for each in found.values())
     rates = [1e-3 * (1 - math.sqrt((2 * step - 1) / updates)) for step in found]  # the second update of a step has it
     assert [metrics["optim/lr"] for metrics in found.values()] == pytest.approx(rates)
     rollouts = [pq.read_table(tmp_path / "run" / "rollouts" / f"step_{step}.parquet") for step in found]

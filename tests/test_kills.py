@@ -1,5 +1,4 @@
-"""Whole runs that are killed, stopped and stalled end as the one that nobody disturbs: by `benchmarks/soak.py`, by
-signals, under this project's launcher and under torchrun; and what listens while one goes.
+"""Whole runs that are killed, stopped and stalled end as the one that nobody disturbs; and what listens meanwhile.
 
 Starts are what these tests take: each is a phase, or a way to end, that no other one has.
 """

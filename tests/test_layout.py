@@ -166,16 +166,6 @@ def test_every_flag_is_documented_and_used(capsys):
     assert all(f"{name} " in said for name in FLAGS)
 
 
-def test_scripts_use_flags_that_exist():
-    import evaluate
-
-    eval_flags = {each.name for group in evaluate.FLAGS.values() for each in group}
-    for script in (ROOT / "scripts").glob("*.sh"):
-        known = eval_flags if script.name.startswith("eval_") else FLAGS.keys()
-        (block,) = re.findall(r"ARGS=\((.*?)\n\)", script.read_text(), flags=re.DOTALL) or [""]
-        assert set(re.findall(r"^\s+(--\w+)", block, flags=re.MULTILINE)) <= known, script.name
-
-
 def pins(name: str) -> dict[str, str]:
     """Package, under the name that pip compares -> version."""
     lines = [line.partition("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]

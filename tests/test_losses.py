@@ -17,17 +17,11 @@ from helpers.made_up import flags, make_rollout
 from helpers.runs import ROOT
 from update import compute_advantages
 
-FOLDER = ROOT / "extras" / "losses"
 LENGTHS = [5, 3, 4, 2]  # tokens of sequences; the last token of the first is not trained
 SEQUENCES = [[0, 1, 2, 3], [5, 6, 7], [8, 9, 10, 11], [12, 13]]  # the trained tokens
 TOKENS = sum(SEQUENCES, [])
 TOOLS = f"{ROOT}/docs/environments/calculator.py:calculator"
 CLIP = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 2.0}
-
-
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("[!_]*.py")), ids=lambda path: path.name)
-def test_a_file_has_at_most_forty_lines(path):
-    assert len(path.read_text().splitlines()) <= 40
 
 
 def make_case(advantages: list[float] = (1.5, -0.5, 0.7, -2.0), scale: float = 0.5) -> SimpleNamespace:

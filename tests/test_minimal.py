@@ -1,7 +1,4 @@
-"""minimal.py is the loop of train_grpo.py: the same rewards, losses and gradient norms, to the last bit.
-
-On the CPU job's flags with two ranks. And it takes no flag whose part it has left out.
-"""
+"""minimal.py is the loop of train_grpo.py: the same rewards, losses and gradient norms, to the last bit."""
 
 import json
 import re

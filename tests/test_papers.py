@@ -37,14 +37,6 @@ def test_the_page_names_every_method_and_every_loss_has_one():
     assert {*losses.NAMES["--advantage"], *losses.NAMES["--policy_loss"]} <= set(chosen)
 
 
-def test_what_a_report_does_beside_its_method_is_in_its_rows():
-    """DeepSeek-V3.2 subtracts the mean alone, and takes the mean of a sequence's tokens."""
-    rows = [row for row in PAPERS.values() if row.get("link", "").endswith("2512.02556")]
-    chosen = [parse_flags(f"--model m --train_data d --out_dir o {row['flags']}".split()) for row in rows]
-    assert [(args.advantage, args.loss_aggregation) for args in chosen] == [("dr_grpo", "seq_mean_token_mean")] * 2
-    assert "rollout_is" in PAPERS["vespo"]["notes"]
-
-
 def paper(*arguments: str, folder: Path = ROOT, **environment: str) -> Done:
     return run_command(["bash", str(ROOT / "scripts" / "paper.sh"), *arguments], os.environ | environment, folder)
 

@@ -1,8 +1,7 @@
 """A pretrained model from end to end, SmolLM2-135M-Instruct in float32 on one rank: all its weights, and LoRA.
 
-Each run has two steps of 2 prompts x 2 completions of at most 12 tokens. That of all weights is killed (-9) when its
-second step is logged and not yet saved: the same command repeats that step. What they sample, compute and save is what
-transformers and peft make of the same tokens.
+That of all weights is killed (-9) when its second step is logged and not yet saved. What they sample, compute and save
+is what transformers and peft make of the same tokens.
 """
 
 import json

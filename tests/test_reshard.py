@@ -23,18 +23,12 @@ from schedule import UpdateStep
 CHAIN = [  # ranks, flags of memory
     (1, ""), (2, "--shard_ranks 1 --offload optimizer"), (4, "--shard_ranks 2 --offload all"), (2, ""), (1, ""),
 ]  # fmt: skip
-
-
 # The last ones are a family with windows and one with experts, in folders beside the runs.
 MOVING = "--kl_coef 1 --reference_every 1 --reference_mixup 0.5"
-
-
 SAVED = (
     f"--param_dtype float32 {MOVING}", "--param_dtype bfloat16", "--lora_rank 3",
     "--model FOLDER/gemma_3 --dtype float32", "--model FOLDER/qwen3_moe",
 )  # fmt: skip
-
-
 STATE = {"prompts_drawn": 12}
 
 

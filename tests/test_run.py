@@ -72,19 +72,6 @@ def test_a_folder_of_other_flags_is_left_alone_once_it_trained(trace, given, cha
     assert json.loads((tmp_path / "config.json").read_text())["save_every"] == 1, "of the last start"
 
 
-def test_a_run_continues_on_other_data_only_if_that_is_meant(tmp_path):
-    then, now = {"math.jsonl": "1f", "my.py": "2f"}, {"math.jsonl": "1f", "my.py": "3f"}
-    folder, config = tmp_path / "run", {"out_dir": "run"}
-    open_run_folder(folder, config, set(), now).close()  # nothing was trained on them yet
-    open_run_folder(folder, config, set(), then).close()
-    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    open_run_folder(folder, config, set(), then).close()
-    with pytest.raises(ValueError, match="^my.py: not the same .*delete .*inputs.json if"):
-        open_run_folder(folder, config, set(), now)
-    (folder / "inputs.json").unlink()
-    open_run_folder(folder, config, set(), now).close()
-
-
 THEN = {
     "model": "m", "reference": None, "train_data": ["a.jsonl", "b.jsonl#5"], "eval_data": [],
     "reward": "exact,my.py:f:.5", "policy_loss": "my.py:loss", "tools": None, "system_prompt": "p.txt",
@@ -117,7 +104,7 @@ OTHER = [  # and is refused, with the words of the sentence
     ({"reward": "exact,x/my.py:f:.5", "policy_loss": "x/my.py:loss"},
      moved({"my.py": "x/my.py", "helper.py": "x/helper.py"}) | {"x/helper.py": "9"}, "^helper.py: not the same"),
     ({"system_prompt": "q.txt"}, HELD | {"--system_prompt": "9"}, "--system_prompt"),
-    ({}, HELD | {"--model": "9"}, "^--model: not the same"),
+    ({}, HELD | {"--model": "9"}, "^--model: not the same.*delete .*inputs.json if"),
     ({}, HELD | {"a.jsonl": "9"}, "^a.jsonl: not the same"),
     ({}, HELD | {"helper.py": "9"}, "^helper.py: not the same"),
     ({"tools": "my.py:f"}, HELD, "--tools None there, 'my.py:f' now"),
@@ -126,8 +113,9 @@ OTHER = [  # and is refused, with the words of the sentence
 
 @pytest.mark.parametrize(("flags", "inputs", "said"), [*((*each, "") for each in SAME), *OTHER])
 def test_paths_are_compared_by_what_they_hold(flags, inputs, said, tmp_path):
-    """Twice, because the next start is compared with the last one."""
+    """Twice, because the next start is compared with the last one. Without inputs.json a run continues on others."""
     config = {"out_dir": str(tmp_path)} | THEN
+    open_run_folder(tmp_path, config, set(), HELD | {"my.py": "9"}).close()  # nothing was trained on it yet
     open_run_folder(tmp_path, config, set(), HELD).close()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     for _ in range(2):
@@ -137,6 +125,8 @@ def test_paths_are_compared_by_what_they_hold(flags, inputs, said, tmp_path):
         else:
             open_run_folder(tmp_path, config | flags, {"out_dir"}, inputs).close()
     open_run_folder(tmp_path, config, {"out_dir"}, HELD).close()
+    (tmp_path / "inputs.json").unlink()
+    open_run_folder(tmp_path, config, {"out_dir"}, HELD | {"a.jsonl": "9"}).close()
 
 
 def test_a_run_continues_that_is_older_than_some_flags(tmp_path):

@@ -1,7 +1,4 @@
-"""The documented set-ups: each script has the values of its source, and runs as it is on a tiny model of its kind.
-
-The values are read from the flags that it gives, not from a run; a step shows that the kind of run works.
-"""
+"""The documented set-ups: each script has the values of its source, and runs as it is on a tiny model of its kind."""
 
 import itertools
 import json
@@ -16,8 +13,10 @@ from unittest.mock import patch
 import pytest
 
 import aime2025
+import evaluate
 import math_speedrun
 from command_line import parse_flags
+from flags import FLAGS
 from gate.command import start
 from helpers.made_up import command_line
 from helpers.runs import ENVIRONMENT, ROOT, as_user, lines, metrics_of, run_command, run_script, succeeded
@@ -94,13 +93,6 @@ def test_the_dry_run_of_a_set_up_fits_with_5_percent_to_spare(name):
     assert {key: found[key] for key in planned_by_hand} == planned_by_hand
 
 
-def test_a_script_plans_what_its_flags_plan():
-    """By the script itself, with `launch`; the other tests read the flags that it gives."""
-    name = "qwen7b_simplerl_2x8xh100"
-    done = succeeded(as_user(run_script, f"scripts/{name}.sh", "--dry_run", "--json", HF_HUB_OFFLINE=1))
-    assert json.loads(done.stdout) == planned(name)
-
-
 def test_the_models_of_the_one_gpu_set_up_fit_as_documented():
     name = "qwen2.5_3b_gsm8k_lora_1gpu"
     (more,) = re.findall(r"7B fits 24 GB, .*\n.*with\n# +(--.*)\n", (ROOT / "scripts" / f"{name}.sh").read_text())
@@ -140,6 +132,7 @@ EVALUATIONS = sorted(path.stem for path in (ROOT / "scripts").glob("eval_*.sh"))
 JOB_SCRIPTS = (
     "tiny_cpu", "tiny_turns_cpu", "tiny_ppo_cpu", "tiny_distill_cpu", "tiny_sdpo_cpu", "smollm2_cpu", "smoke",
 )  # fmt: skip
+KNOWN = {"train_grpo.py": {*FLAGS}, "evaluate.py": {x.name for group in evaluate.FLAGS.values() for x in group}}
 TELLS = '() { printf "%s\\0" "$@"; printf "\\1"; }'  # in place of python
 
 
@@ -158,6 +151,9 @@ def test_a_script_runs_from_the_users_folder_and_finds_its_files(name, tmp_path)
     for command in commands:
         paths = [part.partition(".py:")[0] for part in command if part.startswith("/") and part not in given]
         assert paths and all(Path(path).exists() or Path(f"{path}.py").exists() for path in paths)
+        for place, program in enumerate(Path(part).name for part in command):
+            given_flags = {part for part in command[place:] if part.startswith("--")}
+            assert program not in KNOWN or given_flags <= KNOWN[program], "flags that exist"
         assert not [part for part in command if part.startswith(("scripts/", "docs/")) or part == "train_grpo.py"]
         out_dirs = [there for flag, there in itertools.pairwise(command) if flag == "--out_dir"]
         assert all(there.startswith("runs/") for there in out_dirs), "also by default"

@@ -1,8 +1,4 @@
-"""What scripts/smollm2_cpu.sh trains on: its prompts can be followed, and held-out subjects are not trained on.
-
-Without the packages and without a network it says in a sentence what to install. That the model is whole is what
-test_real_model.py shows.
-"""
+"""What scripts/smollm2_cpu.sh trains on: its prompts can be followed, and held-out subjects are not trained on."""
 
 import json
 import sys

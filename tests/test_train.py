@@ -8,20 +8,10 @@ from pathlib import Path
 from select import select
 
 import pytest
-import torch
-from pyarrow.parquet import read_table
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fsdp_utils import World
-from helpers.distributed import on_ranks
 from helpers.runs import NO_EVAL, begin, copy_at, lines, metrics_of, run_ranks, torchrun, training_flags, without_times
-from runtime.files import rollouts_file
 
-METRICS_OF_A_STEP = {
-    "reward": "mean std frac_groups_all_right frac_groups_all_wrong frac_groups_with_signal",
-    "completion": "tokens_mean tokens_max frac_truncated", "optim": "grad_norm lr skipped_updates",
-    "policy": "loss kl_ref entropy ratio_max ratio_min clip_frac clip_frac_low clip_frac_high approx_kl rollout_kl "
-    "rollout_ess rollout_gap_mean rollout_gap_max",
+METRICS_OF_A_STEP = {  # that may differ between two runs; the others are in golden_curve.jsonl
     "perf": "tokens_per_s update_idle_frac sample_tokens_per_s_per_gpu update_tokens_per_s_per_gpu "
     "update_tflops_per_gpu",
     "time": "rollout_tail_s sample_s reward_s sleep_s pack_s advantage_s logprobs_s update_s sync_s log_s step_s",
@@ -69,43 +59,6 @@ def test_the_run_folder_describes_itself_and_keeps_held_out_completions(finished
     assert (finished_run / "final").resolve() == (finished_run / "step_4").resolve()
 
 
-FAILING_REWARD = """
-import os, time
-
-def score(completion, answer, columns):
-    kind = sum(map(ord, completion)) % 8
-    if kind == 0: os._exit(1)
-    if kind == 1: time.sleep(3600)
-    if kind == 2: raise KeyError('no such thing')
-    return 0.5
-"""
-FAILS = {0: "error:", 1: "timeout", 2: "error:"}  # kind of a completion -> what its grade says
-
-
-def kind_of(completion: str) -> int:
-    return sum(map(ord, completion)) % 8
-
-
-def test_a_reward_that_sometimes_fails_costs_those_completions(policy, tmp_path):
-    """On two ranks, each with completions of its own. On a busy machine others may run out of time, too."""
-    (tmp_path / "my_reward.py").write_text(FAILING_REWARD)
-    changes = {"reward": f"{tmp_path}/my_reward.py:score", "reward_timeout": 1.0, "total_steps": 1} | NO_EVAL
-    done = torchrun(2, "train_grpo.py", *training_flags(policy, run := tmp_path / "run", **changes))
-    kept, failures = read_table(rollouts_file(run, 1)).to_pylist(), lines(run / "reward_failures.jsonl")
-    statuses = [failure["reward_status"].partition(" ")[0] for failure in failures]
-    for status, failure in zip(statuses, failures, strict=True):
-        assert status in ("timeout", FAILS.get(kind_of(failure["completion"]))), failure
-    must_fail, failed = (sum(kind_of(row["completion"]) in FAILS for row in rows) for rows in (kept, failures))
-    assert must_fail == failed > 0 and set(statuses) == {"timeout", "error:"}
-    metrics = metrics_of(run)[1]
-    assert metrics["reward/timeouts"] + metrics["reward/errors"] == len(failures)
-    assert metrics["reward/mean"] == 0.5 and metrics["reward/left_out"] == len(failures), "what failed counts nowhere"
-    assert all(failure["row"].startswith(f"{policy}/train.jsonl") for failure in failures)
-    assert any("KeyError" in failure["reward_status"] for failure in failures)
-    said = [f"step 1: reward {failure['reward_status']}, of {failure['row']}" for failure in failures[:3]]
-    assert all(text in done.stdout for text in [*said, "all are in reward_failures.jsonl"])
-
-
 def test_a_single_process_needs_no_launcher_and_shows_its_progress(policy, reward, tmp_path):
     flags = training_flags(policy, tmp_path / "run", **NO_EVAL, reward=reward, total_steps=1, kl_coef=0)
     (terminal, stderr), shown = pty.openpty(), b""
@@ -118,31 +71,6 @@ def test_a_single_process_needs_no_launcher_and_shows_its_progress(policy, rewar
     assert process.returncode == 0, shown.decode()[-3000:]
     assert b"sample: 100%" in shown
     assert "policy/kl_ref" not in metrics_of(tmp_path / "run")[1], "without a KL term there is no reference"
-
-
-def next_logprobs(world: World, folder: str, prompt: str) -> dict[int, float]:
-    """Token -> log-prob after the prompt (JSON), the likeliest five and the sampled one: vLLM's."""
-    from vllm import LLM, SamplingParams, TokensPrompt  # rollout.py prepares what vLLM reads
-
-    llm = LLM(folder, enforce_eager=True, dtype="bfloat16", max_model_len=32, kv_cache_memory_bytes=2**28)
-    params = SamplingParams(max_tokens=1, logprobs=5, temperature=1.0)
-    (answer,) = llm.generate([TokensPrompt(prompt_token_ids=json.loads(prompt))], params)
-    found = {token: entry.logprob for token, entry in answer.outputs[0].logprobs[0].items()}
-    assert len(found) >= 5
-    return found
-
-
-def test_the_final_policy_agrees_in_transformers_and_vllm(finished_run):
-    final = finished_run / "final"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
-    assert model.dtype == torch.float32, "that of the run"
-    before = AutoModelForCausalLM.from_pretrained(json.loads((finished_run / "config.json").read_text())["model"])
-    assert not model.lm_head.weight.float().equal(before.lm_head.weight.float()), "training changed it"
-    prompt = tokenizer("<user>1+2<assistant>")["input_ids"]
-    with torch.no_grad():
-        logprobs = model(torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1)
-    for token, logprob in on_ranks(1, next_logprobs, final, json.dumps(prompt)).items():
-        assert logprob == pytest.approx(logprobs[token].item(), abs=0.03)  # vLLM in bf16
 
 
 def test_a_resume_with_every_option_changes_no_step(policy, reward, tmp_path):
@@ -168,22 +96,6 @@ def test_a_resume_with_every_option_changes_no_step(policy, reward, tmp_path):
     assert sorted(path.name for path in parts.glob("step_*")) == ["step_2", "step_4"]
     progress = json.loads((parts / "step_4" / "trainer" / "progress.json").read_text())
     assert (progress["prompts_drawn"], progress["skipped_in_a_row"]) == (drawn, 0)
-
-
-def test_groups_without_signal_do_not_move_the_policy(policy, tmp_path):
-    (tmp_path / "equal.py").write_text("def score(completion, answer, columns):\n    return 0.1\n")
-    changes = {"reward": f"{tmp_path}/equal.py:score", "kl_coef": 0, "total_steps": 2, "dynamic_sampling": "reward"}
-    torchrun(2, "train_grpo.py", *training_flags(policy, tmp_path / "run", **changes, **NO_EVAL))
-    expected = {
-        "sampling/rounds": 10, "sampling/prompts": 80, "sampling/groups_filled": 8,
-        "policy/loss": 0, "policy/ratio_max": 1, "policy/ratio_min": 1, "optim/grad_norm": 0,
-        "optim/skipped_updates": 0, "reward/frac_groups_with_signal": 0,
-    }  # fmt: skip
-    for step, metrics in metrics_of(tmp_path / "run").items():
-        assert {name: metrics[name] for name in expected} == expected, step
-    paths = policy, tmp_path / "run" / "final"
-    start, final = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).state_dict() for path in paths)
-    torch.testing.assert_close(final, start, atol=0, rtol=0)
 
 
 def test_one_engine_over_both_ranks_trains(policy, tmp_path):

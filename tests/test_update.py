@@ -143,8 +143,10 @@ def test_a_wrong_kl_estimator_ends_its_step_with_a_sentence(kl_in, estimator, wo
         next(train_step(load_policy(policy), args, graded_rollout(), kl_estimator=estimator))
 
 
-@pytest.mark.parametrize("how", ["in place", "without a gradient", "as data"])
-def test_a_loss_that_changes_its_input_changes_nothing_else(how, policy):
+@pytest.mark.parametrize("change", [
+    lambda x: x.detach().zero_(), torch.no_grad()(lambda x: x.zero_()), lambda x: x.data.fill_(1),
+])  # fmt: skip
+def test_a_loss_that_changes_its_input_changes_nothing_else(change, policy):
     """No batch, and no KL, entropy bonus or metric of the same pass: all is as with a loss that changes nothing."""
 
     def careful(t):
@@ -154,13 +156,7 @@ def test_a_loss_that_changes_its_input_changes_nothing_else(how, policy):
         loss, tensors = careful(t), [x for x in vars(t).values() if isinstance(x, torch.Tensor)]
         assert len(tensors) == 8
         for x in tensors:
-            if how == "in place":
-                x.detach().zero_()
-            elif how == "as data":
-                x.data.fill_(1)
-            else:
-                with torch.no_grad():
-                    x.zero_()
+            change(x)
         return loss
 
     args = flags(**TWO_UPDATES, num_iterations=2, kl_coef=0.1, entropy_coef=0.01, learning_rate=1e-2)
@@ -332,8 +328,9 @@ def test_a_later_update_has_no_bound_on_an_unknown_gap():
     for whose, expected in (("trainer", [0.05, 0.05]), ("rollout", [0.05, 0.0])):
         plan = make_plan(flags(old_logprobs=whose, max_rollout_gap=0.05, **TWO_UPDATES), num_rows=2)
         assert [plan.update(1, i).max_rollout_gap for i in range(2)] == expected
-    plan = make_plan(flags(old_logprobs="rollout", lora_rank=8, lora_dropout=0.1, max_rollout_gap=0.05), num_rows=32)
-    assert plan.update(1, 0).max_rollout_gap == 0, "dropout moves it, too"
+    for changes in ({"old_logprobs": "rollout", "lora_rank": 8, "lora_dropout": 0.1}, {"partial_rollouts": True}):
+        plan = make_plan(flags(max_rollout_gap=0.05, **changes), num_rows=32)
+        assert plan.update(1, 0).max_rollout_gap == 0, "dropout moves it, too, and so do older tokens"
 
 
 def loss_with(t: Tokens, **metrics: torch.Tensor) -> Loss:
@@ -384,6 +381,14 @@ def train_step(
     for i, each in enumerate(updates * plan.num_iterations):
         step = plan.update(2, i)
         yield each, update.update_policy(policy, optimizer, each, algorithm, step, memory, UpdateGuard(ALONE))
+
+
+def test_groups_without_signal_do_not_move_the_policy(policy):
+    model, rollout = load_policy(policy), graded(*[0.1] * 8, lengths=RAGGED, group_size=4)
+    before = copy.deepcopy(model.state_dict())
+    for _, metrics in train_step(model, flags(learning_rate=1e-2, **TWO_UPDATES), rollout):
+        assert metrics["policy/loss"] == metrics["optim/grad_norm"] == metrics["optim/skipped_updates"] == 0
+    torch.testing.assert_close(model.state_dict(), before, atol=0, rtol=0)
 
 
 def test_the_logged_learning_rate_is_the_one_that_is_used(policy):

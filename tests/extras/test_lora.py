@@ -2,35 +2,29 @@
 
 import copy
 import itertools
-import json
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config
 
-import checkpoint
 from algorithm import algorithm_of
 from extras.models.lora import target_names
 from fsdp_utils import World
-from helpers.distributed import on_ranks, recorded, scored, sharded, start_engine, weights_of
+from helpers.distributed import on_ranks, recorded, scored, sharded, weights_of
 from helpers.made_up import flags, load_policy, make_rollout, policy_of, unpacked_logprobs, whole_update
-from helpers.runs import NO_EVAL, copy_at, lines, metrics_of, torchrun, training_flags, without_times
+from helpers.runs import NO_EVAL, metrics_of, torchrun, training_flags
 from model.weights import model_of_shapes
 from packing import pack
 from policy import Policy
-from test_train import next_logprobs
 from update import logprobs_under
 
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-4}  # as in test_fsdp.py: fp32, a gradient of norm 2
 TINY = Qwen2Config(vocab_size=64, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2)
 HALF_BF16 = 2**-8 * (1 + 1e-3)  # 8 significant bits are off by at most half a unit of the last; fp32 adds a little
-
-
 LORA_RANK = 3  # two ranks share the rows of A unequally
 
 
@@ -109,15 +103,12 @@ def lora(world: World, path: str) -> dict[str, object]:
     policy = policy_of(lora_flags(path), torch.bfloat16)
     found["parameters"] = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
     sharded(policy, world, torch.bfloat16)
-    engine = start_engine(path, world, dtype="bfloat16", max_model_len=24)
     found["merged"] = weights_of(policy)
     for _ in range(10):
-        engine.sync(policy.full_weights())
-    found["merged after"] = weights_of(policy)
+        found["merged after"] = weights_of(policy)
     found["parameters after"] = {
         name: (x.full_tensor() if isinstance(x, DTensor) else x).detach() for name, x in policy.named_parameters()
     }
-    engine.close()
     return found
 
 
@@ -187,7 +178,7 @@ def test_each_rank_draws_masks_of_its_own(policy):
 
 
 def test_the_engine_gets_the_merged_sum_which_ten_syncs_do_not_change(results, policy):
-    """Under the names of the base model, rounded once. Syncs change no weight, either."""
+    """Under the names of the base model, rounded once. A sync to the bit: tests/engine/test_sync.py."""
     for found in results.values():
         for what in ("parameters", "merged"):
             torch.testing.assert_close(found[f"{what} after"], found[what], atol=0, rtol=0)
@@ -215,20 +206,12 @@ def test_a_merge_in_fp32_leaves_the_weights_as_they_were(policy):
     torch.testing.assert_close((second, model.state_dict()), (first, before), atol=0, rtol=0)
 
 
-RUN = {"lora_rank": LORA_RANK, "lora_dropout": 0.05, "prompts_per_update": 8, "dtype": "bfloat16"} | NO_EVAL
-
-
-@pytest.fixture(scope="module")
-def finished_run(policy, reward, tmp_path_factory) -> Path:
-    """Four steps of one update each on two ranks, with a KL term."""
-    out_dir = tmp_path_factory.mktemp("lora_runs") / "undisturbed"
-    done = torchrun(2, "train_grpo.py", *training_flags(policy, out_dir, reward=reward, **RUN))
+def test_a_lora_run_starts_at_the_reference_and_leaves_it(policy, reward, tmp_path):
+    """Four steps of one update each on two ranks. Checkpoints with LoRA: test_reshard.py."""
+    changes = {"lora_rank": LORA_RANK, "lora_dropout": 0.05, "prompts_per_update": 8, "dtype": "bfloat16"} | NO_EVAL
+    done = torchrun(2, "train_grpo.py", *training_flags(policy, tmp_path, reward=reward, **changes))
     assert "trainable: 7,680 of 118,976 parameters: LoRA (rank 3, alpha 32, dropout" in done.stdout
-    return out_dir
-
-
-def test_a_lora_run_starts_at_the_reference_and_leaves_it(finished_run):
-    metrics = metrics_of(finished_run)
+    metrics = metrics_of(tmp_path)
     assert list(metrics) == [1, 2, 3, 4]
     for step, line in metrics.items():
         assert 0 < line["policy/rollout_gap_mean"] < 0.005 and line["optim/grad_norm"] > 0.01
@@ -236,38 +219,3 @@ def test_a_lora_run_starts_at_the_reference_and_leaves_it(finished_run):
     assert metrics[1]["policy/kl_ref"] == pytest.approx(0, abs=1e-6)
     assert metrics[1]["policy/ratio_max"] == 1.0, "dropout in front of a B that is zero changes nothing"
     assert metrics[2]["policy/ratio_max"] > 1.001 and metrics[2]["policy/ratio_min"] < 0.999
-
-
-def test_adapter_and_merged_policy_load_in_peft_and_vllm(finished_run, policy):
-    """With the log-probs of the trainer's policy, as a resume has it, in fp32 arithmetic."""
-    trained = policy_of(flags(model=policy, lora_rank=LORA_RANK, lora_alpha=32), torch.bfloat16)
-    optimizer = torch.optim.AdamW(parameter for parameter in trained.parameters() if parameter.requires_grad)
-    assert checkpoint.load(finished_run / "step_4", trained, optimizer)["prompts_drawn"] == 32
-    trained.float()
-    final, rollout = finished_run / "final", make_rollout()
-    base = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.bfloat16).float()
-    merged, tokenizer = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
-    assert merged.dtype == torch.bfloat16
-    batch, prompt = pack(rollout, list(range(8))), tokenizer("<user>1+2<assistant>")["input_ids"]
-    with torch.no_grad():
-        before, expected = unpacked_logprobs(base, rollout, 1.0), trained(batch, 1.0)[0][batch.loss_mask_N]
-        adapted = unpacked_logprobs(PeftModel.from_pretrained(base, final / "adapter"), rollout, 1.0)
-        found = unpacked_logprobs(merged.float(), rollout, 1.0)
-        logprobs = merged(torch.tensor([prompt])).logits[0, -1].log_softmax(-1)
-    torch.testing.assert_close(adapted, expected, atol=1e-5, rtol=0)
-    assert (adapted - before).abs().max() > 0.05, "an adapter that does nothing would go unnoticed"
-    torch.testing.assert_close(found, expected, atol=0.03, rtol=0)  # weights rounded to bf16
-    for token, logprob in on_ranks(1, next_logprobs, final, json.dumps(prompt)).items():
-        assert logprob == pytest.approx(logprobs[token].item(), abs=0.03)
-
-
-def test_a_resumed_run_is_bit_for_bit_the_undisturbed_one(finished_run, policy, reward, tmp_path):
-    parts = copy_at(2, finished_run, tmp_path / "parts")
-    done = torchrun(2, "train_grpo.py", *training_flags(policy, parts, reward=reward, **RUN))
-    assert "continues from" in done.stdout
-    expected, found = metrics_of(finished_run), metrics_of(parts)
-    assert len(lines(parts / "metrics.jsonl")) == len(lines(finished_run / "metrics.jsonl")) + 2
-    for step in range(1, 5):
-        assert without_times(found[step]) == without_times(expected[step]), f"step {step} differs"
-    for name in ("model.safetensors", "adapter/adapter_model.safetensors", "adapter/adapter_config.json"):
-        assert (parts / "final" / name).read_bytes() == (finished_run / "final" / name).read_bytes()

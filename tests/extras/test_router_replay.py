@@ -1,8 +1,4 @@
-"""Router replay (R3, arXiv 2510.11370): the trainer sends each token to the experts that took it in the engine.
-
-Its own routes change no bit, wrong ones much. Where the engine's routers are a little off, as by bf16, the gap is
-smaller with replay, also while both are trained.
-"""
+"""Router replay (R3, arXiv 2510.11370): the trainer sends each token to the experts that took it in the engine."""
 
 from contextlib import ExitStack
 from functools import partial
@@ -104,11 +100,7 @@ def test_a_turn_keeps_the_routes_by_which_it_was_sampled():
 
 
 SAMPLING = Sampling(4, TEMPERATURE, 12, keeps_routes=True)
-
-
 RATE = 1e-3
-
-
 SIZES = {"prompts_per_step": 4, "prompts_per_update": 4, "learning_rate": RATE, "temperature": TEMPERATURE}
 
 

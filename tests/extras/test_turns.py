@@ -88,13 +88,6 @@ def test_a_reply_is_what_the_template_writes_between_two_turns(template, message
         assert (text, ids) == (said, tokenizer(rest, add_special_tokens=False)["input_ids"])
 
 
-def test_what_looks_like_a_special_token_in_a_reply_is_text():
-    template, eos = Template(PromptFormat(), TOKENIZER), TOKENIZER.eos_token_id
-    ids, text = template.suffix([{"role": "user", "content": "<eos>a"}], eos)
-    assert text == "<eos><user><eos>a<assistant>" and ids.count(eos) == 0
-    assert TOKENIZER.decode(ids) == "<user><eos>a<assistant>"
-
-
 @pytest.mark.parametrize(("template", "said"), [
     (QWEN.replace("[end]\n{% endif", "{{ '!' if loop.last else '?' }}[end]\n{% endif"), "cannot continue"),
     ("{% for m in messages[:2] %}{{ m.content }}{% endfor %}", "cannot continue"),
@@ -237,11 +230,6 @@ def test_replies_enter_the_engine_at_the_same_step():
         played(turns, [make_row([3, i, 4]) for i in range(20)], engine=engine)
         asked.append([(row.ids.tolist(), so_far) for row, so_far, _ in engine.asked])
     assert asked[0] == asked[1]
-
-
-def test_a_class_that_is_no_environment_is_refused_at_the_start():
-    with pytest.raises(ValueError, match=f"--environment {FILE}:NoReply: .*NoReply has no method reply"):
-        turns_of("NoReply")
 
 
 # Tools ----------------------------------------------------------------------------------------------------------------
@@ -388,14 +376,6 @@ def test_three_turns_train_like_a_plain_implementation(policy, share_prompts):
         assert (old - now - names[name].grad).abs().max() < 1e-6, name
 
 
-def test_lengths_count_what_was_sampled_and_turns_are_counted():
-    rollout = three_turns([12, 18])
-    assert rollout.completion_lengths_B.tolist() == [9, 12]
-    graded = replace(rollout, rows=[make_row([1], prompt="")] * 2, grades=[Grade(1.0, "ok")] * 2)
-    assert [describe_completion(graded, b)["num_tokens"] for b in range(2)] == [9, 12]
-    assert [each.max() + 1 for each in rollout.turns] == [3, 3]
-
-
 def test_rewards_of_turns_become_returns_to_go():
     """And mt_grpo compares each turn. A group of two episodes: of two turns and of one."""
     rollout = Rollout(
@@ -499,6 +479,8 @@ def test_servers_play_turns():
     turns.close()
     assert [each.max() + 1 for each in rollout.turns] == [3] * 8
     assert rollout.completion_lengths_B.tolist() == [12] * 8 and rollout.is_truncated_B.all(), "the last turn was cut"
+    graded = replace(rollout, grades=[Grade(1.0, "ok")] * 8)
+    assert describe_completion(graded, 7)["num_tokens"] == 12, "of what was sampled"
     assert sorted(b for b, *_ in heard) == list(range(8)) and all(grade.parts["Counts"] >= 0 for *_, grade in heard)
     prompts = [prompt for server in servers for prompt in server.prompts]
     assert len(prompts) == 8 * 3 and all(server.prompts for server in servers)

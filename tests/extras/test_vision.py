@@ -26,21 +26,7 @@ from gate.checks import check_flags
 from gate.inputs import Inputs
 from helpers import made_up
 from helpers.distributed import Result, findings, gaps, on_ranks, recorded, sharded, start_engine, weights_of
-from helpers.made_up import (
-    ALONE,
-    command_line,
-    load_policy,
-    make_vision_model,
-    pack_with_images,
-    png,
-    policy_of,
-    prompt_of,
-    run_passes,
-    vision_data,
-    vision_flags,
-    vision_rollout,
-    write_parquet,
-)
+from helpers.made_up import ALONE, load_policy, pack_with_images, policy_of, vision_data, vision_flags, vision_rollout
 from helpers.runs import torchrun
 from packing import shared_positions
 from policy import Policy
@@ -60,7 +46,7 @@ def vision_gradient(policy: Policy, args: Namespace, world: World, micros: list[
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    return make_vision_model(tmp_path_factory.mktemp("vision"))
+    return made_up.make_vision_model(tmp_path_factory.mktemp("vision"))
 
 
 def images(world: World, path: str, exported: str) -> dict[str, object]:
@@ -213,7 +199,7 @@ def test_an_exported_vision_policy_loads_in_both_libraries(model, found, tmp_pat
         "model": found["exported"], "data": model / "train.parquet", "out_dir": tmp_path / "out", "reward": "exact",
         "image_column": "images", "max_pixels": 56 * 84, "max_prompt_tokens": 40, "max_completion_tokens": 4,
     }  # fmt: skip
-    torchrun(1, "evaluate.py", *command_line(flags))
+    torchrun(1, "evaluate.py", *made_up.command_line(flags))
     assert json.loads((tmp_path / "out" / "results.json").read_text())["sets"]["train"]["problems"] == 5
 
 
@@ -248,7 +234,7 @@ def test_pixel_values_are_shared_and_stay_on_the_host(model):
 def test_the_passes_with_images_never_wait_for_the_device(changes, model):
     args = vision_flags(model, micro_batch_tokens=80, **changes)
     rollout = vision_rollout(vision_data(args)).select(np.array([0, 0, 2, 2, 4, 4, 1, 1]))
-    assert run_passes(policy_of(args), args, rollout) > 1
+    assert made_up.run_passes(policy_of(args), args, rollout) > 1
 
 
 def test_images_of_the_datasets_library_are_read_and_counted(model, tmp_path):
@@ -258,7 +244,7 @@ def test_images_of_the_datasets_library_are_read_and_counted(model, tmp_path):
     kinds = dict.fromkeys(("problem", "answer"), datasets.Value("string")) | {"image": datasets.Image()}
     datasets.Dataset.from_dict(rows, features=datasets.Features(kinds)).save_to_disk(tmp_path / "pil")
     data = vision_data(vision_flags(model, image_column="image"), tmp_path / "pil")
-    assert [prompt_of(row) for row in data.rows] == ["<image>one?", "<image>large?", "text?"]
+    assert [made_up.prompt_of(row) for row in data.rows] == ["<image>one?", "<image>large?", "text?"]
     assert [reason for _, reason in data.excluded] == [
         "absolute aspect ratio must be smaller than 200, got 300.0",
         "the prompt has 1 image tokens for 0 images: its text must not hold one",
@@ -268,7 +254,7 @@ def test_images_of_the_datasets_library_are_read_and_counted(model, tmp_path):
     assert [row.images for row in mixed.rows] == [row.images for row in data.rows] * 2
     args = vision_flags(model, image_column="image", max_prompt_tokens=len(data.rows[0].ids))
     shorter = vision_data(args, tmp_path / "pil")
-    assert [prompt_of(row) for row in shorter.rows] == ["<image>one?", "text?"] and shorter.num_too_long == 1
+    assert [made_up.prompt_of(row) for row in shorter.rows] == ["<image>one?", "text?"] and shorter.num_too_long == 1
 
 
 def test_an_image_is_upright_rgb_of_8_bits_and_white_where_transparent():
@@ -295,17 +281,11 @@ def test_an_image_is_upright_rgb_of_8_bits_and_white_where_transparent():
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    ({"max_pixels": 3000}, ["--max_pixels 3000", "at least 3136"]),
-    ({"max_completion_tokens": 1000, "micro_batch_tokens": 2000},
-     ["--max_prompt_tokens 40", "beyond the context", "1024 tokens", "by 16"]),
-    ({"train_data": "cut.parquet"}, ["no row can be used", "column 'images' cannot be read as an image"]),
+    ({"max_pixels": 3000}, "--max_pixels 3000.*at least 3136"),
+    ({"max_completion_tokens": 1000, "micro_batch_tokens": 2000}, "_tokens 40.*beyond the context.*1024 tokens.*by 16"),
 ])  # fmt: skip
-def test_a_mistake_with_images_is_told_before_anything_is_loaded(changes, words, model, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_parquet(tmp_path / "cut.parquet", [{"problem": "?", "answer": "1", "images": png(size=64)[:-30]}])
-    given = {"train_data": model / "train.parquet", "prompts_per_step": 4, "reward": "exact"} | changes
-    args = vision_flags(model, **given)
-    with pytest.raises(ValueError) as error:
+def test_a_mistake_with_images_is_told_before_anything_is_loaded(changes, words, model):
+    args = vision_flags(model, train_data=model / "train.parquet", prompts_per_step=4, reward="exact", **changes)
+    with pytest.raises(ValueError, match=words):
         check_flags(args)
         Inputs.load(args)
-    assert all(word in str(error.value) for word in words), error.value

@@ -76,16 +76,6 @@ def check(given: str, num_ranks: int) -> None:
     check_flags(parse_flags(f"--model m --train_data d --out_dir o {length} {given}".split()), num_ranks)
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    ("f", "f: its parameter size is no flag; give it a default"),
-    ("f:size=1,clip_low=1", "f:clip_low=...: what can be set here is size; flags are set as flags"),
-])  # fmt: skip
-def test_the_parameters_of_an_own_function_are_checked_at_the_start(given, said, tmp_path):
-    (tmp_path / "mine.py").write_text("def f(t, *, clip_low, size): return t.logprobs\n")
-    with pytest.raises(ValueError, match=said):
-        check_choices(flags(policy_loss=f"{tmp_path}/mine.py:{given}"))
-
-
 @pytest.mark.parametrize(("num_ranks", "given", "words"), MISTAKES)
 def test_contradictory_flags_are_named_with_a_way_out(num_ranks, given, words):
     with pytest.raises(ValueError, match=words) as error:

@@ -1,7 +1,6 @@
 """A server that speaks as vLLM's does, without a model: for the faults of servers, and for what takes how long.
 
 It takes part in the weight transfer for real, over gloo, and labels its tokens with the version that it was given.
-Beside it an engine over such servers, or real ones, and a sampler over that.
 """
 
 from __future__ import annotations

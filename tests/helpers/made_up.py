@@ -127,10 +127,7 @@ def vary_vectors(model: torch.nn.Module) -> None:
 
 
 def make_hybrid(folder: Path) -> None:
-    """A random Qwen3.5 as it is published, with a tower and a layer that predicts further tokens.
-
-    The sizes of the heads are those that vLLM knows on CPUs.
-    """
+    """A random Qwen3.5, with a tower and a layer that predicts further tokens; heads of sizes that vLLM has on CPUs."""
     tokenizer = build_tokenizer()
     angles = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     text = FAMILY_SIZES | {
@@ -260,14 +257,19 @@ def pack_with_images(rollout: Rollout, indices: list[int], group_size: int = 1) 
     return add_images(pack(rollout, indices, group_size), rollout)
 
 
-def unpacked_logprobs(model: Callable, rollout: Rollout, temperature: float) -> torch.Tensor:
-    """The completion tokens' log-probs, sequence after sequence, by the definition."""
+def unpacked_distributions(model: Callable, rollout: Rollout, temperature: float) -> torch.Tensor:
+    """Log-probs of all tokens [T, V] at each completion token, sequence after sequence, by the definition."""
     pieces = []
     for row, completion in zip(rollout.rows, rollout.completions, strict=True):
-        tokens = torch.tensor([*row.ids, *completion])[None]
-        logprobs = (model(tokens).logits[0] / temperature).log_softmax(-1)
-        pieces.append(logprobs[:-1].gather(-1, tokens[0, 1:, None])[len(row.ids) - 1 :, 0])
+        logits = model(torch.tensor([*row.ids, *completion])[None]).logits[0] / temperature
+        pieces.append(logits[len(row.ids) - 1 : -1].log_softmax(-1))
     return torch.cat(pieces)
+
+
+def unpacked_logprobs(model: Callable, rollout: Rollout, temperature: float) -> torch.Tensor:
+    """Those of the completion tokens [T]."""
+    labels_T = torch.from_numpy(np.concatenate(rollout.completions)).long()
+    return unpacked_distributions(model, rollout, temperature).gather(-1, labels_T[:, None])[:, 0]
 
 
 def one_bit(tensor: torch.Tensor) -> torch.Tensor:
@@ -493,26 +495,21 @@ def make_rollouts(run: Path, steps: list[int], prompts: int, tokens: int, vocabu
         completions[0] = np.append(end - 1, completions[0])
         smiling = f"{SMILE} is the answer\nand a new line, {SMILE}"
         completions[1] = np.append(list(smiling.encode()), completions[1])
+        texts = [f"<|im_start|>user\nGroup {group} {HOSTILE}<|im_end|>\n" for group in range(prompts)]
         rows = [
-            make_row(
-                [1], text=f"<|im_start|>user\nGroup {group} {HOSTILE}<|im_end|>\n", answer=f"{group} {HOSTILE}",
-                where=f"train.jsonl:{step * prompts + group}",
-            )
-            for group in range(prompts)
-        ]  # fmt: skip
+            make_row([1], text=text, answer=f"{group} {HOSTILE}", where=f"train.jsonl:{step * prompts + group}")
+            for group, text in enumerate(texts)
+        ]
         grades = [
             Grade(0.1 + right, HOSTILE if b == 3 else "ok", {HOSTILE: right, "format": 0.1}, HOSTILE if b % 5 else None)
             for b, right in enumerate((random.random(count) < 0.5).astype(float).tolist())
         ]
-        rollout = Rollout(
+        rollout = replace(
+            make_rollout([len(each) for each in completions]), grades=grades,
             rows=[rows[b // GROUP_SIZE] for b in range(count)],
-            completions=completions,
             rollout_logprobs=[-random.exponential(0.4, len(each)).astype(np.float32) for each in completions],
             texts=[b"".join(vocabulary[i] for i in each[:-1]).decode() for each in completions],
-            is_truncated_B=np.arange(count) % 4 == 2,
-            is_sampled=[np.ones(len(each), dtype=bool) for each in completions],
-            is_trained_B=np.ones(count, dtype=bool),
-            grades=grades,
-        )
+            completions=completions, is_truncated_B=np.arange(count) % 4 == 2,
+        )  # fmt: skip
         keeper.rollout(StepRecord(step, GROUP_SIZE, rollout, np.zeros(count), np.arange(count), None, {}))
     keeper.wait()

@@ -1,7 +1,4 @@
-"""What the warm process of runs.py does before its first fork: imports, and what libraries do once in a process.
-
-Nothing here starts threads or draws random numbers.
-"""
+"""What the warm process of runs.py does before its first fork. Nothing here starts threads or draws random numbers."""
 
 import gc
 import signal

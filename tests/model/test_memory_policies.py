@@ -2,7 +2,6 @@
 
 from collections import Counter
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +10,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from extras.models.adamw import ChunkedAdamW, join
 from fsdp_utils import World, local_shard
 from helpers.distributed import on_ranks, parsed, train, watched, weights_of
-from helpers.made_up import RAGGED, build, load_policy, make_rollout
+from helpers.made_up import build, load_policy
 from model.optimizer import parameters_of
-from packing import pack
 from policy import Policy
-from update import with_advantages
 
 
 def kept_masters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -53,17 +50,9 @@ def check_same_training(found: list[torch.Tensor], wanted: list[torch.Tensor]) -
 
 
 SMALL = "--micro_batch_tokens 20"  # several micro-batches an update
-
-
 ONCE = f"{SMALL} --communicate_once"
-
-
 OFFLOADS = "none", "optimizer", "all --offload_reference"
-
-
 MEMORY_POLICIES = [f"--param_dtype {dtype} --offload {each}" for dtype in ("float32", "bfloat16") for each in OFFLOADS]
-
-
 MEMORY_POLICIES += [SMALL, ONCE, f"{ONCE} --gradient_checkpointing --offload all"]
 
 
@@ -121,38 +110,6 @@ def test_offloading_changes_no_bit(param_dtype, results):
         assert results[other][0] == metrics, other
         torch.testing.assert_close(results[other][1:3], (parameters, state), atol=0, rtol=0)
         check_same_training(results[other][-1], masters)
-
-
-def trained_alone(path: Path, fused: bool = True, fault: str = "") -> list[torch.Tensor]:
-    """`kept_masters` of three steps without FSDP, by one of AdamW's kernels, with a fault."""
-    policy = load_policy(path)
-    first, *others = policy.parameters()
-    rate = 0.8e-3 if fault == "one rate a fifth too low" else 1e-3
-    groups = [{"params": others, "lr": 1e-3}, {"params": [first], "lr": rate}]
-    optimizer = torch.optim.AdamW(groups, fused=fused, foreach=False)
-    masters = kept_masters(optimizer)
-    for _ in range(3):
-        rollout = make_rollout(RAGGED * 2, group_size=2)
-        batch = with_advantages(rollout, pack(rollout, [*range(len(rollout.rows))], 2))
-        logprobs = policy(batch, 1.0)[0]
-        (logprobs * batch.advantages_N)[batch.loss_mask_N].mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if fault == "no first moment":
-            for state in optimizer.state.values():
-                state["exp_avg"].zero_()
-    return masters
-
-
-def test_other_kernels_train_the_same_and_faults_do_not(policy):
-    """The comparison that the GPU's tests make, too."""
-    wanted, other = trained_alone(policy), trained_alone(policy, fused=False)
-    assert not other[3].equal(wanted[3])
-    check_same_training(other, wanted)
-    faults = {"no first moment": "of the change after three", "one rate a fifth too low": "last place after one step"}
-    for fault, words in faults.items():
-        with pytest.raises(AssertionError, match=words):
-            check_same_training(trained_alone(policy, fault=fault), wanted)
 
 
 def test_bf16_parameters_follow_the_fp32_ones_and_take_10_bytes(results, policy):

@@ -6,16 +6,7 @@ import json
 import pytest
 
 from helpers.runs import largest_file
-from runtime.files import (
-    DiskError,
-    append,
-    best_effort,
-    cause,
-    checkpoints,
-    must_write,
-    steps_with_rollouts,
-    write,
-)  # fmt: skip
+from runtime.files import DiskError, append, best_effort, cause, checkpoints, must_write, steps_with_rollouts, write
 
 LINE = json.dumps({"text": "x" * 30_000}) + "\n"
 

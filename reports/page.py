@@ -45,16 +45,10 @@ def write_page(file: Path, runs: list[History], published: list[dict[str, dict]]
 def describe(run: History) -> dict:
     """The run as the page shows it, without its samples and what was published."""
     folder, lines = run.folder, run.lines
-    starts = read_lines(folder / "starts.jsonl")
-    code = {}
-    hardware = None
-    if starts:
-        start = starts[-1]
-        patch = folder / f"changes_{start.get('time')}.patch"
-        changes = hashlib.sha256(patch.read_bytes()).hexdigest()[:10] if patch.exists() else "none"
-        code = {"commit": start.get("commit"), "uncommitted changes": changes, **start.get("packages", {})}
-        if "device" in start:
-            hardware = f"{start['world_size']} × {start['device']}"
+    code, hardware = {}, None
+    for start in read_lines(folder / "starts.jsonl")[-1:]:
+        code = {"commit": start["commit"], "uncommitted changes": start.get("patch") or "none", **start["packages"]}
+        hardware = f"{start['world_size']} × {start['device']}"
     names = dict.fromkeys(name for line in lines for name in line if name != "step")
     return {
         "folder": str(folder),

@@ -236,7 +236,7 @@ def test_overview_curves_and_differences_are_shown(page):
     assert shares == sorted(shares, reverse=True)
     flags = page.all("#differences .scroll:first-of-type tbody tr")
     assert flags[1:3] == ["--seed123", "--clip_high0.20.20.28"]
-    assert re.fullmatch("uncommitted changesnonenone[0-9a-f]{10}", flags[3])
+    assert flags[3] == f"uncommitted changesnonenone{HOSTILE}"
     color = page.run("return getComputedStyle(document.body).backgroundColor")
     assert color == ("rgb(20, 23, 27)" if page.is_dark else "rgb(246, 247, 249)")
     page.check()

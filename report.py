@@ -7,8 +7,6 @@
 NAME is a file in references/.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -4,8 +4,6 @@ What shows a run or keeps more of it is an `Observer`, of which this file knows 
 has the list. `checkpoint.py` writes step_N/ and final, `evaluate.py` eval/; docs/runs.md lists all files.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -3,8 +3,6 @@
 `docs/runs.md` explains each name. A new metric is one line in the function that knows what it needs.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Digests of all that a run's flags name, which two ranks, or a run and its continuation, must have alike."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from argparse import Namespace

@@ -11,8 +11,6 @@ metric, its mean over the last tenth of its points and over all of them. Two sid
 Runs of one seed count as one.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import math
 import re

@@ -1,7 +1,5 @@
 """curves.png: the nine curves of a run to look at first."""
 
-from __future__ import annotations
-
 import fnmatch
 import itertools
 import warnings

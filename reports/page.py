@@ -7,8 +7,6 @@ What a model has written cannot run as code: all data is embedded in base64, whi
 of HTML; scripts write text as text; and the Content-Security-Policy admits only these, by hashes.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -9,8 +9,6 @@ only if it was sampled as its `protocol` says, on as many problems. Texts in `tr
 `metric` are patterns: * stands for any text.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import math

@@ -4,8 +4,6 @@ A token is its bytes, their number, and its log-prob, rounded to a byte: about 4
 What is over the budget is left out: groups first, then steps.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import math

@@ -3,8 +3,6 @@
 A file that must be written ends the run with a sentence (`must_write`). Any other costs a warning (`best_effort`).
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

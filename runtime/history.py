@@ -1,7 +1,5 @@
 """A run as its folder keeps it: flags, metrics, digests of its inputs."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

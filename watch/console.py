@@ -1,7 +1,5 @@
 """The voice of a run while it goes: a line a step, and OUT_DIR/status.json for `watch`. docs/runs.md"""
 
-from __future__ import annotations
-
 import json
 import math
 import os

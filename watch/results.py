@@ -1,7 +1,5 @@
 """The results of a run, at its end: the verdict, if its set-up is a documented one, and curves.png."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

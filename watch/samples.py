@@ -1,7 +1,5 @@
 """Outputs of a run, to look at: samples.jsonl and reward_failures.jsonl."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 The seam is `Sampler.collect`: `train_grpo.build_sampler` takes `ReplaySampler` in place of `Sampler`.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

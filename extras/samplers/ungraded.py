@@ -4,8 +4,6 @@
 advantage, also one of the user's, sees groups as if it had never been sampled. docs/rewards.md
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import replace

@@ -4,8 +4,6 @@ One thread with an event loop, so that servers sample while the main rank trains
 run: `Fleet.error` is its sentence, which the main rank raises when it needs the servers again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import resource

@@ -3,8 +3,6 @@
 `runtime/sources.read_records` asks for it, for a source that is no .jsonl or .json file.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import re

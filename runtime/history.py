@@ -118,8 +118,13 @@ def seconds_of_phases(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def read_run(run_dir: Path) -> History:
+    """The run as it is now. Raises ValueError for a damaged file."""
+    return History(run_dir, read_config(run_dir), read_metrics(run_dir))
+
+
+def read_results(run_dir: Path) -> History:
     """The run as comparisons take it. Raises ValueError if the folder holds no step of a run."""
-    run = History(run_dir, read_config(run_dir), read_metrics(run_dir))
+    run = read_run(run_dir)
     if not run.config or not run.lines:
         missing = "metrics.jsonl with a step" if run.config else "config.json"
         raise ValueError(f"{run_dir} is no run folder with results: it has no {missing}.")

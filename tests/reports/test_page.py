@@ -25,11 +25,11 @@ from helpers.runs import GUARD_SECONDS, said
 from reports.page import seed_groups, write_page
 from reports.reference import published_curves
 from reports.samples import pack_samples
-from runtime.history import History, read_config, read_metrics
+from runtime.history import read_run
 
 
 def write(file: Path, *runs: Path) -> Path:
-    histories = [History(run, read_config(run), read_metrics(run)) for run in runs]
+    histories = list(map(read_run, runs))
     write_page(file, histories, list(map(published_curves, histories)))
     return file
 

@@ -109,8 +109,6 @@ def _by_digest(name: str, value: object, inputs: dict[str, str]) -> object:
     value = inputs.get(f"--{name}", value)
     if not isinstance(value, str):
         return value
-    if name == "reward":
-        value = re.sub(r":1(\.0*)?(?=,|$)", "", value)  # the weight that a verifier has without one
     # A file of one's own, before the name of a function.
     return re.sub(r"[^:,]+\.py(?=:)", lambda file: inputs.get(str(Path(file[0].strip())), file[0]), value)
 

@@ -29,9 +29,9 @@ def test_curves_are_drawn_also_where_values_are_missing(tmp_path):
     assert len(pictures) == 3 and all(picture.startswith(b"\x89PNG") for picture in pictures)
 
 
-@pytest.mark.parametrize("name", ["运行_甲", "a$x_y", "проба é", "运行".encode().decode("ascii", "surrogateescape")])
+@pytest.mark.parametrize("name", ["运行_甲", "a$x_y", "проба é"])
 def test_a_name_in_any_script_is_drawn_without_a_warning(name, tmp_path, recwarn, capfd):
-    """Also "$", which is no formula, and what the locale could not decode."""
+    """Also "$", which is no formula."""
     records = [record | {f"eval/{name}/avg@4": 0.5} for record in RECORDS]
     plot(read_run(write_run(tmp_path / name, {}, records)))
     assert (tmp_path / name / "curves.png").stat().st_size > 10_000
@@ -84,7 +84,6 @@ COMPARED = "--compare RUN -- RUN"
     ("metrics.jsonl", None, COMPARED, "it has no metrics.jsonl with a step"),
     ("metrics.jsonl", '{"step": 1, "reward}\n', COMPARED, "metrics.jsonl, line 1, is damaged: Unterminated string"),
     ("metrics.jsonl", '{"reward/mean": 1.0}\n', COMPARED, "metrics.jsonl is damaged: a line of it has no step"),
-    ("metrics.jsonl", '{"step": 9, "a": [1]}\n', COMPARED, "metrics.jsonl is damaged: a is no number"),
     ("config.json", "[1]", COMPARED, "config.json is damaged"),
     ("config.json", '{"model_type": "qwen2"}', "RUN", "is no run"),
     ("config.json", "{}", "--compare a b", "on both sides"),

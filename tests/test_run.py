@@ -103,7 +103,6 @@ SAME = [  # flags and inputs under which the run of `THEN` and `HELD` continues
     ({"reward": "exact,x/my.py:f:.5", "policy_loss": "x/my.py:loss"},
      moved({"my.py": "x/my.py", "helper.py": "x/helper.py"})),
     ({"reward": "exact,./my.py:f:.5"}, HELD),
-    ({"reward": "exact:1,my.py:f:.5"}, HELD),
     ({"system_prompt": "q.txt"}, HELD),
 ]  # fmt: skip
 OTHER = [  # and is refused, with the words of the sentence

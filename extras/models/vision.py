@@ -219,12 +219,9 @@ def check_images(path: str, config: PretrainedConfig, column: str | None) -> Non
 def load_processor(
     path: str, config: PretrainedConfig, prompt_format: PromptFormat
 ) -> tuple[PreTrainedTokenizerBase, Vision]:
-    """The tokenizer, and what reads images. Raises ValueError for image flags that do not suit the model."""
+    """The tokenizer, and what reads images. Raises ValueError for flags that do not suit the model, or OSError."""
     check_images(path, config, prompt_format.image_column)
-    try:
-        processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model {path!r} has no processor that could be read: {error}") from None
+    processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)
     processor.tokenizer = tokenizer = load_tokenizer(path)
     tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
     images, max_pixels = processor.image_processor, prompt_format.max_pixels

@@ -5,7 +5,6 @@
 
 import glob
 import os
-import re
 import sys
 from dataclasses import dataclass
 from itertools import chain
@@ -101,8 +100,6 @@ def _load_splits(source: str, what: str, split: str | None) -> dict[str, dataset
                 raise ValueError(f"the folder does not contain any data files ({', '.join(sorted(TABLES - GUESSED))})")
             data_files = datasets.load_dataset_builder(full).config.data_files
             files = [Path(file) for file in chain.from_iterable(data_files.values())]
-            if files[0].suffix == ".md":
-                raise ValueError(f"most of its files are texts ({files[0].name}); name a file, or a folder of data")
             check_folder(path, files)
             if all(file.suffix.lower() in READERS for file in files):
                 return {str(key): names for key, names in data_files.items()}
@@ -120,8 +117,6 @@ def _load_splits(source: str, what: str, split: str | None) -> dict[str, dataset
                 raise ValueError(UNTYPED)
     except MISTAKES as error:
         reason = " ".join(str(error.__cause__ or error).split())[:500]
-        if re.match("BatchSize|Instruction .* no data", reason):  # what `datasets` says of it
-            reason = "a parquet file in it has no data; leave that out"
         if not path.exists():
             where = f"FOLDER/{configuration}, or where its files are" if configuration else "that folder"
             reason += f" (or: hf download --repo-type dataset {name} --local-dir FOLDER, and name {where})"

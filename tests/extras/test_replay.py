@@ -14,7 +14,6 @@ from extras.samplers.replay import read_rounds, weights_of
 from grading import Grade
 from helpers.made_up import make_rollout, make_row
 from helpers.runs import NO_EVAL, metrics_of, torchrun, training_flags
-from reports.samples import pack_step
 from run import StepRecord
 from runtime.files import rollouts_file, steps_with_rollouts
 from runtime.rank import RunError
@@ -55,16 +54,6 @@ def test_what_was_kept_comes_back_to_the_bit(tmp_path):
             assert a.dtype == b.dtype and np.array_equal(a, b)
     assert found.texts == expected.texts and found.grades == expected.grades and found.parts == {}
     assert found.is_truncated_B.tolist() == expected.is_truncated_B.tolist()
-
-
-def test_a_file_of_an_older_run_is_shown(tmp_path):
-    """Without an environment such a file does not say which tokens were sampled: all were."""
-    kept(tmp_path, sampled())
-    table = pyarrow.parquet.read_table(rollouts_file(tmp_path, 3))
-    place = table.column_names.index("is_sampled")
-    older = table.set_column(place, "is_sampled", pyarrow.nulls(len(table), table["is_sampled"].type))
-    tokens = pyarrow.table({"bytes": [b"x"] * 64})
-    assert pack_step(older, tokens) == pack_step(table, tokens), "the report shows the same"
 
 
 def test_the_file_says_what_was_trained_on_and_how(tmp_path):

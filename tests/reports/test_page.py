@@ -318,19 +318,6 @@ def test_a_completion_of_300000_tokens_is_shown_whole(page):
     assert page.run(made) == 300_000
 
 
-def test_a_column_that_a_file_lacks_costs_no_completion(browser, tmp_path, capsys):
-    run = small_run(tmp_path / "run", [1])
-    file = run / "rollouts" / "step_1.parquet"
-    lacking = ["reward", "reward_parts", "reward_status", "is_correct", "prompt", "answer", "row", "is_trained"]
-    pq.write_table(pq.read_table(file).drop_columns(lacking), file)
-    browser.open(write(tmp_path / "page.html", run))
-    assert sorted(re.findall(r"has no column (\w+)", capsys.readouterr().out)) == sorted(lacking)
-    assert len(browser.all(".completion")) == GROUP_SIZE
-    assert all(text.startswith("no verdictreward –") for text in browser.all(".completion header"))
-    assert "null" not in " ".join(browser.all("#samples")) and browser.all(".tokens")[0].startswith(HOSTILE)
-    browser.check()
-
-
 def test_what_is_missing_is_said(browser, tmp_path):
     (tmp_path / "empty").mkdir()
     alone = small_run(tmp_path / "alone", [1])

@@ -4,6 +4,7 @@ import hashlib
 import json
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from gate.inputs import Inputs, read_system_prompt
 from grading.user_code import files_of
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("model.safetensors", "model.safetensors.index.json")
 
 
 def digest(pieces: Iterable[np.ndarray | bytes]) -> str:
@@ -38,19 +38,14 @@ def digest_of_weights(path: str) -> str:
 
 
 def weight_files(path: str) -> list[Path]:
-    """The weights' files of a folder or hub id, downloaded if need be."""
-    for name in NAMES:
-        try:
-            file = Path(cached_file(path, name))
-        except OSError as error:
-            missing = error
-            continue
-        if file.suffix != ".json":
-            return [file]
-        parts = set(json.loads(file.read_text("utf-8"))["weight_map"].values())
-        return [Path(cached_file(path, part)) for part in sorted(parts)]
-    why = "" if Path(path).is_dir() else f": {missing}"
-    raise OSError(f"{path} has no weights in safetensors: none of {', '.join(NAMES)} was found{why}")
+    """The weights' files of a folder or hub id, downloaded if need be. Raises OSError."""
+    find = partial(cached_file, path, _raise_exceptions_for_missing_entries=False)
+    if file := find("model.safetensors"):
+        return [Path(file)]
+    if not (index := find("model.safetensors.index.json")):
+        raise OSError(f"{path} has no weights in safetensors: neither model.safetensors nor its index was found")
+    parts = set(json.loads(Path(index).read_text("utf-8"))["weight_map"].values())
+    return [Path(cached_file(path, part)) for part in sorted(parts)]
 
 
 def samples_of(file: Path) -> Iterator[bytes]:

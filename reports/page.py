@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 
 from reports.samples import embed, pack_samples, rounded
-from runtime.files import steps_with_rollouts, write
+from runtime.files import write
 from runtime.history import History, but_for_the_seed, read_lines
 
 FOLDER = Path(__file__).parent
@@ -28,7 +28,7 @@ def write_page(file: Path, runs: list[History], published: list[dict[str, dict]]
     described = []
     chunks = {}
     names = [run.folder.absolute().name for run in runs]
-    num_sampled = sum(bool(steps_with_rollouts(run.folder)) for run in runs)
+    num_sampled = sum((run.folder / "rollouts").exists() for run in runs)
     for index, run in enumerate(runs):
         parts = describe(run) | {"published": published[index]}
         parts["name"] = names[index] if names.count(names[index]) == 1 else str(run.folder)

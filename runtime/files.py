@@ -171,11 +171,6 @@ def rollouts_file(out_dir: Path, step: int) -> Path:
     return out_dir / "rollouts" / f"step_{step}.parquet"
 
 
-def steps_with_rollouts(out_dir: Path) -> list[int]:
-    """The steps whose completions are there, in order."""
-    return [*numbered(out_dir / "rollouts", ".parquet")]
-
-
 def write_sizes(folder: Path) -> None:
     """Writes the size of each file of the folder into SIZES, the last of them. Raises OSError."""
     sizes = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}

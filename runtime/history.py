@@ -100,12 +100,12 @@ def parse(text: str, where: str, **options: object) -> dict:
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl by step, the last one of each; none without the file. ValueError: it is damaged."""
     file = run_dir / "metrics.jsonl"
-    line_by_step = {}
-    for line in read_lines(file):
+    lines = read_lines(file)
+    for line in lines:
         if type(line.get("step")) is not int:
             raise ValueError(f"{file} is damaged: a line of it has no step: {str(line)[:50]}; mend it, or take it out")
-        line_by_step[line["step"]] = line
-    return [line_by_step[step] for step in sorted(line_by_step)]
+    by_step = {line["step"]: line for line in lines}
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def seconds_of_phases(metrics: dict[str, float]) -> dict[str, float]:

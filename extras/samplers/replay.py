@@ -11,7 +11,7 @@ import numpy as np
 
 from batch import Rollout, Row
 from grading import Grade
-from runtime.files import cause, checkpoints, rollouts_file, run_and_step, steps_with_rollouts
+from runtime.files import cause, numbered, rollouts_file, run_and_step
 from runtime.rank import RunError
 from sampling import Sampler
 
@@ -92,7 +92,7 @@ def weights_of(replayed: str, last: int) -> tuple[int, Path | None]:
     Raises RunError if that checkpoint is not there, or not all of the steps after it.
     """
     folder, done = run_and_step(replayed)
-    steps, saved = steps_with_rollouts(folder), dict(checkpoints(folder))
+    steps, saved = [*numbered(folder / "rollouts", ".parquet")], numbered(folder)
     if not steps:
         raise RunError(f"--replay {folder}: it has no folder rollouts; name the folder of a run.")
     for step in range(done + 1, last + 1):

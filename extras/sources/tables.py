@@ -113,7 +113,8 @@ def _load_splits(source: str, what: str, split: str | None) -> dict[str, dataset
         else:
             datasets.config.HF_HUB_OFFLINE = not has_hub()
             loaded = datasets.load_dataset(name, configuration, split=split)
-            if next(iter(loaded.values() if isinstance(loaded, dict) else [loaded])).builder_name == "csv":
+            loaded = loaded if isinstance(loaded, dict) else {split: loaded}
+            if any(rows.builder_name == "csv" for rows in loaded.values()):
                 raise ValueError(UNTYPED)
     except MISTAKES as error:
         reason = " ".join(str(error.__cause__ or error).split())[:500]
@@ -133,12 +134,9 @@ def check_folder(path: Path, read: list[Path]) -> None:
     readme = path / "README.md"
     if readme.is_file() and "data_files:" in readme.read_text("utf-8", "replace"):
         return
+    data = {file for file in path.rglob("*") if file.suffix.lower() in TABLES and file.name not in FILES_TO_IGNORE}
     known = {file.resolve() for file in read}
-    left_out = []
-    for file in sorted(path.rglob("*")):
-        is_data = file.suffix.lower() in TABLES and file.name not in FILES_TO_IGNORE
-        if is_data and file.resolve() not in known:
-            left_out.append(str(file.relative_to(path)))
+    left_out = sorted(str(file.relative_to(path)) for file in data if file.resolve() not in known)
     if left_out:
         raise ValueError(
             f"folder {path}: {len(read)} of its files would be read ({read[0].name}), "

@@ -1,7 +1,5 @@
 """The command line: flags in, help and mistakes out."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import difflib

@@ -4,8 +4,6 @@ python evaluate.py --model runs/x/step_90 --data math500.jsonl aime24.jsonl --re
 python scripts/launch.py --ranks 8 evaluate.py --model Qwen/Qwen2.5-7B ...     # eight engines share the problems
 """
 
-from __future__ import annotations
-
 from runtime.start import join_launcher
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ class Groups:
     states_B: list[list[bytes]] | None = None  # what the environment said before each turn; b"" before the first
     turn_rewards_PGK: Tensor | None = None  # float32; nan where an episode has fewer turns; None: none by turn
     # Where some completions could not be graded: the step's groups of which more, or fewer, are left
-    others: tuple[Groups, ...] = ()
+    other_groups: tuple[Groups, ...] = ()
 
 
 def grpo(g: Groups, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
@@ -58,7 +58,7 @@ def grpo(g: Groups, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
 
 def grpo_batch_std(g: Groups, *, advantage_ddof: int, advantage_eps: float) -> Tensor:
     """(r - mean of group) / (std of the step + eps). Lite PPO (arXiv 2508.08221); TRL: `scale_rewards="batch"`."""
-    rewards = torch.cat([each.rewards_PG.flatten() for each in (g, *g.others)])
+    rewards = torch.cat([each.rewards_PG.flatten() for each in (g, *g.other_groups)])
     return divided(centred(g.rewards_PG), rewards.std(correction=advantage_ddof) + advantage_eps)
 
 

@@ -7,8 +7,6 @@
 NAME is a file in references/.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from reports import reference
 from reports.compare import compare
 from reports.curves import plot
 from reports.page import write_page
-from runtime.history import History, read_config, read_metrics, read_run
+from runtime.history import read_results, read_run
 from runtime.start import print_any_text
 
 
@@ -34,9 +32,9 @@ def main() -> None:
         parser.error("name one or more run folders; with --compare A... -- B... on both sides")
     try:
         if args.compare:
-            print(compare(list(map(read_run, args.compare)), list(map(read_run, args.runs))))
+            print(compare(list(map(read_results, args.compare)), list(map(read_results, args.runs))))
         elif args.reference:
-            print("\n\n".join(reference.report(args.reference, read_run(run_dir)) for run_dir in args.runs))
+            print("\n\n".join(reference.report(args.reference, run) for run in map(read_results, args.runs)))
         else:
             write_pages(args.runs, args.output or args.runs[0] / "report.html")
     except (ValueError, OSError, OverflowError) as error:
@@ -45,15 +43,15 @@ def main() -> None:
 
 def write_pages(runs: list[Path], file: Path) -> None:
     """The page that compares the runs, and the curves of each whose log has grown. Raises ValueError or OSError."""
-    histories = [History(run_dir, read_config(run_dir), read_metrics(run_dir)) for run_dir in runs]
+    histories = list(map(read_run, runs))
     for run in histories:
         if not run.lines and "out_dir" not in run.config:  # a model has a config.json, too
             raise ValueError(f"{run.folder} is no run: it has neither its metrics.jsonl nor config.json.")
     write_page(file, histories, list(map(reference.published_curves, histories)))
-    for run_dir in runs:
-        picture, log = run_dir / "curves.png", run_dir / "metrics.jsonl"
+    for run in histories:
+        picture, log = run.folder / "curves.png", run.folder / "metrics.jsonl"
         if not picture.exists() or (log.exists() and log.stat().st_mtime > picture.stat().st_mtime):
-            plot(run_dir)
+            plot(run)
     print(file)
 
 

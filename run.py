@@ -4,8 +4,7 @@ What shows a run or keeps more of it is an `Observer`, of which this file knows 
 has the list. `checkpoint.py` writes step_N/ and final, `evaluate.py` eval/; docs/runs.md lists all files.
 """
 
-from __future__ import annotations
-
+import hashlib
 import json
 import math
 import os
@@ -110,8 +109,6 @@ def _by_digest(name: str, value: object, inputs: dict[str, str]) -> object:
     value = inputs.get(f"--{name}", value)
     if not isinstance(value, str):
         return value
-    if name == "reward":
-        value = re.sub(r":1(\.0*)?(?=,|$)", "", value)  # the weight that a verifier has without one
     # A file of one's own, before the name of a function.
     return re.sub(r"[^:,]+\.py(?=:)", lambda file: inputs.get(str(Path(file[0].strip())), file[0]), value)
 
@@ -327,32 +324,29 @@ class Run:
         """
         if not self.world.is_main:
             return
-        changes = _git("diff", "HEAD") + _own_files(self.inputs)
-        stamp = time.strftime("%Y%m%dT%H%M%S")
+        changes, patch = _git("diff", "HEAD") + _own_files(self.inputs), None
+        if changes:  # a name for each content: two starts with the same changes share it
+            patch = f"changes_{hashlib.sha256(changes.encode('utf-8', 'backslashreplace')).hexdigest()[:10]}.patch"
+            with best_effort(patch):
+                write(self.out_dir / patch, changes)
         device = platform.processor() or platform.machine()
         if self.world.device.type == "cuda":
             device = torch.cuda.get_device_name(self.world.device)
         record = {
-            "time": stamp, "resumed_from": resumed_from, "command": [sys.executable, *sys.argv],
+            "time": time.strftime("%Y%m%dT%H%M%S"), "resumed_from": resumed_from,
+            "command": [sys.executable, *sys.argv],
             "world_size": self.world.num_trainers, "tensor_parallel_size": self.world.tp_size,
             "device": device, "cores": os.cpu_count(), "commit": _git("rev-parse", "HEAD").strip() or None,
-            "has_uncommitted_changes": bool(changes), "python": platform.python_version(), "packages": versions(),
+            "patch": patch, "python": platform.python_version(), "packages": versions(),
         }  # fmt: skip
-        file, patch = self.out_dir / "starts.jsonl", self.out_dir / f"changes_{stamp}.patch"
+        file = self.out_dir / "starts.jsonl"
         with suppress(OSError, ValueError):
             for last in read_lines(file)[-1:]:
-                old_patch = self.out_dir / f"changes_{last.get('time')}.patch"
-                old_changes = old_patch.read_bytes() if old_patch.exists() else b""
-                is_same_commit = last.get("commit") == record["commit"]
-                if not is_same_commit or old_changes != changes.encode("utf-8", "backslashreplace"):
-                    before = f"commit {last.get('commit')}, {old_patch.name if old_changes else 'no changes'}"
-                    now = f"commit {record['commit']}, {patch.name if changes else 'no changes'}"
+                before, now = (f"commit {x.get('commit')}, {x.get('patch') or 'no changes'}" for x in (last, record))
+                if before != now:
                     self.say(f"warning: the code has changed since the last start: {before}; now {now}")
         with best_effort(str(file)):
             append(file, json.dumps(record, ensure_ascii=False) + "\n")
-        if changes:
-            with best_effort(str(patch)):
-                write(patch, changes)
 
     def _append_to_log(self, record: dict[str, object]) -> None:
         """Appends a line to metrics.jsonl, of which none may be missing. Raises DiskError on all ranks."""

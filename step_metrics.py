@@ -3,11 +3,8 @@
 `docs/runs.md` explains each name. A new metric is one line in the function that knows what it needs.
 """
 
-from __future__ import annotations
-
 import math
 import re
-from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,13 +94,10 @@ def part_metrics(rollout: Rollout) -> Metrics:
     grades = [grade for grade in rollout.grades if grade.is_compared]
     if len(names) == 1 or not grades:
         return {}
-    short = {name: re.sub(r".*/(?=[^/]+\.py:)", "", name) for name in names}  # /home/me/my_reward.py:score
-    counts = Counter(short.values())
     metrics = {}
     for name in names:
-        shown = short[name] if counts[short[name]] == 1 else name
-        parts = [grade.parts.get(name, 0.0) for grade in grades]
-        metrics[f"reward/part/{shown}"] = sum(parts) / len(parts)
+        shown = re.sub(r".*/(?=[^/]+\.py:)", "", name)  # /home/me/my_reward.py:score
+        metrics[f"reward/part/{shown}"] = sum(grade.parts.get(name, 0.0) for grade in grades) / len(grades)
     return metrics
 
 

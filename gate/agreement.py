@@ -5,8 +5,6 @@ difference is an error that names the rank. The reward and the data are compared
 them: prompts, completions, rewards.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 import uuid

@@ -1,7 +1,5 @@
 """Refuses flags that the chosen functions of the algorithm do not read, and functions of the user that do not load."""
 
-from __future__ import annotations
-
 import argparse
 from collections import defaultdict
 

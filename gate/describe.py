@@ -1,7 +1,5 @@
 """The first lines of the log: flags, data and policy in words."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from pathlib import Path

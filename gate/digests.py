@@ -1,11 +1,10 @@
 """Digests of all that a run's flags name, which two ranks, or a run and its continuation, must have alike."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from grading.user_code import files_of
 from runtime.parts import part
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("model.safetensors", "model.safetensors.index.json")
 
 
 def digest(pieces: Iterable[np.ndarray | bytes]) -> str:
@@ -41,19 +39,14 @@ def digest_of_weights(path: str) -> str:
 
 
 def weight_files(path: str) -> list[Path]:
-    """The weights' files of a folder or hub id, downloaded if need be."""
-    for name in NAMES:
-        try:
-            file = Path(cached_file(path, name))
-        except OSError as error:
-            missing = error
-            continue
-        if file.suffix != ".json":
-            return [file]
-        parts = set(json.loads(file.read_text("utf-8"))["weight_map"].values())
-        return [Path(cached_file(path, part)) for part in sorted(parts)]
-    why = "" if Path(path).is_dir() else f": {missing}"
-    raise OSError(f"{path} has no weights in safetensors: none of {', '.join(NAMES)} was found{why}")
+    """The weights' files of a folder or hub id, downloaded if need be. Raises OSError."""
+    find = partial(cached_file, path, _raise_exceptions_for_missing_entries=False)
+    if file := find("model.safetensors"):
+        return [Path(file)]
+    if not (index := find("model.safetensors.index.json")):
+        raise OSError(f"{path} has no weights in safetensors: neither model.safetensors nor its index was found")
+    parts = set(json.loads(Path(index).read_text("utf-8"))["weight_map"].values())
+    return [Path(cached_file(path, part)) for part in sorted(parts)]
 
 
 def samples_of(file: Path) -> Iterator[bytes]:

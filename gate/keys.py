@@ -1,7 +1,5 @@
 """Rows that cannot be used: their answer key, or their images; and whether own functions can be called at all."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from batch import IMAGE

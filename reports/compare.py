@@ -11,11 +11,10 @@ metric, its mean over the last tenth of its points and over all of them. Two sid
 Runs of one seed count as one.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import math
 import re
+import statistics
 from collections import defaultdict
 
 import numpy as np
@@ -55,7 +54,7 @@ def means_by_seed(side: Side, name: str, steps: list[int]) -> dict[object, float
     for run in side:
         points = run.points(name)
         values[run.seed] += [points[step] for step in steps]
-    return {seed: float(np.mean(each)) for seed, each in values.items()}
+    return {seed: statistics.mean(each) for seed, each in values.items()}
 
 
 def difference(a: Side, b: Side, name: str, steps: list[int]) -> tuple[float, float, float]:
@@ -64,15 +63,13 @@ def difference(a: Side, b: Side, name: str, steps: list[int]) -> tuple[float, fl
     The last is nan if no error is known.
     """
     means_a, means_b = (means_by_seed(side, name, steps) for side in (a, b))
-    margin = math.nan
-    if len(means_a) + len(means_b) > 2:
-        if means_a.keys() == means_b.keys():
-            margin = margin_of_mean([means_b[seed] - mean for seed, mean in means_a.items()])
-        else:
-            margin = margin_of_difference([*means_a.values()], [*means_b.values()])
-    elif namespace(name) == "eval" and len(a) == len(b) == 1:
+    if means_a.keys() == means_b.keys():
+        margin = margin_of_mean([means_b[seed] - mean for seed, mean in means_a.items()])
+    else:
+        margin = margin_of_difference([*means_a.values()], [*means_b.values()])
+    if math.isnan(margin) and namespace(name) == "eval" and len(a) == len(b) == 1:
         margin = margin_of_problems(a[0], b[0], name, steps)
-    return float(np.mean([*means_a.values()])), float(np.mean([*means_b.values()])), margin
+    return statistics.mean(means_a.values()), statistics.mean(means_b.values()), margin
 
 
 def common_steps(runs: Side, name: str) -> list[int]:
@@ -96,13 +93,12 @@ def margin_of_problems(a: History, b: History, name: str, steps: list[int]) -> f
 def problem_scores(run: History, name: str, steps: list[int]) -> dict[tuple[str, str], float]:
     """(row, answer) of a held-out problem -> its mean score in these evaluations; {} without their completions."""
     set_name = name.split("/")[1]
-    scores: dict[tuple[str, str], list[float]] = {}
+    scores = defaultdict(list)
     for step in steps:
         for completion in read_lines(run.folder / "eval" / f"step_{step}" / f"{set_name}.jsonl"):
-            parts = list(completion["reward_parts"].values())
-            score = parts[0] if parts else 0.0  # the first verifier's, as in evaluate.py
-            scores.setdefault((completion["row"], str(completion["answer"])), []).append(score)
-    return {problem: float(np.mean(values)) for problem, values in scores.items()}
+            score = next(iter(completion["reward_parts"].values()), 0.0)  # the first verifier's, as in evaluate.py
+            scores[completion["row"], str(completion["answer"])].append(score)
+    return {problem: statistics.mean(values) for problem, values in scores.items()}
 
 
 def t_quantile(confidence: float, freedom: float) -> float:
@@ -120,7 +116,7 @@ def margin_of_mean(values: list[float]) -> float:
     """Half of Student's interval of the mean (1908); nan for fewer than two values."""
     if len(values) < 2:
         return math.nan
-    return t_quantile(CONFIDENCE, len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return t_quantile(CONFIDENCE, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def margin_of_difference(a: list[float], b: list[float]) -> float:
@@ -131,8 +127,8 @@ def margin_of_difference(a: list[float], b: list[float]) -> float:
     if min(len(a), len(b)) < 2:
         several = max(a, b, key=len)
         return margin_of_mean(several) * math.sqrt(len(several) + 1)
-    variance_a = float(np.var(a, ddof=1)) / len(a)  # the variance of the mean
-    variance_b = float(np.var(b, ddof=1)) / len(b)
+    variance_a = statistics.variance(a) / len(a)  # of the mean
+    variance_b = statistics.variance(b) / len(b)
     variance = variance_a + variance_b
     if variance == 0:  # a metric that is always the same
         return 0.0
@@ -153,8 +149,6 @@ def compare(a: Side, b: Side) -> str:
     steps = {}
     for pattern in METRICS:
         steps |= {name: common_steps(runs, name) for name in fnmatch.filter(names, pattern)}
-    if not steps:
-        return f"Nothing to compare: no run has one of {', '.join(METRICS)}."
     differences = differing([a[0], b[0]])
     changes = [f"{name} {there!r} -> {here!r}" for name, (there, here) in differences.items()]
     changed = ", ".join(changes) or "the same flags"

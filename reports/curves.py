@@ -1,15 +1,12 @@
 """curves.png: the nine curves of a run to look at first."""
 
-from __future__ import annotations
-
 import fnmatch
 import itertools
 import warnings
-from pathlib import Path
 
 from reports import reference
 from runtime.files import atomic_write
-from runtime.history import History, read_config, read_metrics, seconds_of_phases
+from runtime.history import History, seconds_of_phases
 
 PANELS = {  # title -> the metrics that it shows; * stands for any text
     "reward": "reward/mean",
@@ -23,13 +20,12 @@ PANELS = {  # title -> the metrics that it shows; * stands for any text
 }
 
 
-def plot(run_dir: Path) -> None:
-    """Draws `run_dir`/curves.png: the nine curves to look at first; dashed: what was published of this set-up."""
+def plot(run: History) -> None:
+    """Draws curves.png in the run's folder: the nine curves to look at first; dashed: what was published."""
     from matplotlib import rcParams  # here, not above: half a second that most processes never need
     from matplotlib.figure import Figure
 
     rcParams["text.parse_math"] = False  # names as they are
-    run = History(run_dir, read_config(run_dir), read_metrics(run_dir))
     published = reference.published_curves(run)
     figure = Figure(figsize=(14, 10), layout="constrained")
     *axes, last = figure.subplots(3, 3).flat
@@ -39,8 +35,7 @@ def plot(run_dir: Path) -> None:
         for name in sorted(fnmatch.filter(run.names, pattern)):
             points = run.points(name)
             marker = "o" if name.startswith("eval/") else None
-            label = drawable(name.partition("/")[2])
-            (line,) = axis.plot(list(points), list(points.values()), marker=marker, label=label)
+            (line,) = axis.plot(list(points), list(points.values()), marker=marker, label=name.partition("/")[2])
             if name in published:
                 curve = published[name]
                 axis.plot(*zip(*curve["points"], strict=True), ".--", color=line.get_color(), label=curve["label"])
@@ -54,12 +49,7 @@ def plot(run_dir: Path) -> None:
         heights = [[by_phase.get(phase, 0.0) for by_phase in seconds] for phase in phases]
         last.stackplot([line["step"] for line in trained], heights, labels=phases)
         last.legend(fontsize=8, loc="upper right", ncols=2)
-    figure.suptitle(drawable(str(run_dir)))
-    with atomic_write(run_dir / "curves.png") as unfinished, warnings.catch_warnings():
+    figure.suptitle(str(run.folder))
+    with atomic_write(run.folder / "curves.png") as unfinished, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # what the font lacks are boxes
         figure.savefig(unfinished, format="png", dpi=90)
-
-
-def drawable(text: str) -> str:
-    """The text, in which what the locale could not decode is escaped."""
-    return text.encode("utf-8", "backslashreplace").decode()

@@ -14,5 +14,5 @@ function showDifferences() {
   if (RUNS.length > 1) byId("differences").append(differing.length ? tableOfRuns(differing) : "Flags, code, data and weights are the same.");
   byId("differences").append(
     make("details", {}, make("summary", {}, "Flags, code, data and weights that the runs share"), table([["", "all runs"], ...shared])),
-    make("p", { className: "muted" }, "Uncommitted changes are shown as a hash of their patch, changes_*.patch."));
+    make("p", { className: "muted" }, "Uncommitted changes are shown as the name of their patch in the run's folder, which holds its hash."));
 }

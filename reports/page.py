@@ -7,8 +7,6 @@ What a model has written cannot run as code: all data is embedded in base64, whi
 of HTML; scripts write text as text; and the Content-Security-Policy admits only these, by hashes.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -16,7 +14,7 @@ import re
 from pathlib import Path
 
 from reports.samples import embed, pack_samples, rounded
-from runtime.files import steps_with_rollouts, write
+from runtime.files import write
 from runtime.history import History, but_for_the_seed, read_lines
 
 FOLDER = Path(__file__).parent
@@ -30,7 +28,7 @@ def write_page(file: Path, runs: list[History], published: list[dict[str, dict]]
     described = []
     chunks = {}
     names = [run.folder.absolute().name for run in runs]
-    num_sampled = sum(bool(steps_with_rollouts(run.folder)) for run in runs)
+    num_sampled = sum((run.folder / "rollouts").exists() for run in runs)
     for index, run in enumerate(runs):
         parts = describe(run) | {"published": published[index]}
         parts["name"] = names[index] if names.count(names[index]) == 1 else str(run.folder)
@@ -45,16 +43,10 @@ def write_page(file: Path, runs: list[History], published: list[dict[str, dict]]
 def describe(run: History) -> dict:
     """The run as the page shows it, without its samples and what was published."""
     folder, lines = run.folder, run.lines
-    starts = read_lines(folder / "starts.jsonl")
-    code = {}
-    hardware = None
-    if starts:
-        start = starts[-1]
-        patch = folder / f"changes_{start.get('time')}.patch"
-        changes = hashlib.sha256(patch.read_bytes()).hexdigest()[:10] if patch.exists() else "none"
-        code = {"commit": start.get("commit"), "uncommitted changes": changes, **start.get("packages", {})}
-        if "device" in start:
-            hardware = f"{start['world_size']} × {start['device']}"
+    code, hardware = {}, None
+    for start in read_lines(folder / "starts.jsonl")[-1:]:
+        code = {"commit": start["commit"], "uncommitted changes": start.get("patch") or "none", **start["packages"]}
+        hardware = f"{start['world_size']} × {start['device']}"
     names = dict.fromkeys(name for line in lines for name in line if name != "step")
     return {
         "folder": str(folder),

@@ -9,8 +9,6 @@ only if it was sampled as its `protocol` says, on as many problems. Texts in `tr
 `metric` are patterns: * stands for any text.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import math
@@ -20,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from runtime.files import numbered
-from runtime.history import History, read_config, read_run
+from runtime.history import History
 from runtime.sources import name_of_source
 from runtime.tables import in_columns
 
@@ -202,8 +200,7 @@ def row_of(judgement: Judgement) -> list[str]:
     return [figure["what"], f"{figure['value']:.4g}", value, condition, verdict]
 
 
-def judgement(run_dir: Path) -> str:
+def judgement(run: History) -> str:
     """The verdict that a run of a documented set-up ends with; "" for any other run."""
-    config = read_config(run_dir)
-    name = None if config.get("replay") else belongs_to(config)
-    return report(name, read_run(run_dir)) if name else ""
+    name = None if run.config.get("replay") else belongs_to(run.config)
+    return report(name, run) if name else ""

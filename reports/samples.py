@@ -4,8 +4,6 @@ A token is its bytes, their number, and its log-prob, rounded to a byte: about 4
 What is over the budget is left out: groups first, then steps.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import math
@@ -23,8 +21,6 @@ COMPLETION_COLUMNS = (
     "group", "row", "prompt", "answer", "reward", "reward_parts", "reward_status", "read_as", "is_correct",
     "is_truncated", "is_trained",
 )  # fmt: skip
-# A file may lack the others: older ones do.
-NEEDED = ("group", "token_ids", "rollout_logprobs", "is_sampled")
 TOKEN_COLUMNS = ("token_ids", "rollout_logprobs", "is_sampled")
 COLUMNS = {*COMPLETION_COLUMNS, *TOKEN_COLUMNS, "completion"}
 STEPS = 20  # the fewest that are shown, with fewer groups if need be
@@ -78,16 +74,10 @@ def pack_samples(folder: Path, num_bytes: int) -> tuple[dict, dict[int, str]]:
 
 
 def read(file: Path, columns: set[str]) -> pa.Table | None:
-    """These columns, empty where the file lacks one; None if it cannot be read. Warns of both.
-
-    `pq.read_table` would import formats of no use here.
-    """
-    try:
-        table = pq.ParquetFile(file, page_checksum_verification=True).read(sorted(columns)).combine_chunks()
-        for name in columns - {*table.column_names, *NEEDED}:
-            print(f"warning: {file} has no column {name}", flush=True)
-            table = table.append_column(name, pa.nulls(len(table)))
-        return table.select(sorted(columns))
+    """These columns; None, with a warning, if they cannot be read."""
+    names = sorted(columns)
+    try:  # not `pq.read_table`, which would import formats of no use here
+        return pq.ParquetFile(file, page_checksum_verification=True).read(names).select(names).combine_chunks()
     except (OSError, ValueError, LookupError, pa.ArrowException) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         print(f"warning: {file} cannot be read and is left out: {reason}", flush=True)
@@ -101,7 +91,7 @@ def pack_step(table: pa.Table, tokens: pa.Table | None) -> str:
     for row, length in zip(rows, lengths, strict=True):
         row["length"] = length
         row["reward"] = rounded(row["reward"])
-        row["reward_parts"] = {name: rounded(part) for name, part in json.loads(row["reward_parts"] or "{}").items()}
+        row["reward_parts"] = {name: rounded(part) for name, part in json.loads(row["reward_parts"]).items()}
     if not tokens:
         return embed({"rows": rows})
     ids, logprobs, is_sampled = (pc.list_flatten(table[name]).combine_chunks() for name in TOKEN_COLUMNS)

@@ -1,7 +1,5 @@
 """The figures of GPUs, for the dry run and the share of the limit that a run reaches."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

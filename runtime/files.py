@@ -3,8 +3,6 @@
 A file that must be written ends the run with a sentence (`must_write`). Any other costs a warning (`best_effort`).
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -171,11 +169,6 @@ def run_and_step(path: str) -> tuple[Path, int]:
 def rollouts_file(out_dir: Path, step: int) -> Path:
     """Where --keep_rollouts keeps the completions of a step."""
     return out_dir / "rollouts" / f"step_{step}.parquet"
-
-
-def steps_with_rollouts(out_dir: Path) -> list[int]:
-    """The steps whose completions are there, in order."""
-    return [*numbered(out_dir / "rollouts", ".parquet")]
 
 
 def write_sizes(folder: Path) -> None:

@@ -1,7 +1,5 @@
 """A run as its folder keeps it: flags, metrics, digests of its inputs."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -102,15 +100,12 @@ def parse(text: str, where: str, **options: object) -> dict:
 def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl by step, the last one of each; none without the file. ValueError: it is damaged."""
     file = run_dir / "metrics.jsonl"
-    line_by_step = {}
-    for line in read_lines(file):
+    lines = read_lines(file)
+    for line in lines:
         if type(line.get("step")) is not int:
             raise ValueError(f"{file} is damaged: a line of it has no step: {str(line)[:50]}; mend it, or take it out")
-        for name, value in line.items():
-            if not isinstance(value, int | float | None):
-                raise ValueError(f"{file} is damaged: {name} is no number: {str(value)[:50]!r}")
-        line_by_step[line["step"]] = line
-    return [line_by_step[step] for step in sorted(line_by_step)]
+    by_step = {line["step"]: line for line in lines}
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def seconds_of_phases(metrics: dict[str, float]) -> dict[str, float]:
@@ -120,8 +115,13 @@ def seconds_of_phases(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def read_run(run_dir: Path) -> History:
+    """The run as it is now. Raises ValueError for a damaged file."""
+    return History(run_dir, read_config(run_dir), read_metrics(run_dir))
+
+
+def read_results(run_dir: Path) -> History:
     """The run as comparisons take it. Raises ValueError if the folder holds no step of a run."""
-    run = History(run_dir, read_config(run_dir), read_metrics(run_dir))
+    run = read_run(run_dir)
     if not run.config or not run.lines:
         missing = "metrics.jsonl with a step" if run.config else "config.json"
         raise ValueError(f"{run_dir} is no run folder with results: it has no {missing}.")

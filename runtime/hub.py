@@ -1,7 +1,5 @@
 """Whether the hub of models and data sets can be reached."""
 
-from __future__ import annotations
-
 from functools import cache
 
 

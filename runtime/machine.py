@@ -1,7 +1,5 @@
 """The machine of a process: its memory, cores, network interface, and what a CPU announces but cannot do."""
 
-from __future__ import annotations
-
 import os
 import socket
 

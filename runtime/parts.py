@@ -1,7 +1,5 @@
 """Optional parts, found by name when a flag, a row or a model asks for them: a folder of `extras/` may be deleted."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Progress bars with the time left: of the main process, on a terminal, unless --quiet is given."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable

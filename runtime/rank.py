@@ -3,8 +3,6 @@
 Standard library only. `start.py` and `signals.py` begin and end a rank, `stall.py` watches it.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 from dataclasses import dataclass

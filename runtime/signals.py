@@ -4,8 +4,6 @@ scripts/launch.py passes a signal on to all ranks as SIGTERM. A rank that gets o
 SIGUSR2. The launcher obeys a second signal; without it (torchrun, by hand) each rank does.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -4,8 +4,6 @@ A source is WHAT[@SPLIT][#ROWS]. WHAT is a file; parquet files, folders and data
 extras/sources/tables.py. #ROWS draws so many rows at random. `READERS` is the place for another kind of file.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

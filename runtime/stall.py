@@ -4,8 +4,6 @@
 others wait is the one that is in no collective. Each rank has a file: on one stream their lines would mix.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

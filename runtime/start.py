@@ -3,8 +3,6 @@
 `rank.py` has what the loop asks; `signals.py` hears signals, for a run that has something to save.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import faulthandler

@@ -1,7 +1,5 @@
 """Tables as plain text."""
 
-from __future__ import annotations
-
 
 def in_columns(rows: list[list[str]]) -> list[str]:
     """The rows as lines of text, their cells in columns."""

@@ -1,7 +1,5 @@
 """Flags to change where memory does not suffice: for the sentence that ends a run, and for the dry run."""
 
-from __future__ import annotations
-
 RANKS = "start fewer ranks"
 BATCH = "lower --micro_batch_tokens"
 PASSES = f"{BATCH}, add --gradient_checkpointing"

@@ -197,7 +197,7 @@ def test_a_template_without_a_place_for_images_is_refused(message, reason, tmp_p
     tokenizer = byte_tokenizer("{% for m in messages %}" + message + "{% endfor %}[a]")
     vision = Vision(
         processor=None, image_token=tokenizer.convert_tokens_to_ids("<pic>"), patch_size=14, merge_size=2,
-        min_pixels=56 * 56, max_pixels=10**6, window_size=112,
+        size={"shortest_edge": 56 * 56, "longest_edge": 10**6}, window_size=112,
     )  # fmt: skip
     with pytest.raises(ValueError, match=f"no row can be used.*{reason}"):
         load_images(tmp_path, ["a.png"], tokenizer=tokenizer, vision=vision)

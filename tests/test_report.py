@@ -12,6 +12,7 @@ from helpers.runs import ENVIRONMENT
 from helpers.runs import said as output_of
 from reports.curves import plot
 from reports.reference import load
+from runtime.history import read_run
 
 RECORDS = [
     {"step": 0, "eval/heldout/avg@4": 0.3, "time/evaluate_s": 1.0, "time/step_s": 1.0},
@@ -23,16 +24,16 @@ RECORDS = [
 def test_curves_are_drawn_also_where_values_are_missing(tmp_path):
     published, pictures = load("tiny_cpu")["training"], set()  # whose curves are drawn, too
     for config, records in (({}, RECORDS[:1]), ({}, RECORDS), (published, RECORDS)):  # before the first step, after it
-        plot(write_run(tmp_path, config, records))
+        plot(read_run(write_run(tmp_path, config, records)))
         pictures.add((tmp_path / "curves.png").read_bytes())
     assert len(pictures) == 3 and all(picture.startswith(b"\x89PNG") for picture in pictures)
 
 
-@pytest.mark.parametrize("name", ["运行_甲", "a$x_y", "проба é", "运行".encode().decode("ascii", "surrogateescape")])
+@pytest.mark.parametrize("name", ["运行_甲", "a$x_y", "проба é"])
 def test_a_name_in_any_script_is_drawn_without_a_warning(name, tmp_path, recwarn, capfd):
-    """Also "$", which is no formula, and what the locale could not decode."""
+    """Also "$", which is no formula."""
     records = [record | {f"eval/{name}/avg@4": 0.5} for record in RECORDS]
-    plot(write_run(tmp_path / name, {}, records))
+    plot(read_run(write_run(tmp_path / name, {}, records)))
     assert (tmp_path / name / "curves.png").stat().st_size > 10_000
     assert not recwarn.list and capfd.readouterr() == ("", "")
 
@@ -52,7 +53,7 @@ def test_the_command_prints_what_it_has_found(tmp_path, monkeypatch, capsys):
     run, drawn = str(write_run(tmp_path / "run", {"seed": 1}, RECORDS)), []
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "reward/part/a\u2028b": 0.5}\n{"step": 3, "rew')  # a kill has cut it off
-    monkeypatch.setattr(report, "plot", drawn.append)
+    monkeypatch.setattr(report, "plot", lambda run: drawn.append(run.folder))
     for arguments, said in {
         (run,): f"{run}/report.html\n", (run, "--output", f"{run}/x.html"): f"{run}/x.html\n",
         ("--compare", run, "--", run): f"A: {run} (seed 1, to step 2)",
@@ -67,7 +68,7 @@ def test_the_command_prints_what_it_has_found(tmp_path, monkeypatch, capsys):
 
 def test_curves_are_drawn_again_only_where_the_log_is_newer(tmp_path, monkeypatch):
     runs, drawn = [write_run(tmp_path / name, {"seed": 1}, RECORDS) for name in "abc"], []
-    monkeypatch.setattr(report, "plot", drawn.append)
+    monkeypatch.setattr(report, "plot", lambda run: drawn.append(run.folder))
     for run, age in zip(runs[:2], (10, -10), strict=True):
         (run / "curves.png").touch()
         logged = (run / "curves.png").stat().st_mtime - age
@@ -83,7 +84,6 @@ COMPARED = "--compare RUN -- RUN"
     ("metrics.jsonl", None, COMPARED, "it has no metrics.jsonl with a step"),
     ("metrics.jsonl", '{"step": 1, "reward}\n', COMPARED, "metrics.jsonl, line 1, is damaged: Unterminated string"),
     ("metrics.jsonl", '{"reward/mean": 1.0}\n', COMPARED, "metrics.jsonl is damaged: a line of it has no step"),
-    ("metrics.jsonl", '{"step": 9, "a": [1]}\n', COMPARED, "metrics.jsonl is damaged: a is no number"),
     ("config.json", "[1]", COMPARED, "config.json is damaged"),
     ("config.json", '{"model_type": "qwen2"}', "RUN", "is no run"),
     ("config.json", "{}", "--compare a b", "on both sides"),

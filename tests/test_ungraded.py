@@ -170,7 +170,7 @@ def test_what_stands_in_its_place_enters_nothing(given):
 def test_where_all_were_graded_each_advantage_is_one_call_with_the_step():
     calls = []
     advantages(lambda g: calls.append(g) or g.rewards_PG, step_of([[1.0, 0.0], [0.0, 0.0]], lengths=[1, 2, 1, 1]), 2)
-    assert [tuple(g.rewards_PG.shape) for g in calls] == [(2, 2)] and calls[0].others == ()
+    assert [tuple(g.rewards_PG.shape) for g in calls] == [(2, 2)] and calls[0].other_groups == ()
 
 
 ALONE_LEFT = [[None] * 4, [1.0, 0.0, 1.0, 1.0], [None, None, 0.5, None]]

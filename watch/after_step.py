@@ -1,7 +1,5 @@
 """--after_step FILE.py:FUNCTION: a function of the user's, after each step. docs/hacks.md"""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """The voice of a run while it goes: a line a step, and OUT_DIR/status.json for `watch`. docs/runs.md"""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -25,6 +23,9 @@ ON_CONSOLE = {  # metric -> how the console shows it
     "policy/kl_ref": "kl {:.4f}", "policy/clip_frac": "clip {:.3f}", "policy/rollout_gap_mean": "gap {:.5f}",
     "optim/grad_norm": "grad {:.3f}", "optim/lr": "lr {:.2e}", "perf/update_mfu": "MFU {:.0%}",
     "memory/peak_gib": "mem {:.1f} GiB",
+}  # fmt: skip
+ALARMS = {  # what a line also says, with --quiet too, if it is not 0
+    "reward/left_out": "NOT GRADED: {:.0f} left out", "optim/skipped_updates": "SKIPPED UPDATES: {:.0f} not finite",
 }  # fmt: skip
 STEPS_OF_FORECAST = 20  # the last ones: answers get longer, so that early steps say little
 IDLE_STEPS = 5  # in a row, of which the console warns
@@ -76,8 +77,8 @@ class Console(Observer):
         done = {"step": step, "last_step": self.total_steps, "time": _clock(), "seconds_left": round(left)}
         self.done = done | finite
         with self.phase("log", step):
-            faults = metrics.get("optim/skipped_updates") or metrics.get("reward/left_out")
-            if faults or any(name.startswith("eval/") for name in metrics) or not self.quiet:
+            is_loud = any(name.startswith("eval/") or (name in ALARMS and metrics[name]) for name in metrics)
+            if is_loud or not self.quiet:
                 print(console_line(step, self.total_steps, metrics, left), flush=True)
         self.warn_of_idle_steps(metrics)
 
@@ -100,10 +101,7 @@ def console_line(step: int, last_step: int, metrics: Metrics, seconds_left: floa
     """The step in one readable line, with the seconds of its phases; what it did not measure is left out."""
     parts = [f"step {step:>{len(str(last_step))}}/{last_step}"]
     parts += [form.format(metrics[name]) for name, form in ON_CONSOLE.items() if name in metrics]
-    if metrics.get("reward/left_out"):
-        parts.append(f"NOT GRADED: {metrics['reward/left_out']:.0f} left out")
-    if metrics.get("optim/skipped_updates"):
-        parts.append(f"SKIPPED UPDATES: {metrics['optim/skipped_updates']:.0f} not finite")
+    parts += [form.format(metrics[name]) for name, form in ALARMS.items() if metrics.get(name)]
     phases = seconds_of_phases(metrics)
     times = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items() if seconds >= 0.05)
     parts.append(f"{metrics['time/step_s']:.1f}s ({times})")

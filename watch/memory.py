@@ -4,8 +4,6 @@ On CUDA a phase's figure is all that is taken on the GPU: what torch holds, the 
 the CPU it is the resident memory of the rank.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

@@ -17,7 +17,7 @@ import numpy as np
 
 from fsdp_utils import broadcast_from_main, gather_from_ranks, is_main_process
 from run import Observer, StepRecord
-from runtime.files import atomic_write, best_effort, rollouts_file, steps_with_rollouts
+from runtime.files import atomic_write, best_effort, numbered, rollouts_file
 from runtime.rank import OwnCodeError
 
 if TYPE_CHECKING:  # half a second that most processes never need
@@ -77,13 +77,12 @@ class Keeper(Observer):
             if self.tokens and not tokens.exists():
                 _write_table(pa.table({"bytes": pa.array(self.tokens, pa.binary())}), tokens)
             _write_table(table_of(record), rollouts_file(self.out_dir, record.step))
-            steps = steps_with_rollouts(self.out_dir)
-            sizes = {step: rollouts_file(self.out_dir, step).stat().st_size for step in steps}
-            room = shutil.disk_usage(self.out_dir).free + sum(sizes.values())
-            while sum(sizes.values()) > min(self.max_gib * 2**30, room / 4) and len(sizes) > 1:
-                oldest = min(sizes)
-                rollouts_file(self.out_dir, oldest).unlink()
-                del sizes[oldest]
+            files = [*numbered(folder, ".parquet").values()]  # the oldest first
+            sizes = [file.stat().st_size for file in files]
+            room = shutil.disk_usage(folder).free + sum(sizes)
+            while sum(sizes) > min(self.max_gib * 2**30, room / 4) and len(sizes) > 1:
+                files.pop(0).unlink()
+                sizes.pop(0)
 
 
 def _write_table(table: pa.Table, file: Path) -> None:

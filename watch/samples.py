@@ -1,7 +1,5 @@
 """Outputs of a run, to look at: samples.jsonl and reward_failures.jsonl."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +28,10 @@ class Samples(Observer):
         """Keeps what could not be graded, and names the first three on the console."""
         failed = [b for b, grade in enumerate(rollout.grades) if grade.is_failed]
         for b in failed:
-            row, status, text = rollout.rows[b], rollout.grades[b].status, rollout.texts[b]
-            record = {"step": step, "row": row.where, "reward_status": status, "answer": row.answer, "completion": text}
-            self._append("reward_failures.jsonl", record)
-            if b in failed[:3]:
-                print(f"step {step}: reward {status}, of {row.where}: {text[-100:]!r}", flush=True)
+            self._append("reward_failures.jsonl", {"step": step} | describe_completion(rollout, b))
+        for b in failed[:3]:
+            status, text = rollout.grades[b].status, rollout.texts[b]
+            print(f"step {step}: reward {status}, of {rollout.rows[b].where}: {text[-100:]!r}", flush=True)
         if len(failed) > 3:
             counted = f"{len(failed)} completions were not graded"
             print(f"step {step}: {counted}; all are in reward_failures.jsonl", flush=True)

@@ -3,8 +3,6 @@
 Each is installed by whoever wants it. A run that is continued adds to the curves that it has.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json

@@ -15,4 +15,4 @@ def over_step(g: Groups, values_of: Callable[[Groups], Tensor]) -> Tensor:
 
     Others are there where some completions could not be graded: groups of another size are another `Groups`.
     """
-    return torch.cat([values_of(each).flatten() for each in (g, *g.others)])
+    return torch.cat([values_of(each).flatten() for each in (g, *g.other_groups)])

@@ -11,8 +11,6 @@ rounds both moments to nearest (1,000 updates of 1e-6 did not move parameters be
 torchao's AdamW needs torch.compile, and neither streams its state from the host.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from itertools import cycle
 

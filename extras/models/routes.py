@@ -5,8 +5,6 @@ its routers are asked while they compute. What they choose is stored by the toke
 a prompt that is found in the cache has routes, too, those of the pass that computed it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace

@@ -46,16 +46,11 @@ class Vision:
     image_token: int  # id of `<|image_pad|>`
     patch_size: int  # in pixels
     merge_size: int  # patches along each side of a token
-    min_pixels: int
-    max_pixels: int
+    # The limits as the processor wants them, here and in vLLM: numbers of pixels, whatever the names say.
+    size: dict[str, int]  # "shortest_edge" and "longest_edge"
     window_size: int  # in pixels: most layers of the tower attend within squares of this side
     # Encoded image -> pixel values, while a micro-batch holds them.
     kept: WeakValueDictionary[bytes, Tensor] = field(default_factory=WeakValueDictionary)
-
-    @property
-    def size(self) -> dict[str, int]:
-        """The limits as the processor wants them, here and in vLLM: numbers of pixels, whatever the names say."""
-        return {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
 
     def process(self, encoded: bytes, grid: tuple[int, int, int]) -> Tensor:
         """The pixel values of one image, which `_grid` has said to have this grid."""
@@ -219,12 +214,9 @@ def check_images(path: str, config: PretrainedConfig, column: str | None) -> Non
 def load_processor(
     path: str, config: PretrainedConfig, prompt_format: PromptFormat
 ) -> tuple[PreTrainedTokenizerBase, Vision]:
-    """The tokenizer, and what reads images. Raises ValueError for image flags that do not suit the model."""
+    """The tokenizer, and what reads images. Raises ValueError for flags that do not suit the model, or OSError."""
     check_images(path, config, prompt_format.image_column)
-    try:
-        processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model {path!r} has no processor that could be read: {error}") from None
+    processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)
     processor.tokenizer = tokenizer = load_tokenizer(path)
     tokenizer.chat_template = processor.chat_template or tokenizer.chat_template
     images, max_pixels = processor.image_processor, prompt_format.max_pixels
@@ -236,8 +228,7 @@ def load_processor(
         image_token=processor.image_token_id,
         patch_size=images.patch_size,
         merge_size=images.merge_size,
-        min_pixels=smallest,
-        max_pixels=max_pixels or images.size["longest_edge"],
+        size={"shortest_edge": smallest, "longest_edge": max_pixels or images.size["longest_edge"]},
         window_size=config.vision_config.window_size,
     )
     return tokenizer, vision
@@ -296,7 +287,7 @@ def _grid(vision: Vision, encoded: bytes) -> tuple[int, int, int]:
         if image.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8):  # `decode` turns it by a quarter
             width, height = height, width
     patch = vision.patch_size
-    height, width = smart_resize(height, width, patch * vision.merge_size, vision.min_pixels, vision.max_pixels)
+    height, width = smart_resize(height, width, patch * vision.merge_size, *vision.size.values())
     return 1, height // patch, width // patch
 
 
@@ -318,10 +309,8 @@ def place_images(messages: Messages, num_images: int) -> None:
     """Each `<image>` in the user's texts becomes an image part. Without any, the images come first in the last text."""
     own = [message for message in messages if message["role"] == "user"]
     num_markers = sum(message["content"].count(IMAGE) for message in own)
-    if num_markers and not num_images:
-        raise UnusableRow(f"{num_markers} {IMAGE} in the text, but no images; --image_column names their column")
     if num_markers not in (0, num_images):
-        raise UnusableRow(f"{num_markers} {IMAGE} in the text, but {num_images} images")
+        raise UnusableRow(f"{num_markers} {IMAGE} in the text, but {num_images or 'no'} images")
     if not num_markers:
         own[-1]["content"] = IMAGE * num_images + own[-1]["content"]  # the last message is the user's
     for message in own:

@@ -3,8 +3,6 @@
 The seam is `Sampler.collect`: `train_grpo.build_sampler` takes `ReplaySampler` in place of `Sampler`.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +11,7 @@ import numpy as np
 
 from batch import Rollout, Row
 from grading import Grade
-from runtime.files import cause, checkpoints, rollouts_file, run_and_step, steps_with_rollouts
+from runtime.files import cause, numbered, rollouts_file, run_and_step
 from runtime.rank import RunError
 from sampling import Sampler
 
@@ -69,10 +67,10 @@ def read_rounds(out_dir: Path, step: int, rows: dict[str, Row]) -> list[Rollout]
             record["reward_status"],
             json.loads(record["reward_parts"]),
             record["read_as"],
-            turn_rewards=tuple(record.get("turn_rewards", ())),  # older files have none
-            is_compared=record.get("is_compared", True),
+            turn_rewards=tuple(record["turn_rewards"]),
+            is_compared=record["is_compared"],
         )
-        for record in table.select([name for name in GRADE if name in table.column_names]).to_pylist()
+        for record in table.select(GRADE).to_pylist()
     ]
     step_rollout = Rollout(
         rows=[rows[where] for where in places],
@@ -94,7 +92,7 @@ def weights_of(replayed: str, last: int) -> tuple[int, Path | None]:
     Raises RunError if that checkpoint is not there, or not all of the steps after it.
     """
     folder, done = run_and_step(replayed)
-    steps, saved = steps_with_rollouts(folder), dict(checkpoints(folder))
+    steps, saved = [*numbered(folder / "rollouts", ".parquet")], numbered(folder)
     if not steps:
         raise RunError(f"--replay {folder}: it has no folder rollouts; name the folder of a run.")
     for step in range(done + 1, last + 1):

@@ -3,8 +3,6 @@
 `Sampler.collect` asks for it at the end of a step, and `Sampler.unsolved_from` skips what it has noted.
 """
 
-from __future__ import annotations
-
 from batch import Metrics
 from sampling import Sampler
 

@@ -4,8 +4,6 @@
 advantage, also one of the user's, sees groups as if it had never been sampled. docs/rewards.md
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,8 +22,8 @@ def compare_the_rest(
 ) -> list[np.ndarray]:
     """The advantage of each completion's tokens; 0 where it could not be graded.
 
-    Groups of which as many are left make one `Groups`. Its `others` are those of another size, for an advantage that
-    compares over the whole step.
+    Groups of which as many are left make one `Groups`. Its `other_groups` are those of another size, for an advantage
+    that compares over the whole step.
     """
     is_left_PG = rollout.is_compared_B.reshape(-1, algorithm.group_size)
     size_B = (is_left_PG * is_left_PG.sum(axis=1, keepdims=True)).flatten()  # of its group; 0: it could not be graded
@@ -39,20 +37,15 @@ def compare_the_rest(
 
     groups: dict[int, Groups] = {}
     for size in chosen:
-
-        def keep(g: Groups, size: int = size) -> Tensor:
-            groups[size] = g
-            return torch.zeros_like(g.rewards_PG)
-
-        compare(size, keep)
+        compare(size, lambda g, size=size: groups.setdefault(size, g).rewards_PG)
     names = dict.fromkeys(name for g in groups.values() for name in g.parts)
     for size, g in groups.items():
         parts = {name: g.parts.get(name, torch.zeros_like(g.rewards_PG)) for name in names}
         groups[size] = replace(g, parts=parts)
     advantages = [np.zeros(len(ids), dtype=np.float32) for ids in rollout.completions]
     for size, indices in chosen.items():
-        others = tuple(g for other, g in groups.items() if other != size)
-        seen = {"others": others, "parts": groups[size].parts}
+        other_groups = tuple(g for other_size, g in groups.items() if other_size != size)
+        seen = {"other_groups": other_groups, "parts": groups[size].parts}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"std\(\): degrees of freedom")  # of one that is left alone there is none
             found = compare(size, lambda g, seen=seen: algorithm.advantage(replace(g, **seen)))

@@ -12,8 +12,6 @@ The weights have a version: the number of steps that they were trained. Each com
 tokens. Random draws are the servers' own, so a run that is continued samples other completions. docs/generation.md
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

@@ -4,8 +4,6 @@ One thread with an event loop, so that servers sample while the main rank trains
 run: `Fleet.error` is its sentence, which the main rank raises when it needs the servers again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import resource
@@ -13,7 +11,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
@@ -254,7 +252,7 @@ class Fleet:
             if server.num_requests >= self.most:
                 return
             server.num_requests += 1
-            self._start(self._hold_to(server, self._complete(server, self.pending.pop(0))))
+            self._start(self._complete(server, self.pending.pop(0)), server)
 
     async def _complete(self, server: Server, request: Request) -> None:
         sampling, episode = request.sampling, request.episode
@@ -318,7 +316,7 @@ class Fleet:
                     await self.ask(server, path, {})
             await self._meet(server, device)
         await self.ask(server, "start_weight_update")
-        server.update = self._start(self._hold_to(server, self._update(server, weights)))
+        server.update = self._start(self._update(server, weights), server)
 
     async def _update(self, server: Server, weights: dict[str, list]) -> None:
         await self.ask(server, "update_weights", {"update_info": weights})
@@ -362,14 +360,15 @@ class Fleet:
         self.raise_fault()
 
     async def finish(self) -> None:
-        """Ends the transfer: all weights have been sent."""
-        await self._with_all(lambda server: server.update)
+        """Ends the transfer: all weights have been sent. Raises RunError after a fault."""
+        await asyncio.wait([server.update for server in self.servers])
+        self.raise_fault()
         self.phase = "open"
         self._dispatch()
 
-    async def _with_all(self, do: Callable[[Server], Awaitable[None]]) -> None:
+    async def _with_all(self, do: Callable[[Server], Coroutine[None, None, None]]) -> None:
         """Raises RunError after a fault."""
-        await asyncio.gather(*[self._hold_to(server, do(server)) for server in self.servers])
+        await asyncio.wait([self._start(do(server), server) for server in self.servers])
         self.raise_fault()
 
     def progress(self) -> list[tuple[bool, int, float]]:
@@ -378,24 +377,20 @@ class Fleet:
 
     # Faults -----------------------------------------------------------------------------------------------------------
 
-    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        """The task of some work that nobody waits for. Its exception, which is no server's fault, ends the run."""
+    def _start(self, work: Coroutine[None, None, None], server: Server | None = None) -> asyncio.Task[None]:
+        """The task of some work. Its exception ends the run: one of `FAULTS` is the server's, another one ours."""
 
         def note(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and (error := task.exception()):
+            error = None if task.cancelled() else task.exception()
+            if server is not None and isinstance(error, FAULTS):
+                self._blame(server, error)
+            elif error is not None:
                 traceback.print_exception(error)
                 self._fail(f"sampling failed: {error!r}")
 
         task = self.loop.create_task(work)
         task.add_done_callback(note)
         return task
-
-    async def _hold_to(self, server: Server, work: Awaitable[None]) -> None:
-        """Waits for the work, whose fault is the server's."""
-        try:
-            await work
-        except FAULTS as error:
-            self._blame(server, error)
 
     def _blame(self, server: Server, error: Exception) -> None:
         """Ends the run with what the server did, and how its process ended."""
@@ -438,7 +433,7 @@ class Fleet:
         for server in self.servers:
             if server.process is None and not server.is_ready:
                 self.say(f"{server.unreachable} so far: {server.url}")
-            self._start(self._hold_to(server, self._watch(server)))
+            self._start(self._watch(server), server)
 
     async def _look(self, server: Server) -> None:
         """Checks the server until it fits, then counts its tokens. Before that it need not answer. Raises `FAULTS`."""

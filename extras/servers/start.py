@@ -6,8 +6,6 @@ one that has started it: vLLM does so by multiprocessing's spawn, which imports 
 else. They would stay, and keep their GPU, when the first one is killed, also while they are still importing torch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -4,8 +4,6 @@ vLLM's own weight transfer, of which this file has two backends: NCCL with a dea
 them with `--worker-extension-cls extras.servers.weights.Extension --middleware extras.servers.weights.check_key`.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 import socket

@@ -3,11 +3,8 @@
 `runtime/sources.read_records` asks for it, for a source that is no .jsonl or .json file.
 """
 
-from __future__ import annotations
-
 import glob
 import os
-import re
 import sys
 from dataclasses import dataclass
 from itertools import chain
@@ -103,8 +100,6 @@ def _load_splits(source: str, what: str, split: str | None) -> dict[str, dataset
                 raise ValueError(f"the folder does not contain any data files ({', '.join(sorted(TABLES - GUESSED))})")
             data_files = datasets.load_dataset_builder(full).config.data_files
             files = [Path(file) for file in chain.from_iterable(data_files.values())]
-            if files[0].suffix == ".md":
-                raise ValueError(f"most of its files are texts ({files[0].name}); name a file, or a folder of data")
             check_folder(path, files)
             if all(file.suffix.lower() in READERS for file in files):
                 return {str(key): names for key, names in data_files.items()}
@@ -118,12 +113,11 @@ def _load_splits(source: str, what: str, split: str | None) -> dict[str, dataset
         else:
             datasets.config.HF_HUB_OFFLINE = not has_hub()
             loaded = datasets.load_dataset(name, configuration, split=split)
-            if next(iter(loaded.values() if isinstance(loaded, dict) else [loaded])).builder_name == "csv":
+            loaded = loaded if isinstance(loaded, dict) else {split: loaded}
+            if any(rows.builder_name == "csv" for rows in loaded.values()):
                 raise ValueError(UNTYPED)
     except MISTAKES as error:
         reason = " ".join(str(error.__cause__ or error).split())[:500]
-        if re.match("BatchSize|Instruction .* no data", reason):  # what `datasets` says of it
-            reason = "a parquet file in it has no data; leave that out"
         if not path.exists():
             where = f"FOLDER/{configuration}, or where its files are" if configuration else "that folder"
             reason += f" (or: hf download --repo-type dataset {name} --local-dir FOLDER, and name {where})"
@@ -140,12 +134,9 @@ def check_folder(path: Path, read: list[Path]) -> None:
     readme = path / "README.md"
     if readme.is_file() and "data_files:" in readme.read_text("utf-8", "replace"):
         return
+    data = {file for file in path.rglob("*") if file.suffix.lower() in TABLES and file.name not in FILES_TO_IGNORE}
     known = {file.resolve() for file in read}
-    left_out = []
-    for file in sorted(path.rglob("*")):
-        is_data = file.suffix.lower() in TABLES and file.name not in FILES_TO_IGNORE
-        if is_data and file.resolve() not in known:
-            left_out.append(str(file.relative_to(path)))
+    left_out = sorted(str(file.relative_to(path)) for file in data if file.resolve() not in known)
     if left_out:
         raise ValueError(
             f"folder {path}: {len(read)} of its files would be read ({read[0].name}), "

@@ -1,7 +1,5 @@
 """--template_args NAME=VALUE: variables of the chat template. `data.template_variables` asks for it."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Episodes with a reply, or with a reward for each turn, ask for it; `update.compute_advantages` puts it into `Groups`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

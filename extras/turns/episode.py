@@ -9,8 +9,6 @@ A request brings all texts of its episode. The worker that has its object tells 
 that worker has died, the next one makes a new object and tells it all texts again.
 """
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Sequence

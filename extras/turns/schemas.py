@@ -1,7 +1,5 @@
 """What the chat template shows of --tools. `data.render` asks for it."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 from transformers.utils import get_json_schema

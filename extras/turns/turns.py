@@ -11,8 +11,6 @@ attention sees both. Environments run in workers (`extras/turns/episode.py`), a 
 docs/turns.md
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -14,9 +14,8 @@ from extras.samplers.replay import read_rounds, weights_of
 from grading import Grade
 from helpers.made_up import make_rollout, make_row
 from helpers.runs import NO_EVAL, metrics_of, torchrun, training_flags
-from reports.samples import pack_step
 from run import StepRecord
-from runtime.files import rollouts_file, steps_with_rollouts
+from runtime.files import numbered, rollouts_file
 from runtime.rank import RunError
 from watch.rollouts import Keeper
 
@@ -57,16 +56,6 @@ def test_what_was_kept_comes_back_to_the_bit(tmp_path):
     assert found.is_truncated_B.tolist() == expected.is_truncated_B.tolist()
 
 
-def test_a_file_of_an_older_run_is_shown(tmp_path):
-    """Without an environment such a file does not say which tokens were sampled: all were."""
-    kept(tmp_path, sampled())
-    table = pyarrow.parquet.read_table(rollouts_file(tmp_path, 3))
-    place = table.column_names.index("is_sampled")
-    older = table.set_column(place, "is_sampled", pyarrow.nulls(len(table), table["is_sampled"].type))
-    tokens = pyarrow.table({"bytes": [b"x"] * 64})
-    assert pack_step(older, tokens) == pack_step(table, tokens), "the report shows the same"
-
-
 def test_the_file_says_what_was_trained_on_and_how(tmp_path):
     versions = [np.arange(length, dtype=np.int32) for length in (2, 5, 1, 4)]
     kept(tmp_path, replace(sampled(), rollout=sampled().rollout.with_parts(versions=versions)))
@@ -83,14 +72,14 @@ def test_the_oldest_kept_steps_make_room_and_the_last_one_stays(tmp_path, monkey
     kept(tmp_path, sampled(1))
     file_bytes = rollouts_file(tmp_path, 1).stat().st_size
     kept(tmp_path, *map(sampled, range(2, 7)), max_gib=2.5 * file_bytes / 2**30)
-    assert steps_with_rollouts(tmp_path) == [5, 6]
+    assert [*numbered(tmp_path / "rollouts", ".parquet")] == [5, 6]
     (tmp_path / "rollouts" / "step_5_copy.parquet").write_bytes(b"somebody's")
     kept(tmp_path, sampled(7), max_gib=0.1 * file_bytes / 2**30)
-    assert steps_with_rollouts(tmp_path) == [7]
+    assert [*numbered(tmp_path / "rollouts", ".parquet")] == [7]
     free = SimpleNamespace(free=9 * file_bytes)  # and what the rollouts take: a quarter is for them
     monkeypatch.setattr("watch.rollouts.shutil.disk_usage", lambda _: free)
     kept(tmp_path, *map(sampled, range(8, 15)))
-    assert steps_with_rollouts(tmp_path) == [12, 13, 14]
+    assert [*numbered(tmp_path / "rollouts", ".parquet")] == [12, 13, 14]
 
 
 def test_a_disk_that_refuses_them_costs_rollouts_and_no_run(tmp_path, capsys):

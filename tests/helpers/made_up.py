@@ -457,8 +457,8 @@ def write_completions(run: Path, step: int, name: str, scores: list[float]) -> N
     ])  # fmt: skip
 
 
-def make_run(folder: Path, seed: int = 1, steps: int = 500, patch: str = "", **flags: object) -> Path:
-    """A run with an evaluation at every 25th step; a patch, if there are uncommitted changes."""
+def make_run(folder: Path, seed: int = 1, steps: int = 500, patch: str | None = None, **flags: object) -> Path:
+    """A run with an evaluation at every 25th step. `patch`: the name of that of its uncommitted changes."""
     config = {"model": f"policies/warm_seed{seed}", "out_dir": str(folder), "seed": seed, "clip_high": 0.2}
     random, records = np.random.default_rng(seed), []
     for step in range(steps + 1):
@@ -468,9 +468,7 @@ def make_run(folder: Path, seed: int = 1, steps: int = 500, patch: str = "", **f
         records[-1] |= {"optim/grad_norm": None} if step == 7 else {}
     write_run(folder, config | {"group_size": GROUP_SIZE, "system_prompt": HOSTILE} | flags, records)
     start = {"time": "20260101T120000", "world_size": 8, "device": "NVIDIA H100 80GB HBM3", "commit": "a" * 40}
-    write_lines(folder / "starts.jsonl", [start | {"packages": {"torch": "2.13.0"}}])
-    if patch:
-        (folder / f"changes_{start['time']}.patch").write_text(patch)
+    write_lines(folder / "starts.jsonl", [start | {"packages": {"torch": "2.13.0"}, "patch": patch}])
     return folder
 
 

@@ -95,7 +95,7 @@ def judged(run: Path, name: str) -> dict[str, tuple[str, str]]:
 def test_a_run_is_judged_by_what_was_published(tmp_path, changes, before, after, overall):
     run = gsm8k_run(tmp_path, **changes)
     assert judged(run, GSM8K) == {BEFORE: before, AFTER: after}
-    said = judgement(run)
+    said = judgement(read_run(run))
     if overall is None:
         assert said == "", "nothing is said at the end of a run of one's own"
     else:
@@ -114,9 +114,9 @@ def test_of_several_sets_the_one_that_was_evaluated_alike_is_judged(tmp_path):
 
 def test_unpublished_or_unmeasured_figures_cannot_be_judged(tmp_path):
     run = gsm8k_run(tmp_path / "model", model="Qwen/Qwen2.5-14B-Instruct")
-    assert f"{UNKNOWN}: nothing is published for --model Qwen/Qwen2.5-14B-Instruct" in judgement(run)
+    assert f"{UNKNOWN}: nothing is published for --model Qwen/Qwen2.5-14B-Instruct" in judgement(read_run(run))
     run = write_run(tmp_path / "qwq", config_of("qwq32b_8xh100"), [{"step": 1}])
-    assert f"{UNKNOWN}: the source gives no figure" in judgement(run)
+    assert f"{UNKNOWN}: the source gives no figure" in judgement(read_run(run))
     run = write_run(tmp_path / "lost", config_of(GSM8K), [{"step": 0}, {"step": 116, EVAL: 0.9}])
     assert "problems not known, not 1319" in judged(run, GSM8K)[AFTER][1]
     assert judged(run, GSM8K)[BEFORE] == (UNKNOWN, "metrics.jsonl has no eval/*/avg@1 at step 0")
@@ -157,7 +157,7 @@ def test_figures_of_evaluations_come_from_the_best_checkpoint(tmp_path):
 def test_figures_of_another_evaluation_are_shown_and_not_judged(tmp_path):
     write_run(tmp_path, config_of(TULU), [{"step": 223}])
     results(tmp_path / "eval" / "step_223" / "x", "gsm8k_test", 0.9)
-    said = judgement(tmp_path)
+    said = judgement(read_run(tmp_path))
     assert f"against {TULU}: {UNKNOWN}\n" in said and "the source shows 8 worked examples" in said
     assert re.search(r"^GSM8K, after training +0\.876 +0\.9 +- +cannot be judged: the", said, re.MULTILINE)
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from helpers.runs import largest_file
-from runtime.files import DiskError, append, best_effort, cause, checkpoints, must_write, steps_with_rollouts, write
+from runtime.files import DiskError, append, best_effort, cause, checkpoints, must_write, numbered, write
 
 LINE = json.dumps({"text": "x" * 30_000}) + "\n"
 
@@ -47,7 +47,7 @@ def test_copies_and_other_files_of_somebody_are_no_steps(tmp_path):
         (tmp_path / "rollouts" / f"{name}.parquet").write_bytes(b"")
     (tmp_path / "rollouts" / "step_3.parquet.tmp").write_bytes(b"")
     assert checkpoints(tmp_path) == [(step, tmp_path / f"step_{step}") for step in (0, 9, 10)]
-    assert steps_with_rollouts(tmp_path) == [0, 9, 10]
+    assert [*numbered(tmp_path / "rollouts", ".parquet")] == [0, 9, 10]
 
 
 def test_what_a_run_can_miss_is_reported_once(tmp_path, capsys):

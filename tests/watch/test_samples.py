@@ -51,7 +51,7 @@ def test_failed_gradings_are_kept_and_the_first_three_named(tmp_path, capsys):
     assert len(said) == 4 and said[-1].startswith("step 3: 4 completions were not graded; all are in")
     found = lines(tmp_path / "reward_failures.jsonl")
     expected = {"step": 3, "row": "train.jsonl, line 7", "reward_status": "timeout", "answer": "4", "completion": "a"}
-    assert found[0] == expected and [each["completion"] for each in found] == ["a", "b", "e", "f"]
+    assert found[0].items() >= expected.items() and [each["completion"] for each in found] == ["a", "b", "e", "f"]
 
 
 def test_two_completions_of_two_trained_groups_are_kept_as_samples(tmp_path):

@@ -127,15 +127,12 @@ def check_loss(args: argparse.Namespace, flag: SimpleNamespace) -> None:
 
 
 def check_critic(args: argparse.Namespace, flag: SimpleNamespace) -> None:
-    if not args.critic:
-        return
-    _, settings = part("extras.critic.settings", "--critic").settings_of(args.critic)
-    if settings.rate and not args.learning_rate:
-        raise ValueError(f"{flag.critic}: its rate follows the schedule of {flag.learning_rate}; give that a value.")
-    if args.replay and run_and_step(args.replay)[1] and not read_config(run_and_step(args.replay)[0]).get("critic"):
-        raise ValueError(
-            f"{flag.critic} with {flag.replay}: this checkpoint holds no critic; give the folder of the run."
-        )
+    if args.critic:
+        _, settings = part("extras.critic.settings", "--critic").settings_of(args.critic)
+        if settings.rate and not args.learning_rate:
+            raise ValueError(
+                f"{flag.critic}: its rate follows the schedule of {flag.learning_rate}; give that a value."
+            )
 
 
 def check_groups(args: argparse.Namespace, flag: SimpleNamespace) -> None:
@@ -228,10 +225,10 @@ def check_replay(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     replayed = read_config(folder)
     if not replayed:
         raise ValueError(f"{flag.replay}: {folder} has no config.json; name the folder of a run.")
-    if args.reference_every and step and not replayed.get("reference_every"):
-        raise ValueError(
-            f"{flag.reference_every} with {flag.replay}: this checkpoint holds no reference; give {folder}."
-        )
+    for name, kept in (("reference_every", "reference"), ("critic", "critic")):
+        if getattr(args, name) and step and not replayed.get(name):
+            given = f"{getattr(flag, name)} with {flag.replay}"
+            raise ValueError(f"{given}: this checkpoint holds no {kept}; give {folder}.")
     for name in FIXED_BY_ROLLOUTS:
         if name in replayed and replayed[name] != getattr(args, name):
             written, value = getattr(flag, name), replayed[name]

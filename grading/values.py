@@ -89,7 +89,7 @@ NO_UNIT = r"""(?ix:
 CURRENCY = r"\\(?:dollar|euro|sterling|rupee|yuan)"
 UNIT_START = re.compile(  # behind a value; not behind an index
     rf"(?:(?<=[\d)])|(?<!_\{{.)(?<!_\{{..)(?<=\}})|(?<=\\pi)|(?<=hundred)|(?<=thousand)|(?<=illion))(?P<space>\s*)"
-    rf"(?=%|\(|{CURRENCY}|\\(?:degree|Omega|mu|frac)(?![a-z])|[A-Za-zμ\u4e00-\u9fff])"
+    rf"(?=.{{1,80}}$)(?=%|\(|{CURRENCY}|\\(?:degree|Omega|mu|frac)(?![a-z])|[A-Za-zμ\u4e00-\u9fff])"
 )
 
 
@@ -180,7 +180,8 @@ BRACKETS = re.compile(  # with nothing in brackets between; those of an interval
     r"(?:\\[\[{]|[(\[{]|\\l(?:angle|floor|ceil)(?![a-z]))[^()\[\]{}]*?(?:[)\]}]|\\r(?:angle|floor|ceil)(?![a-z]))"
 )
 AMOUNTS = re.compile(r"(?<=[A-Za-z])\s+(?=\d)|[\s,;]+(?=\([b-hB-H]\))|(?<=\))(?=\([B-H]\))")
-NESTED = re.compile(r"(?:[(\[{][^()\[\]{}]*){21}|(?:\|[^|]*){21}")  # the LaTeX parser's time grows steeply with these
+# 20 open brackets, with which the LaTeX parser's time grows steeply
+NESTED = re.compile(r"(?:[(\[{](?:[^()\[\]{}]|[(\[{][^()\[\]{}]*[)\]}])*){20}|(?:\|[^|]*){20}")
 BEGINNINGS = rules(r"""
     (?i)^(?:the )?(?:final )?answer\s*(?:is|:|=(?!.*=))[,:\s]*(?=\S) ⟶
     \+\s*const(?:ant)?$ ⟶ +C

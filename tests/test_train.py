@@ -9,13 +9,12 @@ from select import select
 
 import pytest
 import torch
-from pyarrow.parquet import read_table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fsdp_utils import World
 from helpers.distributed import on_ranks
+from helpers.made_up import write_lines
 from helpers.runs import NO_EVAL, begin, copy_at, lines, metrics_of, run_ranks, torchrun, training_flags, without_times
-from runtime.files import rollouts_file
 
 METRICS_OF_A_STEP = {
     "reward": "mean std frac_groups_all_right frac_groups_all_wrong frac_groups_with_signal",
@@ -72,35 +71,32 @@ def test_the_run_folder_describes_itself_and_keeps_held_out_completions(finished
 FAILING_REWARD = """
 import os, time
 
-def score(completion, answer, columns):
-    kind = sum(map(ord, completion)) % 8
-    if kind == 0: os._exit(1)
-    if kind == 1: time.sleep(3600)
-    if kind == 2: raise KeyError('no such thing')
+def score(completion, answer):
+    if answer == "exit": os._exit(1)
+    if answer == "late": time.sleep(3600)
+    if answer == "error": raise KeyError("no such thing")
     return 0.5
 """
-FAILS = {0: "error:", 1: "timeout", 2: "error:"}  # kind of a completion -> what its grade says
-
-
-def kind_of(completion: str) -> int:
-    return sum(map(ord, completion)) % 8
+FAILS = {"exit": "error:", "late": "timeout", "error": "error:"}  # answer of a row -> what the grade of each says
 
 
 def test_a_reward_that_sometimes_fails_costs_those_completions(policy, tmp_path):
-    """On two ranks, each with completions of its own. On a busy machine others may run out of time, too."""
+    """On two ranks, for three of the step's eight rows. On a busy machine others may run out of time, too."""
     (tmp_path / "my_reward.py").write_text(FAILING_REWARD)
-    changes = {"reward": f"{tmp_path}/my_reward.py:score", "reward_timeout": 1.0, "total_steps": 1} | NO_EVAL
-    done = torchrun(2, "train_grpo.py", *training_flags(policy, run := tmp_path / "run", **changes))
-    kept, failures = read_table(rollouts_file(run, 1)).to_pylist(), lines(run / "reward_failures.jsonl")
+    rows = [{"problem": f"{i}+1", "answer": answer} for i, answer in enumerate([*"12345", *FAILS])]
+    write_lines(data := tmp_path / "rows.jsonl", rows)
+    changes = {"reward": f"{tmp_path}/my_reward.py:score", "reward_timeout": 2.0, "total_steps": 1, "train_data": data}
+    done = torchrun(2, "train_grpo.py", *training_flags(policy, run := tmp_path / "run", **changes | NO_EVAL))
+    failures = lines(run / "reward_failures.jsonl")
     statuses = [failure["reward_status"].partition(" ")[0] for failure in failures]
     for status, failure in zip(statuses, failures, strict=True):
-        assert status in ("timeout", FAILS.get(kind_of(failure["completion"]))), failure
-    must_fail, failed = (sum(kind_of(row["completion"]) in FAILS for row in rows) for rows in (kept, failures))
-    assert must_fail == failed > 0 and set(statuses) == {"timeout", "error:"}
+        assert status in ("timeout", FAILS.get(failure["answer"])), failure
+    answers = [failure["answer"] for failure in failures]
+    assert [answers.count(answer) for answer in FAILS] == [4, 4, 4] and set(statuses) == {"timeout", "error:"}
     metrics = metrics_of(run)[1]
     assert metrics["reward/timeouts"] + metrics["reward/errors"] == len(failures)
     assert metrics["reward/mean"] == 0.5 and metrics["reward/left_out"] == len(failures), "what failed counts nowhere"
-    assert all(failure["row"].startswith(f"{policy}/train.jsonl") for failure in failures)
+    assert all(failure["row"].startswith(str(data)) for failure in failures)
     assert any("KeyError" in failure["reward_status"] for failure in failures)
     said = [f"step 1: reward {failure['reward_status']}, of {failure['row']}" for failure in failures[:3]]
     assert all(text in done.stdout for text in [*said, "all are in reward_failures.jsonl"])

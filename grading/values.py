@@ -239,9 +239,9 @@ INTERVAL = re.compile(rf"{SIDE}(<|\\le(?![A-Za-z]))\s*({VARIABLE})\s*(<|\\le(?![
 @lru_cache(maxsize=8192)
 def parse_value(text: str) -> Value:
     """The value of a cleaned answer."""
-    text = rewritten(text.strip(), BEGINNINGS).strip(" ,")
     if len(text) > MAX_FORMULA or NESTED.search(text):
         return text_of(text)
+    text = rewritten(text.strip(), BEGINNINGS).strip(" ,")
     words = text.lower()
     if DATED.fullmatch(text):
         return text_of(text)

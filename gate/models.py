@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 READ = (".json", ".jinja", ".model", ".txt")  # files that are read before weights
 POINTER = b"version https://git-lfs"  # how a file begins that git has left on its server
 QUANTIZED = ("quantization_config", "compression_config", "quantization")  # settings of config.json
+UNREADABLE = (AttributeError, LookupError, TypeError)  # what transformers raises for settings of config.json
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # in configs
 
 
@@ -48,9 +49,8 @@ def checked_config(path: str) -> PretrainedConfig:
     check_path(path)
     try:
         config = load_config(path)
-    except (StrictDataclassError, AttributeError, TypeError) as error:
-        what = str(error).partition(". Errors")[0]
-        raise ValueError(f"--model {path}: its config.json has a setting that transformers refuses: {what}.") from None
+    except (StrictDataclassError, *UNREADABLE) as error:
+        raise refused_setting(path, error) from None
     find = partial(cached_file, path, _raise_exceptions_for_missing_entries=False)
     if find("adapter_config.json"):
         raise ValueError(f"--model {path} has an adapter beside its weights; merge it into them, or remove it.")
@@ -72,6 +72,11 @@ def checked_config(path: str) -> PretrainedConfig:
     ends = {"eos_token_id": read("generation_config.json").get("eos_token_id")}
     check_ids(path, "generation_config.json", ends, config.get_text_config().vocab_size)
     return config
+
+
+def refused_setting(path: str, error: Exception) -> ValueError:
+    what = str(error).partition(". Errors")[0]
+    return ValueError(f"--model {path}: its config.json has a setting that transformers refuses: {what}.")
 
 
 def check_ids(path: str, file: str, settings: dict[str, object], num_rows: int) -> None:
@@ -138,7 +143,10 @@ def check_layers(path: str, config: PretrainedConfig) -> None:
     """Raises ValueError for attention that cannot be told of packed sequences, or no layers to shard."""
     from model.weights import model_of_shapes
 
-    model = model_of_shapes(config)
+    try:
+        model = model_of_shapes(config)
+    except UNREADABLE as error:
+        raise refused_setting(path, error) from None
     has_interface = model._supports_attention_backend or config.model_type in HYBRIDS  # these have it without saying so
     if not (has_interface and hasattr(model.get_decoder(), "layers")):
         raise ValueError(

@@ -249,8 +249,8 @@ def test_flags_that_may_change_on_a_resume_may_name_changed_files(policy, tmp_pa
 
 
 @pytest.mark.parametrize(("line", "said"), [
-    ('{"reward/mean": 1.0}', "is damaged: a line of it has no step: {'reward/mean': 1.0}; mend it, or take it out"),
-    ('{"step": "2"}', "is damaged: a line of it has no step: {'step': '2'}; mend it, or take it out"),
+    ('{"reward/mean": 1.0}', "is damaged: there is no step in the line {'reward/mean': 1.0}; delete that line"),
+    ('{"step": "2"}', "is damaged: step is no number in the line {'step': '2'}; delete that line"),
     ('{"step": 2, "reward/mean: 1.0}', ", line 2, is damaged: Unterminated string"),
 ])  # fmt: skip
 def test_a_log_that_is_damaged_ends_a_resume_in_a_sentence(line, said, policy, tmp_path, monkeypatch, capsys):

@@ -108,9 +108,12 @@ def test_the_exported_policy_ends_where_it_was_sampled_to_end(policy, tmp_path, 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 LONG = {"short_factor": [1.0] * 12, "long_factor": [2.0] * 12}
+LONGROPE = {"rope_type": "longrope", "type": "longrope", "factor": 8.0}
+BEFORE = {"original_max_position_embeddings": 4096}
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
 OLD_NAMES = {
     "rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq", "rotary_emb_base", "rotary_pct",
+    "original_max_position_embeddings",
 }  # fmt: skip
 
 
@@ -128,7 +131,11 @@ def angles(kind: str, theta: float = 5e5, **others: object) -> dict[str, object]
     ("gpt_neox", {"rotary_emb_base": 2e4, "rotary_pct": 0.5}, {"rotary_emb_base": 2e4, "rotary_pct": 0.5}),
     # It wants exactly these three.
     ("phi3", {"hidden_size": 96, "num_attention_heads": 4, "rope_scaling": {"type": "longrope"} | LONG},
-     {"rope_theta": 1e4, "partial_rotary_factor": 1.0, "rope_scaling": {"type": "longrope"} | LONG}),
+     {"rope_theta": 1e4, "partial_rotary_factor": 1.0, "rope_scaling": {"type": "longrope"} | LONG} | BEFORE),
+    # The scale of attention is computed from the length that stands beside the others.
+    ("llama", {"rope_parameters": angles("longrope", factor=8.0, **LONG, **BEFORE)},
+     {"rope_theta": 5e5, "rope_scaling": LONGROPE | LONG | BEFORE} | BEFORE),
+    ("apertus", {"rope_parameters": angles("default")}, {"rope_theta": 5e5}),  # which would have llama3 for no value
     ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 2e4} | KINDS,
      {"rope_theta": 1e6, "rope_local_base_freq": 2e4,
       "rope_scaling": {"rope_type": "linear", "type": "linear", "factor": 8.0}}),
@@ -142,7 +149,8 @@ def test_an_exported_config_has_its_angles_under_old_and_new_names(model_type, g
     config = AutoConfig.for_model(model_type, **given)
     config.save_pretrained(tmp_path)
     named = checkpoint.with_old_names(json.loads((tmp_path / "config.json").read_text()))
-    assert {name: value for name, value in named.items() if name in OLD_NAMES} == old
+    expected = {"rope_scaling": None} | old if old else {}
+    assert {name: value for name, value in named.items() if name in OLD_NAMES} == expected
     (tmp_path / "config.json").write_text(json.dumps(named))
     again = AutoConfig.from_pretrained(tmp_path)
     if hasattr(config, "rope_parameters"):

@@ -126,7 +126,7 @@ def test_where_own_code_ends_the_run_the_steps_completions_are_kept(flag, said, 
 
 def test_a_hook_gives_metrics_to_the_line_and_ends_the_run_where_it_fails():
     hook = AfterStep(lambda step, metrics: metrics["eval/x/avg@1"] > 0.5)
-    said = "--after_step fails after step 3: KeyError: 'eval/x/avg@1'; mend it. A step that is not evaluated"
+    said = "--after_step fails after step 3: KeyError: 'eval/x/avg@1'; correct the function, and start"
     with pytest.raises(RunError, match=said):
         hook.step(3, {"reward/mean": 1.0})
     with pytest.raises(RunError, match="TypeError: it returned True, but may return None, a dict of metrics or"):

@@ -13,7 +13,6 @@ Runs of one seed count as one.
 
 import fnmatch
 import math
-import re
 import statistics
 from collections import defaultdict
 
@@ -174,19 +173,10 @@ def compare(a: Side, b: Side) -> str:
 
 
 def not_alike(kind: str, runs: Side, differences: dict[str, list[object]]) -> list[str]:
-    """The differences that change what these metrics measure; contents count if such a flag names the file.
-
-    A held-out accuracy is the score of the first verifier of --reward, without its weight.
-    """
+    """The differences that change what these metrics measure; contents count if such a flag names the file."""
     flags = MEASURED_BY[kind]
     named = str([run.config.get(flag[2:]) for run in runs for flag in flags])
-    names = [name for name in differences if name in flags or name.removeprefix("contents of ") in named]
-    if kind == "eval" and "--reward" in names:
-        verifier = re.compile(r"[^,:]*((?<=\.py):\w+)?")
-        first = {verifier.match(reward or "")[0] for reward in differences["--reward"]}
-        if len(first) == 1:
-            names.remove("--reward")
-    return names
+    return [name for name in differences if name in flags or name.removeprefix("contents of ") in named]
 
 
 def verdict(name: str, a: float, b: float, margin: float) -> list[str]:

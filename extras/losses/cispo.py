@@ -1,7 +1,5 @@
 """CISPO: no token loses its gradient; its weight is clipped: --policy_loss cispo"""
 
-from __future__ import annotations
-
 from grpo import Loss, Tokens, token_ratio
 
 

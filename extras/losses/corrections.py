@@ -1,7 +1,5 @@
 """Weights from the ratio trainer / sampler: --rollout_correction token_truncate, token_mask, ..."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

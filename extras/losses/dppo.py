@@ -1,7 +1,5 @@
 """DPPO: a trust region of probabilities in place of a clip of ratios: --policy_loss dppo, or dppo_kl"""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

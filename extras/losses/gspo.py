@@ -1,7 +1,5 @@
 """GSPO: the ratio of the whole sequence: --policy_loss gspo, or gspo_token, which has a gradient for each token."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

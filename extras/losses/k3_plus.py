@@ -1,7 +1,5 @@
 """k3 with the gradient of k2: --kl_estimator k3+"""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from grpo import k2, k3

@@ -1,7 +1,5 @@
 """MaxRL: hard prompts count more: --advantage maxrl"""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from grpo import Groups, centred, divided

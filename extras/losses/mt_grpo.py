@@ -3,8 +3,6 @@
 --environment my_environment.py:Class    whose reward() returns a list, a number a turn (docs/turns.md)
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """REINFORCE++: whitened over the tokens of a step: --advantage reinforce++, or reinforce++_baseline"""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """SAPO: a soft gate in place of a clip: --policy_loss sapo"""
 
-from __future__ import annotations
-
 import torch
 
 from grpo import Loss, Tokens, token_ratio

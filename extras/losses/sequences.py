@@ -1,7 +1,5 @@
 """Sums, means and ratios over whole sequences, at each of their tokens: what several losses are made of."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Values of all groups of a step, for an advantage that compares over more than the group. docs/rewards.md"""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

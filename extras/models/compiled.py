@@ -1,7 +1,5 @@
 """Decoder layers under torch.compile: --compile"""
 
-from __future__ import annotations
-
 import torch
 import torch._dynamo
 from torch import nn

@@ -6,8 +6,6 @@ reads it. So a module runs on rows, one for each whole sequence, whichever code 
 padding is on the right, where no token looks. A shared prompt is computed for each completion.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -3,8 +3,6 @@
 From log-probs [T, V] of policy (p) and reference (q) to a value at each token [T].
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 A chunk's logits are computed again in the backward pass. There are about four tensors of their size at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ reads, behind the problem, what a completion got right or wrong, and judges its 
 templates are those of the authors' code (lasgroup/SDPO, verl/trainer/config/actor/actor.yaml).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

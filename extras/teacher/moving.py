@@ -1,7 +1,5 @@
 """A reference that moves to the policy: --reference_every, --reference_mixup, --reset_optimizer"""
 
-from __future__ import annotations
-
 import torch
 from torch.optim import Optimizer
 

@@ -3,8 +3,6 @@
 `update.add_advantages` asks for it.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from torch import Tensor
 

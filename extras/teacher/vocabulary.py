@@ -1,7 +1,5 @@
 """--kl_over vocabulary: the reference as a teacher, followed over its whole distribution. It runs beside the update."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

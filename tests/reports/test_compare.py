@@ -119,10 +119,7 @@ def test_what_speaks_against_a_comparison_is_said(tmp_path):
 
 
 @pytest.mark.parametrize(("flags_of_a", "flags_of_b", "why_reward", "why_eval"), [
-    ({"reward": "exact"}, {"reward": "exact:2,length"}, "--reward", ""),  # the first verifier is the same
-    ({"reward": "my.py:f:2,math"}, {"reward": "my.py:f"}, "--reward", ""),
     ({"reward": "exact,length"}, {"reward": "length,exact"}, "--reward", "--reward"),
-    ({"reward": "my.py:f"}, {"reward": "my.py:g"}, "--reward", "--reward"),
     ({"temperature": 1.0}, {"temperature": 0.6}, "--temperature", ""),
     ({"eval_temperature": [1.0]}, {"eval_temperature": [0.0]}, "", "--eval_temperature"),
     ({"train_data": ["a.jsonl"]}, {"train_data": ["b.jsonl"]}, "--train_data", ""),

@@ -82,7 +82,6 @@ def helper(): pass
     (["--environment", "env.py:FortyTwo"], "which training leaves out: WrongReturn: FortyTwo.reply returned 42, not a"),
     (["--environment", "env.py:Ends"], "which training leaves out: SystemExit: 3 (env.py, line 9)"),
     (["--tools", "env.py:Missing"], "env.py has no function or class 'Missing'; it has Raises"),
-    (["--max_turns", "3"], "--max_turns 3 has no effect here, only with --environment or --tools: leave it out, or"),
 ])  # fmt: skip
 def test_an_environment_on_the_terminal_fails_as_in_training(given, words, tmp_path, monkeypatch):
     (tmp_path / "env.py").write_text(ENVIRONMENTS)

@@ -201,7 +201,7 @@ def start_grader(
 
 
 def check_critic(args: Namespace) -> None:
-    """Raises ValueError for a --critic that cannot read what the policy samples, or is no model of one value."""
+    """Raises ValueError for a --critic that cannot read what the policy samples, or has other heads."""
     path = part("extras.critic.settings", "--critic").path_of(args.critic, args.model)
     try:
         check_reference(args, path)

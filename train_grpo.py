@@ -46,7 +46,7 @@ from runtime.start import NOT_FINISHED, leave, signal_name
 from sampling import Sampler
 from schedule import Plan, make_plan
 from step_metrics import throughput, work_of_step
-from update import UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy
+from update import add_advantages, add_logprobs, make_guard, pack_updates, update_policy
 from watch.after_step import AfterStep
 from watch.console import Console
 from watch.memory import MemoryWatch
@@ -230,7 +230,7 @@ def main(args: Namespace) -> None:
     policy, reference, optimizer, engine = load_models(args, plan, inputs, run)
     sampler = build_sampler(args, plan, inputs, train_data, engine, run)
     writer = Writer(out_dir, inputs.companions, Saving.from_flags(args), world, run.say)
-    guard = UpdateGuard(world)
+    guard = make_guard(args.dtype, world)
     with run.observed("load"):
         if saved:
             state = load(saved, policy, optimizer)

@@ -44,7 +44,7 @@ ROUNDED = ("old_logprobs", "advantages", "policy/", "loss/", "distill/", "moe/",
 # Relative or absolute, of what is ROUNDED. A weight may differ by twice the learning rate an update: a gradient of
 # rounding errors alone is a whole step of Adam, in either direction.
 TOLERANCE = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}
-Value = tuple[str, str, object]  # name, place, and the value there
+Value = tuple[str, str, object]  # name, place, value
 
 
 class Different(Exception):
@@ -151,8 +151,8 @@ def audit(run: Path, step: int, num_ranks: int | None, is_elsewhere: bool, more:
     config, words = flags_of(run, starts[-1]["command"][2:])
     start = [each for each in starts if each["resumed_from"] < step][-1]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    here = {"world_size": num_ranks or start["world_size"], "device": device, "packages": versions()}
-    here["cores"] = os.cpu_count()
+    here = {"device": device, "cores": os.cpu_count(), "packages": versions()}
+    here["world_size"] = num_ranks or start["world_size"]
     reasons = [f"{name} {start[name]} there, {here[name]} here" for name in here if start[name] != here[name]]
     reasons += ["--elsewhere"] * is_elsewhere
     tolerance = TOLERANCE[config["dtype"]] if reasons else None
@@ -190,11 +190,9 @@ def main() -> None:
         try:
             print(audit(args.run, args.step, args.ranks, args.elsewhere, more, Path(folder) / "run"))
         except Different as error:
-            print(f"step {args.step}: {error}")
-            sys.exit(1)
+            sys.exit(f"step {args.step}: {error}")
         except (ValueError, OSError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
+            parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ READ = (".json", ".jinja", ".model", ".txt")  # files that are read before weigh
 POINTER = b"version https://git-lfs"  # how a file begins that git has left on its server
 QUANTIZED = ("quantization_config", "compression_config", "quantization")  # settings of config.json
 UNREADABLE = (AttributeError, LookupError, TypeError)  # what transformers raises for settings of config.json
+OVERFLOWING = ("gemma2", "gemma3", "gemma3_text", "glm4")  # in float16, by vllm/config/model.py
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # in configs
 
 
@@ -118,6 +119,7 @@ def length_limits(args: Namespace) -> tuple[int, int]:
 def check_trained(args: Namespace, config: PretrainedConfig) -> None:
     """Raises ValueError for a config of --model that these flags cannot train."""
     check_model(args.model, config, length_limits(args), args.tensor_parallel_size, args.router_replay)
+    check_range_of(f"--model {args.model}", config, args.dtype)
     if args.compile:
         check_compile(args.model, config, args.dtype)
     if args.lora_targets:
@@ -126,15 +128,24 @@ def check_trained(args: Namespace, config: PretrainedConfig) -> None:
         part("extras.models.lora", "--lora_rank").target_names(model_of_shapes(config), args.lora_targets)
 
 
+def check_range_of(given: str, config: PretrainedConfig, dtype: str) -> None:
+    """Raises ValueError for a model whose activations are known to exceed 65,504, the largest number of float16."""
+    if dtype == "float16" and config.model_type in OVERFLOWING:
+        raise ValueError(
+            f"--dtype float16: {given} ({config.model_type}) overflows in it, says vLLM of {', '.join(OVERFLOWING)}; "
+            "use --dtype bfloat16."
+        )
+
+
 def check_compile(path: str, config: PretrainedConfig, dtype: str) -> None:
     """Raises ValueError for experts that --compile does not know: torch compiles their matrices in bfloat16 alone.
 
-    In float32 transformers would multiply them one by one, outside of the graph.
+    Otherwise transformers would multiply them one by one, outside of the graph.
     """
     kind = config.get_text_config().model_type
-    if kind in MIXTURES and dtype == "float32":
+    if kind in MIXTURES and dtype != "bfloat16":
         raise ValueError(
-            f"--compile with --dtype float32: the experts of --model {path} ({kind}) are compiled in bfloat16 alone; "
+            f"--compile with --dtype {dtype}: the experts of --model {path} ({kind}) are compiled in bfloat16 alone; "
             "use --dtype bfloat16, or leave --compile out."
         )
 

@@ -105,7 +105,7 @@ def test_mean_lengths_are_half_of_the_limits_unless_given():
     ("--param_dtype bfloat16 --communicate_once", 18, 12),  # nothing is cast for a gather
 ])  # fmt: skip
 def test_on_one_gpu_fsdp_copies_what_plain_tensors_spare(flags, once, each):
-    """Bytes a parameter: of an update, of each micro-batch. A gather has 10 (twice, or once), a gradient 14, a sum 12."""
+    """Bytes a parameter, of an update and of each micro-batch: a gather 10, twice or once; a gradient 14, a sum 12."""
     setup = plan("short", f"--model Qwen/Qwen2.5-1.5B --plan_gpus 1 {flags}")
     number, parameters = time.micro_batches(setup), setup.model.parameters
     assert traffic(setup)["copies on one GPU"] == (once + each * number) * parameters

@@ -264,12 +264,11 @@ def load_generation_config(path: str, config: PretrainedConfig, stop_ids: Sequen
     file = cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
     derived = GenerationConfig.from_model_config(config).to_diff_dict()
     stored = json.loads(Path(file).read_text("utf-8")) if file else derived
-    ends = stored.pop("eos_token_id", None)
-    if ends is None:
-        ends = derived.get("eos_token_id")
-    if not isinstance(ends, list):
-        ends = [] if ends is None else [ends]
-    ends = list(dict.fromkeys([*ends, *stop_ids]))  # each once, in this order
+    given = stored.pop("eos_token_id", None)
+    if given is None:
+        given = derived.get("eos_token_id")
+    ends = given if isinstance(given, list) else [given]
+    ends = [i for i in dict.fromkeys([*ends, *stop_ids]) if i is not None]  # each once, in this order
     kept = {}
     for name, value in [*stored.items()] * 2:  # one that is invalid without another comes behind it the second time
         with suppress(ValueError, TypeError):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 READ = (".json", ".jinja", ".model", ".txt")  # files that are read before weights
 POINTER = b"version https://git-lfs"  # how a file begins that git has left on its server
 QUANTIZED = ("quantization_config", "compression_config", "quantization")  # settings of config.json
-UNREADABLE = (AttributeError, LookupError, TypeError)  # what transformers raises for settings of config.json
 OVERFLOWING = ("gemma2", "gemma3", "gemma3_text", "glm4")  # in float16, by vllm/config/model.py
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # in configs
 
@@ -42,16 +43,13 @@ def check_path(path: str) -> None:
 
 def checked_config(path: str) -> PretrainedConfig:
     """The config of a folder or hub id. Raises ValueError for files that are damaged, quantized, or of an adapter."""
-    from huggingface_hub.errors import StrictDataclassError
     from transformers.utils import cached_file
 
     from model.weights import load_config
 
     check_path(path)
-    try:
+    with settings_of(path):
         config = load_config(path)
-    except (StrictDataclassError, *UNREADABLE) as error:
-        raise refused_setting(path, error) from None
     find = partial(cached_file, path, _raise_exceptions_for_missing_entries=False)
     if find("adapter_config.json"):
         raise ValueError(f"--model {path} has an adapter beside its weights; merge it into them, or remove it.")
@@ -75,9 +73,16 @@ def checked_config(path: str) -> PretrainedConfig:
     return config
 
 
-def refused_setting(path: str, error: Exception) -> ValueError:
-    what = str(error).partition(". Errors")[0]
-    return ValueError(f"--model {path}: its config.json has a setting that transformers refuses: {what}.")
+@contextmanager
+def settings_of(path: str) -> Iterator[None]:
+    """Raises ValueError where transformers refuses a setting of config.json in the block."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except (StrictDataclassError, AttributeError, LookupError, TypeError) as error:
+        what = str(error).partition(". Errors")[0]
+        raise ValueError(f"--model {path}: its config.json has a setting that transformers refuses: {what}.") from None
 
 
 def check_ids(path: str, file: str, settings: dict[str, object], num_rows: int) -> None:
@@ -154,10 +159,8 @@ def check_layers(path: str, config: PretrainedConfig) -> None:
     """Raises ValueError for attention that cannot be told of packed sequences, or no layers to shard."""
     from model.weights import model_of_shapes
 
-    try:
+    with settings_of(path):
         model = model_of_shapes(config)
-    except UNREADABLE as error:
-        raise refused_setting(path, error) from None
     has_interface = model._supports_attention_backend or config.model_type in HYBRIDS  # these have it without saying so
     if not (has_interface and hasattr(model.get_decoder(), "layers")):
         raise ValueError(

@@ -63,8 +63,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     kind, options = AutoTokenizer, {"trust_remote_code": False}
     try:
         if cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False):
-            kind, options = PreTrainedTokenizerFast, {"added_tokens_decoder": {}, "split_special_tokens": False}
-            options["clean_up_tokenization_spaces"] = False
+            kind = PreTrainedTokenizerFast
+            options = {"added_tokens_decoder": {}, "split_special_tokens": False, "clean_up_tokenization_spaces": False}
         tokenizer = kind.from_pretrained(path, **options)
     except Exception as error:  # noqa: BLE001  what the library of tokenizers raises for a damaged file
         raise ValueError(f"--model {path!r} has no tokenizer that could be read: {error}") from None
@@ -134,8 +134,8 @@ def fill(root: nn.Module, model: PreTrainedModel, path: str, device: torch.devic
 def read_weights(path: str, model: PreTrainedModel) -> dict[str, Tensor]:
     """The weights at `path` (folder or hub id), by their names in this model. Raises OSError or ValueError."""
     options = {"dtype": "auto", "output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
+    options["generation_config"] = GenerationConfig()  # that of the files may be invalid
     config = load_config(path)
-    options["generation_config"] = GenerationConfig()  # that of the file may be invalid, and is not needed
     config.dtype = None  # then "auto" is that of the files, which stay mapped; a copy would be converted in memory
     try:
         loaded, found = type(model).from_pretrained(path, config=config, **options)

@@ -88,6 +88,8 @@ def test_the_exported_policy_ends_where_it_was_sampled_to_end(policy, tmp_path, 
     config = load_config(str(policy))
     GenerationConfig(eos_token_id=[3, 5], temperature=0.6, do_sample=True).save_pretrained(tmp_path / "base")
     settings = {"eos_token_id": 2, "temperature": 0.6, "repetition_penalty": 1.1}  # no temperature without do_sample
+    settings |= {"output_scores": True, "return_dict_in_generate": True}  # the first needs the second
+    settings |= {"num_return_sequences": 3, "watermarking_config": {"a": 1}}
     write_lines(tmp_path / "invalid" / "generation_config.json", [settings])
     stop, end = stop_ids(load_tokenizer(str(policy)), ["7"])
     for name, ids, expected in (
@@ -95,12 +97,14 @@ def test_the_exported_policy_ends_where_it_was_sampled_to_end(policy, tmp_path, 
         ("invalid", [5, stop], [2, 5, stop]),
     ):  # fmt: skip
         generation = checkpoint.load_generation_config(str(tmp_path / name), config, ids)
-        said = "warning: generation_config of --model: left out as invalid: temperature = 0.6\n"
+        said = "warning: generation_config of --model: left out as invalid: temperature = 0.6, "
+        said += "num_return_sequences = 3, watermarking_config = {'a': 1}\n"
         assert capsys.readouterr().out == (said if name == "invalid" else "")
         generation.save_pretrained(tmp_path / "saved")
         found = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
         assert found["eos_token_id"] == expected and ("temperature" in found) == (name == "base")
         assert found.get("repetition_penalty") == (1.1 if name == "invalid" else None)
+        assert found.get("output_scores") == (True if name == "invalid" else None)
     files = checkpoint.files_of(str(policy), torch.bfloat16, [stop, end])
     assert json.loads(files["generation_config.json"])["eos_token_id"] == [end, stop]
 

@@ -56,10 +56,10 @@ def test_answers_become_text_or_are_excluded_and_listed(tmp_path):
     good = ["x", 3, 2.5, -0.0, 10**400, ["a", 1], {"f": "é"}, " y "]
     answers = ["x", "3", "2.5", "0", "1" + "0" * 400, '["a", "1"]', '{"f": "é"}', " y "]
     bad = {"null": None, "True": True, "blank": " \n\u200b", "inf": float("inf"), "nan": float("nan")}
-    bad |= {"invalid characters": "a\ud83d"}
+    bad |= {"invalid characters": "a\ud83d", "is blank": "\ufe0f\u034f \u0301"}
     loaded = load_values(tmp_path, "answer", [*good, *bad.values()])
     assert [row.answer for row in loaded.rows] == answers
-    assert [where for where, _ in loaded.excluded] == [f"{tmp_path}/rows.jsonl, line {i}" for i in range(9, 15)]
+    assert [where for where, _ in loaded.excluded] == [f"{tmp_path}/rows.jsonl, line {i}" for i in range(9, 16)]
     for word, (_, reason) in zip(bad, loaded.excluded, strict=True):
         assert reason.startswith("column 'answer' ") and word in reason
 

@@ -69,6 +69,17 @@ def test_ids_and_texts_are_those_of_the_file(kind, tmp_path):
         assert tokenizer.eos_token_id == 1
 
 
+def test_the_spaces_of_a_text_stay_before_marks(tmp_path):
+    """Also of vocabularies for which transformers would take them out: pieces with likelihoods, and words."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    tokenizer = Tokenizer(models.Unigram([(piece, -1.0) for piece in "\u2581ab.,"], unk_id=0))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"clean_up_tokenization_spaces": True}))
+    ours = load_tokenizer(str(tmp_path))
+    assert ours.decode(ours("a . b , a")["input_ids"]) == "a . b , a"
+
+
 @pytest.mark.parametrize("settings", [
     {"added_tokens_decoder": {"2": {"content": "<think>", "lstrip": True, "rstrip": True, "special": True}}},
     {"added_tokens_decoder": {"999": {"content": "if", "special": True}}},

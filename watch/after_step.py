@@ -29,7 +29,7 @@ class AfterStep(Observer):
             answer = self.function(step, dict(metrics))
             if isinstance(answer, dict):
                 answer = {str(name): float(value) for name, value in answer.items() if name != "step"}
-            elif answer is not None and answer != "stop":
+            elif answer not in (None, "stop"):
                 raise TypeError(f'it returned {answer!r}, but may return None, a dict of metrics or "stop"')
         except Exception as error:  # noqa: BLE001  the user's code may raise anything
             raise RunError(

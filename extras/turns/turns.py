@@ -37,6 +37,7 @@ from runtime.rank import requested
 REPLY_STEPS = 4  # of the engine, from the end of a turn to the next one: replies come meanwhile, others sample on
 REPLY_SECONDS = 3.0  # that an engine then waits for a reply, on a busy machine, too; see `Turns.replies`
 SIGNAL_SECONDS = 0.2  # between two looks for a signal
+TOKEN_CHARACTERS = 64  # of a token, at most: a reply of more than so many for each token of room is too long anyway
 
 
 class EpisodeState(Enum):
@@ -193,13 +194,16 @@ class Turns(Observer):
         if not reply.messages:
             episode.grade = reply.grade
             return EpisodeState.END
-        last_id = episode.token_ids[-1] if episode.finish_reason == "stop" else None
-        try:
-            ids, text = self.template.suffix(reply.messages, last_id)
-        except UnusableRow as error:
-            episode.grade = self.failed(f"error: {error}")
-            return EpisodeState.END
-        if len(ids) >= sampling.max_completion_tokens - len(episode.token_ids):
+        left, ids, text = sampling.max_completion_tokens - len(episode.token_ids), [], ""
+        num_characters = sum(len(message["content"]) for message in reply.messages)
+        if num_characters <= TOKEN_CHARACTERS * left:
+            last_id = episode.token_ids[-1] if episode.finish_reason == "stop" else None
+            try:
+                ids, text = self.template.suffix(reply.messages, last_id)
+            except UnusableRow as error:
+                episode.grade = self.failed(f"error: {error}")
+                return EpisodeState.END
+        if not 0 < len(ids) < left:
             episode.finish_reason = "length"  # there is no room for another turn
             self._ask(episode, is_last=True)
             return EpisodeState.REPLY

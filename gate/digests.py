@@ -30,14 +30,6 @@ def digest(pieces: Iterable[np.ndarray | bytes]) -> str:
     return sha1.hexdigest()[:12]
 
 
-def digest_of_weights(path: str) -> str:
-    """The digest of 64 pieces of each weight file: training changes every tensor, and large models are not read.
-
-    Downloads weights that are not on the disk.
-    """
-    return digest(chain.from_iterable(map(samples_of, weight_files(path))))
-
-
 def weight_files(path: str) -> list[Path]:
     """The weights' files of a folder or hub id, downloaded if need be. Raises OSError."""
     find = partial(cached_file, path, _raise_exceptions_for_missing_entries=False)
@@ -50,7 +42,7 @@ def weight_files(path: str) -> list[Path]:
 
 
 def samples_of(file: Path) -> Iterator[bytes]:
-    """64 pieces of 64 KiB, from all over the file."""
+    """64 pieces of 64 KiB, from all over a file of weights: training changes every tensor; large files are not read."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         for i in range(64):
@@ -99,5 +91,6 @@ def digests_of_inputs(args: Namespace, inputs: Inputs) -> dict[str, str]:
     critic = args.critic and part("extras.critic.settings", "--critic").path_of(args.critic, args.model)
     for flag, path in {"--model": args.model, "--reference": args.reference, "--critic": critic}.items():
         if path and is_main_process():
-            digests |= {flag: digest_of_weights(path), f"config of {flag}": digest_of_config(path, inputs.companions)}
+            digests[flag] = digest(chain.from_iterable(map(samples_of, weight_files(path))))
+            digests[f"config of {flag}"] = digest_of_config(path, inputs.companions)
     return digests

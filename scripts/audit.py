@@ -33,7 +33,7 @@ from command_line import parse_flags
 from flags import Sampling
 from gate.inputs import Inputs
 from run import versions
-from runtime.files import checkpoints, rollouts_file, steps_with_rollouts
+from runtime.files import checkpoints, numbered, rollouts_file
 from runtime.history import read_config, read_lines, read_metrics
 
 SCORED = ("row", "prompt_ids", "token_ids", "is_sampled", "is_truncated", "rollout_logprobs", "old_logprobs")
@@ -142,7 +142,11 @@ def verdict(run: Path, step: int, again: Path, reasons: list[str], tolerance: fl
 
 def audit(run: Path, step: int, num_ranks: int | None, is_elsewhere: bool, more: list[str], again: Path) -> str:
     """The verdict on the step, which is made in the folder `again`. Raises Different, or ValueError if it cannot be."""
-    starts, saved, kept = read_lines(run / "starts.jsonl"), dict(checkpoints(run)), steps_with_rollouts(run)
+    starts, saved, kept = (
+        read_lines(run / "starts.jsonl"),
+        dict(checkpoints(run)),
+        [*numbered(run / "rollouts", ".parquet")],
+    )
     logged = {line["step"] for line in read_metrics(run)} if starts else set()
     known = [n for n in sorted({*kept} & logged) if (n == 1 or n - 1 in saved) and (n in saved or n + 1 in kept)]
     if step not in known:

@@ -166,7 +166,7 @@ def test_a_choice_that_argparse_knows_ends_the_program(capsys):
     for wrong in ({"kl_in": "rewards"}, {"dtype": "float64"}, {"group_size": "8.5"}):
         with pytest.raises(SystemExit):
             flags(**wrong)
-    assert "invalid choice: 'float16' (choose from " in capsys.readouterr().err
+    assert "invalid choice: 'float64' (choose from " in capsys.readouterr().err
 
 
 def test_flags_are_read_without_torch():

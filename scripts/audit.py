@@ -33,7 +33,7 @@ from command_line import parse_flags
 from flags import Sampling
 from gate.inputs import Inputs
 from run import versions
-from runtime.files import checkpoints, numbered, rollouts_file
+from runtime.files import numbered, rollouts_file
 from runtime.history import read_config, read_lines, read_metrics
 
 SCORED = ("row", "prompt_ids", "token_ids", "is_sampled", "is_truncated", "rollout_logprobs", "old_logprobs")
@@ -114,7 +114,7 @@ def compare_weights(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], 
 
 def verdict(run: Path, step: int, again: Path, reasons: list[str], tolerance: float | None, words: list[str]) -> str:
     """What is equal in the run and in `again`. Raises Different. `words`: the flags; `reasons`: why it is a replay."""
-    config, saved = read_config(run), dict(checkpoints(run))
+    config, saved = read_config(run), numbered(run)
     for n in sorted({step - 1, step} & saved.keys()):
         compare_weights(*weights_of(saved[n]), f"of step_{n}, exported and in trainer/")
     old, new = (read_table(rollouts_file(folder, step)).to_pydict() for folder in (run, again))
@@ -142,13 +142,9 @@ def verdict(run: Path, step: int, again: Path, reasons: list[str], tolerance: fl
 
 def audit(run: Path, step: int, num_ranks: int | None, is_elsewhere: bool, more: list[str], again: Path) -> str:
     """The verdict on the step, which is made in the folder `again`. Raises Different, or ValueError if it cannot be."""
-    starts, saved, kept = (
-        read_lines(run / "starts.jsonl"),
-        dict(checkpoints(run)),
-        [*numbered(run / "rollouts", ".parquet")],
-    )
+    starts, saved, kept = read_lines(run / "starts.jsonl"), numbered(run), numbered(run / "rollouts", ".parquet")
     logged = {line["step"] for line in read_metrics(run)} if starts else set()
-    known = [n for n in sorted({*kept} & logged) if (n == 1 or n - 1 in saved) and (n in saved or n + 1 in kept)]
+    known = [n for n in sorted(kept.keys() & logged) if (n == 1 or n - 1 in saved) and (n in saved or n + 1 in kept)]
     if step not in known:
         needed = f"its rollouts, its line of metrics.jsonl, step_{step - 1}, and step_{step} or the next rollouts"
         raise ValueError(f"step {step} of {run} cannot be audited, which needs {needed}; steps that can: {known}.")

@@ -91,6 +91,7 @@ def test_the_exported_policy_ends_where_it_was_sampled_to_end(policy, tmp_path, 
     settings |= {"output_scores": True, "return_dict_in_generate": True}  # the first needs the second
     settings |= {"num_return_sequences": 3, "watermarking_config": {"a": 1}}
     write_lines(tmp_path / "invalid" / "generation_config.json", [settings])
+    (tmp_path / "absent").mkdir()
     stop, end = stop_ids(load_tokenizer(str(policy)), ["7"])
     for name, ids, expected in (
         ("base", [], [3, 5]), ("base", [5, stop], [3, 5, stop]), ("absent", [stop, end], [config.eos_token_id, stop]),

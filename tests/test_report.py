@@ -83,7 +83,8 @@ COMPARED = "--compare RUN -- RUN"
 @pytest.mark.parametrize(("file", "content", "arguments", "said"), [
     ("metrics.jsonl", None, COMPARED, "it has no metrics.jsonl with a step"),
     ("metrics.jsonl", '{"step": 1, "reward}\n', COMPARED, "metrics.jsonl, line 1, is damaged: Unterminated string"),
-    ("metrics.jsonl", '{"reward/mean": 1.0}\n', COMPARED, "metrics.jsonl is damaged: a line of it has no step"),
+    ("metrics.jsonl", '{"reward/mean": 1.0}\n', COMPARED, "metrics.jsonl is damaged: there is no step"),
+    ("metrics.jsonl", '{"step": 9, "a": [1]}\n', COMPARED, "metrics.jsonl is damaged: a is no number"),
     ("config.json", "[1]", COMPARED, "config.json is damaged"),
     ("config.json", '{"model_type": "qwen2"}', "RUN", "is no run"),
     ("config.json", "{}", "--compare a b", "on both sides"),

@@ -16,11 +16,11 @@ pickles: trust it as you trust code. The exported policy (safetensors) holds non
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.optim import Optimizer
 from transformers import GenerationConfig, PretrainedConfig
+from transformers.utils import cached_file
 
 from flags import Saving
 from fsdp_utils import World, broadcast_from_main, gather_from_ranks
@@ -246,11 +247,12 @@ def with_old_names(config: dict[str, object]) -> dict[str, object]:
             named[in_neox if config["model_type"] == "gpt_neox" else name] = angles.pop(name)
     if windows := by_kind.get("sliding_attention"):
         named["rope_local_base_freq"] = windows["rope_theta"]
-    if kind != "default" or angles:
-        named["rope_scaling"] = angles | {"type": kind, "rope_type": kind}
-    if "original_max_position_embeddings" in config:  # Phi 3, which has three fields alone
-        for name in {"original_max_position_embeddings", "rope_type"} & named.get("rope_scaling", {}).keys():
-            del named["rope_scaling"][name]
+    scaling = angles | {"type": kind, "rope_type": kind} if kind != "default" or angles else None
+    named["rope_scaling"] = scaling  # null, too: some types have another default
+    if kind == "longrope":
+        named["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+        if config["model_type"].startswith("phi"):  # which takes three fields alone
+            del scaling["original_max_position_embeddings"], scaling["rope_type"]
     return named
 
 
@@ -259,28 +261,22 @@ def load_generation_config(path: str, config: PretrainedConfig, stop_ids: Sequen
 
     What is invalid, and could not be saved again, is left out, and said.
     """
-    derived = GenerationConfig.from_model_config(config)
-    try:
-        stored = GenerationConfig.from_pretrained(path)
-    except OSError:
-        stored = derived
-    ends = derived.eos_token_id if stored.eos_token_id is None else stored.eos_token_id
-    if not isinstance(ends, list):
-        ends = [] if ends is None else [ends]
-    ends = list(dict.fromkeys([*ends, *stop_ids]))  # each once, in this order
-    kept, invalid = GenerationConfig(), []
-    for name, value in stored.to_diff_dict().items():
-        wider = copy.deepcopy(kept)
-        setattr(wider, name, value)
-        try:
-            wider.validate(strict=True)
-            kept = wider
-        except ValueError:
-            invalid.append(f"{name} = {value!r}")
-    if invalid:
+    file = cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False)
+    derived = GenerationConfig.from_model_config(config).to_diff_dict()
+    stored = json.loads(Path(file).read_text("utf-8")) if file else derived
+    given = stored.pop("eos_token_id", None)
+    if given is None:
+        given = derived.get("eos_token_id")
+    ends = given if isinstance(given, list) else [given]
+    ends = [i for i in dict.fromkeys([*ends, *stop_ids]) if i is not None]  # each once, in this order
+    kept = {}
+    for name, value in [*stored.items()] * 2:  # one that is invalid without another comes behind it the second time
+        with suppress(ValueError, TypeError):
+            GenerationConfig(**kept | {name: value}).validate(strict=True)
+            kept[name] = value
+    if invalid := [f"{name} = {value!r}" for name, value in stored.items() if name not in kept]:
         print(f"warning: generation_config of --model: left out as invalid: {', '.join(invalid)}", flush=True)
-    kept.eos_token_id = ends[0] if len(ends) == 1 else ends or None
-    return kept
+    return GenerationConfig(**kept, eos_token_id=ends[0] if len(ends) == 1 else ends or None)
 
 
 def export(policy: Policy, weights: Weights, companions: dict[str, bytes], folder: Path) -> None:

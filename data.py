@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
 from itertools import chain
+from unicodedata import category
 
 import numpy as np
 from jinja2 import TemplateError
@@ -196,7 +197,7 @@ def as_text(value: object, name: str) -> str:
         raise UnusableRow(f"{name} is null")
     if not isinstance(value, str):
         raise UnusableRow(f"{name} is {value!r:.60}, no text")
-    if not any(c.isprintable() and c != " " for c in value):  # invisible characters are no text
+    if not any(category(c)[0] in "LNPS" for c in value):  # marks and invisible characters alone are no text
         raise UnusableRow(f"{name} is blank")
     if re.search("[\ud800-\udfff]", value):  # half a surrogate pair, which JSON can escape
         raise UnusableRow(f"{name} has invalid characters")

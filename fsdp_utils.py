@@ -299,10 +299,11 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
+def clip_grad_norm(model: nn.Module, max_norm: float, loss_scale: float = 1.0) -> Tensor:
     """The global gradient norm before clipping, an fp32 scalar, the same on every rank. Scales gradients in place.
 
-    It works on the shards of all at once, and sums over ranks once: DTensor would go one by one.
+    `loss_scale`: of the loss whose gradients they are; it is taken off. It works on the shards of all at once, and sums
+    over ranks once: DTensor would go one by one.
     """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     shards = [local_shard(gradient) for gradient in gradients]
@@ -314,13 +315,13 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
         for dim, place in enumerate(placements):
             if not place.is_replicate():  # copies (HSDP) hold the same
                 dist.all_reduce(squares, group=mesh.get_group(dim))
-    norm = torch.linalg.vector_norm(squares**0.5)
+    norm = torch.linalg.vector_norm(squares**0.5) / loss_scale
     # Copies may add in another order, would clip differently, and drift apart.
     if mesh is not None and mesh.ndim > 1:
         dist.broadcast(norm, src=0)
     # Scaled without asking whether it has to be: the host would wait for the GPU's answer. 1e-6 is
     # from torch's own clipping.
-    torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    torch._foreach_mul_(shards, (max_norm / (norm + 1e-6)).clamp(max=1.0) / loss_scale)
     return norm
 
 

@@ -26,7 +26,7 @@ from policy import build_policy
 from reward import Grader, workers_per_engine
 from rollout import Engine
 from schedule import make_plan
-from update import UpdateGuard, add_advantages, add_logprobs, pack_updates, update_policy
+from update import add_advantages, add_logprobs, make_guard, pack_updates, update_policy
 
 # Flags that change the numbers of train_grpo.py. Here they would do nothing, so they are refused.
 LEFT_OUT = "engine", "partial_rollouts", "dynamic_sampling", "drop_solved", "truncated", "environment", "tools"
@@ -51,7 +51,7 @@ def main() -> None:
     settings = EngineSettings.from_flags(args, max_model_len=args.max_prompt_tokens + args.max_completion_tokens)
     engine = Engine(args.model, tokenizer, world, settings)
     engine.sync(policy.full_weights())
-    guard = UpdateGuard(world)  # leaves an update out that is not finite
+    guard = make_guard(args.dtype, world)  # leaves an update out that is not finite
 
     for step in range(1, min(plan.total_steps, args.stop_after or plan.total_steps) + 1):
         # 1. Sample G completions to each of P prompts; each is graded as soon as it is finished.

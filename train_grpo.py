@@ -48,7 +48,7 @@ from runtime.start import NOT_FINISHED, leave, signal_name
 from sampling import Sampler
 from schedule import Plan, make_plan
 from step_metrics import throughput, work_of_step
-from update import UpdateGuard, add_logprobs, pack_updates
+from update import add_logprobs, make_guard, pack_updates
 from watch.after_step import AfterStep
 from watch.console import Console
 from watch.memory import MemoryWatch
@@ -247,7 +247,7 @@ def main(args: Namespace) -> None:
     policy, reference, optimizer, learner, engine = load_models(args, plan, inputs, run)
     sampler = build_sampler(args, plan, inputs, train_data, engine, run)
     writer = Writer(out_dir, inputs.companions, Saving.from_flags(args), world, run.say)
-    guard = UpdateGuard(world)
+    guard = make_guard(args.dtype, world)
     with run.observed("load"):
         if saved:
             state = load(saved, policy, optimizer)

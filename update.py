@@ -242,8 +242,8 @@ def update_policy(
     finite, leaves policy and optimizer untouched; a reference that is due moves all the same. Raises RunError where the
     guard ends the run.
     """
-    passes = add_gradients(policy, update, algorithm, step, memory, guard.world)
-    grad_norm = clip_grad_norm(policy, step.max_grad_norm)
+    passes = add_gradients(policy, update, algorithm, step, memory, guard)
+    grad_norm = clip_grad_norm(policy, step.max_grad_norm, guard.loss_scale)
     metrics = loss_metrics(passes) | (policy.expert_loads.largest() if policy.expert_loads else {})
     metrics |= {"optim/grad_norm": grad_norm.item(), "optim/lr": step.rate}
     metrics |= guard.judge(metrics, step)  # before any weight moves: what is judged bad leaves no trace
@@ -258,7 +258,7 @@ def update_policy(
 
 
 def add_gradients(
-    policy: Policy, update: Update, algorithm: Algorithm, step: UpdateStep, memory: Memory, world: World
+    policy: Policy, update: Update, algorithm: Algorithm, step: UpdateStep, memory: Memory, guard: UpdateGuard
 ) -> list[dict[str, Tensor]]:
     """The metrics of passes over this rank's micro-batches, whose gradients add up in the policy.
 
@@ -267,7 +267,7 @@ def add_gradients(
     """
     is_unchanged = step.is_first and not policy.has_dropout and algorithm.old_logprobs == "trainer"
     passes = []
-    with policy.dropout_on((step.seed, step.index), world):
+    with policy.dropout_on((step.seed, step.index), guard.world):
         for i, batch in enumerate(update):
             begin_micro_batch(policy, memory.communicate_once, is_last=i == len(update) - 1)
             teacher = batch.run_teacher and batch.run_teacher(batch)
@@ -285,7 +285,8 @@ def add_gradients(
             # A sum, not a mean: the weights have the counts of the whole update in them.
             total = grpo.masked_sum(loss.per_token * batch.loss_weights_N, batch.loss_mask_N)
             beat()
-            (total * world.num_trainers).backward()  # FSDP averages gradients; the weights are global already
+            # FSDP averages gradients; the weights are global already.
+            (total * guard.world.num_trainers * guard.loss_scale).backward()
             # They stay on the device: one transfer to the host for all, after the last pass.
             metrics = pass_metrics(scored, t, loss, algorithm)
             passes.append({"policy/loss": total.detach()} | metrics)
@@ -308,6 +309,7 @@ class UpdateGuard:
     """Judges updates, the same on every rank."""
 
     world: World
+    loss_scale: float = 1.0  # what the loss is multiplied by before its gradient is taken
     num_skipped: int = 0  # in a row
     is_broken: bool = False  # none of the step's updates was finite: no checkpoint of it is written
 
@@ -337,6 +339,13 @@ class UpdateGuard:
                 f"{loss:g}, the gradient norm {norm:g}; {way_out}."
             )
         return {"optim/skipped_updates": float(not is_finite)}
+
+
+def make_guard(dtype: str, world: World) -> UpdateGuard:
+    """The guard of a run with this --dtype."""
+    if dtype == "float16":
+        return part("extras.precision.float16", "--dtype float16").ScalingGuard(world)
+    return UpdateGuard(world)
 
 
 def check_gap(metrics: Metrics, step: UpdateStep) -> None:

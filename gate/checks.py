@@ -49,11 +49,14 @@ CONTRADICTIONS = (
     ("--critic", "--advantage --advantage_ddof --advantage_eps", "its values make the advantages"),
     ("--critic", "--lora_rank --image_column --router_replay", "a critic trains all weights of a model of text"),
     ("--critic", "--policy_loss=gspo", "the latter needs one advantage a sequence"),
+    ("--critic", "--dtype=float16", "the loss of a critic is not scaled"),
     ("--lora_rank", "--param_dtype", "adapters are kept in float32, the rest in --dtype"),
     ("--lora_rank", "--reference_every", "the reference is the policy with its adapter off, which never moves"),
     ("--optimizer", "--param_dtype --offload=optimizer --reset_optimizer", "the latter is for adamw alone"),
     ("--param_dtype=bfloat16", "--dtype=float32", "the latter computes more finely than the former stores"),
-    ("--head_dtype=bfloat16", "--dtype=float32", "the former would round what the latter computes"),
+    ("--head_dtype=bfloat16", "--dtype=float32 --dtype=float16", "the former would round what the latter computes"),
+    ("--param_dtype=bfloat16", "--dtype=float16", "the former rounds 8 times coarser than the latter computes"),
+    ("--router_replay", "--dtype=float16", "the routes of float16 are not tested"),
     ("--advantage=maxrl", "--kl_in", "rewards must not be negative"),
     ("--advantage=zero", "--kl_in", "nothing is trained on but the KL in the loss"),
     ("--advantage=zero", "--kl_estimator=k1 --kl_estimator=none",
@@ -127,15 +130,12 @@ def check_loss(args: argparse.Namespace, flag: SimpleNamespace) -> None:
 
 
 def check_critic(args: argparse.Namespace, flag: SimpleNamespace) -> None:
-    if not args.critic:
-        return
-    _, settings = part("extras.critic.settings", "--critic").settings_of(args.critic)
-    if settings.rate and not args.learning_rate:
-        raise ValueError(f"{flag.critic}: its rate follows the schedule of {flag.learning_rate}; give that a value.")
-    if args.replay and run_and_step(args.replay)[1] and not read_config(run_and_step(args.replay)[0]).get("critic"):
-        raise ValueError(
-            f"{flag.critic} with {flag.replay}: this checkpoint holds no critic; give the folder of the run."
-        )
+    if args.critic:
+        _, settings = part("extras.critic.settings", "--critic").settings_of(args.critic)
+        if settings.rate and not args.learning_rate:
+            raise ValueError(
+                f"{flag.critic}: its rate follows the schedule of {flag.learning_rate}; give that a value."
+            )
 
 
 def check_groups(args: argparse.Namespace, flag: SimpleNamespace) -> None:
@@ -228,10 +228,10 @@ def check_replay(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     replayed = read_config(folder)
     if not replayed:
         raise ValueError(f"{flag.replay}: {folder} has no config.json; name the folder of a run.")
-    if args.reference_every and step and not replayed.get("reference_every"):
-        raise ValueError(
-            f"{flag.reference_every} with {flag.replay}: this checkpoint holds no reference; give {folder}."
-        )
+    for name, kept in (("reference_every", "reference"), ("critic", "critic")):
+        if getattr(args, name) and step and not replayed.get(name):
+            given = f"{getattr(flag, name)} with {flag.replay}"
+            raise ValueError(f"{given}: this checkpoint holds no {kept}; give {folder}.")
     for name in FIXED_BY_ROLLOUTS:
         if name in replayed and replayed[name] != getattr(args, name):
             written, value = getattr(flag, name), replayed[name]

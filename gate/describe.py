@@ -32,7 +32,9 @@ def describe_algorithm(args: Namespace) -> str:
         unused.add("--advantage")
     if args.rollout_correction == "none":
         unused.add("--rollout_correction")
-    parts = [f"{FLAGS['--critic'].written(args)}: values of a model make the advantages"] if args.critic else []
+    parts = []
+    if args.critic:
+        parts.append(f"{FLAGS['--critic'].written(args)}: values of a model make the advantages")
     for name, function in functions_of(args).items():
         if name not in unused:
             words = [FLAGS[name].written(args)]

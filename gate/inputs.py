@@ -29,7 +29,7 @@ from gate.checks import LOOPBACK, ranks_per_engine
 from gate.describe import describe_template
 from gate.keys import check_groups, check_keys, without_markers
 from gate.machine import check_launch, check_room
-from gate.models import check_model, check_trained, checked_config, length_limits
+from gate.models import check_model, check_range_of, check_trained, checked_config, length_limits
 from model.weights import load_config, load_tokenizer
 from reward import Grader, workers_per_engine
 from runtime.files import run_and_step
@@ -201,7 +201,7 @@ def start_grader(
 
 
 def check_critic(args: Namespace) -> None:
-    """Raises ValueError for a --critic that cannot read what the policy samples, or is no model of one value."""
+    """Raises ValueError for a --critic that cannot read what the policy samples, or has other heads."""
     path = part("extras.critic.settings", "--critic").path_of(args.critic, args.model)
     try:
         check_reference(args, path)
@@ -215,6 +215,7 @@ def check_reference(args: Namespace, path: str) -> None:
     try:
         theirs = checked_config(path)
         check_model(path, theirs, length_limits(args), tensor_parallel_size=1)
+        check_range_of(f"--model {path}", theirs, args.dtype)
         other = load_tokenizer(path)
     except (ValueError, OSError) as error:  # these know the policy alone
         raise ValueError(str(error).replace("--model", "--reference")) from None

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 READ = (".json", ".jinja", ".model", ".txt")  # files that are read before weights
 POINTER = b"version https://git-lfs"  # how a file begins that git has left on its server
 QUANTIZED = ("quantization_config", "compression_config", "quantization")  # settings of config.json
+OVERFLOWING = ("gemma2", "gemma3", "gemma3_text", "glm4")  # in float16, by vllm/config/model.py
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # in configs
 
 
@@ -40,17 +43,13 @@ def check_path(path: str) -> None:
 
 def checked_config(path: str) -> PretrainedConfig:
     """The config of a folder or hub id. Raises ValueError for files that are damaged, quantized, or of an adapter."""
-    from huggingface_hub.errors import StrictDataclassError
     from transformers.utils import cached_file
 
     from model.weights import load_config
 
     check_path(path)
-    try:
+    with settings_of(path):
         config = load_config(path)
-    except (StrictDataclassError, AttributeError, TypeError) as error:
-        what = str(error).partition(". Errors")[0]
-        raise ValueError(f"--model {path}: its config.json has a setting that transformers refuses: {what}.") from None
     find = partial(cached_file, path, _raise_exceptions_for_missing_entries=False)
     if find("adapter_config.json"):
         raise ValueError(f"--model {path} has an adapter beside its weights; merge it into them, or remove it.")
@@ -72,6 +71,18 @@ def checked_config(path: str) -> PretrainedConfig:
     ends = {"eos_token_id": read("generation_config.json").get("eos_token_id")}
     check_ids(path, "generation_config.json", ends, config.get_text_config().vocab_size)
     return config
+
+
+@contextmanager
+def settings_of(path: str) -> Iterator[None]:
+    """Raises ValueError where transformers refuses a setting of config.json in the block."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except (StrictDataclassError, AttributeError, LookupError, TypeError) as error:
+        what = str(error).partition(". Errors")[0]
+        raise ValueError(f"--model {path}: its config.json has a setting that transformers refuses: {what}.") from None
 
 
 def check_ids(path: str, file: str, settings: dict[str, object], num_rows: int) -> None:
@@ -113,6 +124,7 @@ def length_limits(args: Namespace) -> tuple[int, int]:
 def check_trained(args: Namespace, config: PretrainedConfig) -> None:
     """Raises ValueError for a config of --model that these flags cannot train."""
     check_model(args.model, config, length_limits(args), args.tensor_parallel_size, args.router_replay)
+    check_range_of(f"--model {args.model}", config, args.dtype)
     if args.compile:
         check_compile(args.model, config, args.dtype)
     if args.lora_targets:
@@ -121,15 +133,24 @@ def check_trained(args: Namespace, config: PretrainedConfig) -> None:
         part("extras.models.lora", "--lora_rank").target_names(model_of_shapes(config), args.lora_targets)
 
 
+def check_range_of(given: str, config: PretrainedConfig, dtype: str) -> None:
+    """Raises ValueError for a model whose activations are known to exceed 65,504, the largest number of float16."""
+    if dtype == "float16" and config.model_type in OVERFLOWING:
+        raise ValueError(
+            f"--dtype float16: {given} ({config.model_type}) overflows in it, says vLLM of {', '.join(OVERFLOWING)}; "
+            "use --dtype bfloat16."
+        )
+
+
 def check_compile(path: str, config: PretrainedConfig, dtype: str) -> None:
     """Raises ValueError for experts that --compile does not know: torch compiles their matrices in bfloat16 alone.
 
-    In float32 transformers would multiply them one by one, outside of the graph.
+    Otherwise transformers would multiply them one by one, outside of the graph.
     """
     kind = config.get_text_config().model_type
-    if kind in MIXTURES and dtype == "float32":
+    if kind in MIXTURES and dtype != "bfloat16":
         raise ValueError(
-            f"--compile with --dtype float32: the experts of --model {path} ({kind}) are compiled in bfloat16 alone; "
+            f"--compile with --dtype {dtype}: the experts of --model {path} ({kind}) are compiled in bfloat16 alone; "
             "use --dtype bfloat16, or leave --compile out."
         )
 
@@ -138,7 +159,8 @@ def check_layers(path: str, config: PretrainedConfig) -> None:
     """Raises ValueError for attention that cannot be told of packed sequences, or no layers to shard."""
     from model.weights import model_of_shapes
 
-    model = model_of_shapes(config)
+    with settings_of(path):
+        model = model_of_shapes(config)
     has_interface = model._supports_attention_backend or config.model_type in HYBRIDS  # these have it without saying so
     if not (has_interface and hasattr(model.get_decoder(), "layers")):
         raise ValueError(

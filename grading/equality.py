@@ -21,6 +21,7 @@ import sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 from latex2sympy2_extended.math_normalization import NormalizationConfig, normalize_latex
 from math_verify import verify
+from mpmath.libmp import NoConvergence
 from sympy import Basic, Derivative, Eq, Expr, Float, I, Integral, Limit, Pow, Product, Sum, Symbol, factorial, log
 from sympy.core.function import AppliedUndef
 
@@ -36,7 +37,7 @@ MAX_EXPONENT = 200  # the power of a sum, which SymPy may be asked to expand
 # What would be worked out numerically, at length, and functions that nobody has defined.
 UNFINISHED = (Sum, Product, Integral, Limit, Derivative, AppliedUndef)
 # SymPy raises these (NotImplementedError, too) for formulas that it cannot treat: then the next comparison decides.
-UNSOLVED = (TypeError, ValueError, ArithmeticError, NotImplementedError, RecursionError)
+UNSOLVED = (TypeError, ValueError, ArithmeticError, NotImplementedError, RecursionError, NoConvergence)
 NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True)
 CONVERSION = ConversionConfig(lowercase_symbols=False)
 # Letters that the parser takes for constants, d and ^T, by rare ones, which are indexed for that

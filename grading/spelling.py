@@ -87,6 +87,7 @@ MARKS = rules(r"""
 """.replace("VECTOR", VECTOR) + BRACED)  # fmt: skip
 # And behind it
 IDIOMS = rules(r"""
+    [ ]+ ⟶ ␣
     « ⟶ {
     » ⟶ }
     \\(?:left|right|middle|[bB]igg?[lrm]?)x?\s*\.? ⟶

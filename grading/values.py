@@ -89,7 +89,7 @@ NO_UNIT = r"""(?ix:
 CURRENCY = r"\\(?:dollar|euro|sterling|rupee|yuan)"
 UNIT_START = re.compile(  # behind a value; not behind an index
     rf"(?:(?<=[\d)])|(?<!_\{{.)(?<!_\{{..)(?<=\}})|(?<=\\pi)|(?<=hundred)|(?<=thousand)|(?<=illion))(?P<space>\s*)"
-    rf"(?=%|\(|{CURRENCY}|\\(?:degree|Omega|mu|frac)(?![a-z])|[A-Za-zμ\u4e00-\u9fff])"
+    rf"(?=.{{1,80}}$)(?=%|\(|{CURRENCY}|\\(?:degree|Omega|mu|frac)(?![a-z])|[A-Za-zμ\u4e00-\u9fff])"
 )
 
 
@@ -180,7 +180,8 @@ BRACKETS = re.compile(  # with nothing in brackets between; those of an interval
     r"(?:\\[\[{]|[(\[{]|\\l(?:angle|floor|ceil)(?![a-z]))[^()\[\]{}]*?(?:[)\]}]|\\r(?:angle|floor|ceil)(?![a-z]))"
 )
 AMOUNTS = re.compile(r"(?<=[A-Za-z])\s+(?=\d)|[\s,;]+(?=\([b-hB-H]\))|(?<=\))(?=\([B-H]\))")
-NESTED = re.compile(r"(?:[(\[{][^()\[\]{}]*){21}|(?:\|[^|]*){21}")  # the LaTeX parser's time grows steeply with these
+# 20 open brackets, with which the LaTeX parser's time grows steeply
+NESTED = re.compile(r"(?:[(\[{](?:[^()\[\]{}]|[(\[{][^()\[\]{}]*[)\]}])*){20}|(?:\|[^|]*){20}")
 BEGINNINGS = rules(r"""
     (?i)^(?:the )?(?:final )?answer\s*(?:is|:|=(?!.*=))[,:\s]*(?=\S) ⟶
     \+\s*const(?:ant)?$ ⟶ +C
@@ -238,9 +239,9 @@ INTERVAL = re.compile(rf"{SIDE}(<|\\le(?![A-Za-z]))\s*({VARIABLE})\s*(<|\\le(?![
 @lru_cache(maxsize=8192)
 def parse_value(text: str) -> Value:
     """The value of a cleaned answer."""
-    text = rewritten(text.strip(), BEGINNINGS).strip(" ,")
     if len(text) > MAX_FORMULA or NESTED.search(text):
         return text_of(text)
+    text = rewritten(text.strip(), BEGINNINGS).strip(" ,")
     words = text.lower()
     if DATED.fullmatch(text):
         return text_of(text)

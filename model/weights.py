@@ -18,7 +18,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.utils import cached_file
 
@@ -40,6 +46,7 @@ def load_config(path: str) -> PretrainedConfig:
         elif is_cut_off:
             reason = "is no folder, nor in the cache of the hub, which cannot be reached."
         raise ValueError(f"--model {path!r} {reason}") from None
+    config._attn_implementation = "eager"  # a policy has its own: that of the file may not be installed
     if config.model_type not in TEXT_ALONE:
         return config
     text = config.get_text_config()
@@ -56,7 +63,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     kind, options = AutoTokenizer, {"trust_remote_code": False}
     try:
         if cached_file(path, "tokenizer.json", _raise_exceptions_for_missing_entries=False):
-            kind, options = PreTrainedTokenizerFast, {"added_tokens_decoder": {}, "split_special_tokens": False}
+            kind = PreTrainedTokenizerFast
+            options = {"added_tokens_decoder": {}, "split_special_tokens": False, "clean_up_tokenization_spaces": False}
         tokenizer = kind.from_pretrained(path, **options)
     except Exception as error:  # noqa: BLE001  what the library of tokenizers raises for a damaged file
         raise ValueError(f"--model {path!r} has no tokenizer that could be read: {error}") from None
@@ -126,6 +134,7 @@ def fill(root: nn.Module, model: PreTrainedModel, path: str, device: torch.devic
 def read_weights(path: str, model: PreTrainedModel) -> dict[str, Tensor]:
     """The weights at `path` (folder or hub id), by their names in this model. Raises OSError or ValueError."""
     options = {"dtype": "auto", "output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
+    options["generation_config"] = GenerationConfig()  # that of the files may be invalid
     config = load_config(path)
     config.dtype = None  # then "auto" is that of the files, which stay mapped; a copy would be converted in memory
     try:

@@ -123,7 +123,7 @@ def shape_of(config: PretrainedConfig, name: str) -> ModelShape:
 
 
 def critic_shape(config: PretrainedConfig, name: str) -> ModelShape:
-    """The shape of the value model `name`: the decoder with a head of one number. Raises ValueError."""
+    """The shape of a value model: the decoder with a head of one number. Raises ValueError."""
     shape = shape_of(config, name)
     head = (0 if shape.is_tied else shape.table) - shape.hidden
     names = "parameters", "active_parameters", "root_parameters", "root_trained"

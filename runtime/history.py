@@ -102,8 +102,10 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     file = run_dir / "metrics.jsonl"
     lines = read_lines(file)
     for line in lines:
-        if type(line.get("step")) is not int:
-            raise ValueError(f"{file} is damaged: a line of it has no step: {str(line)[:50]}; mend it, or take it out")
+        wrong = [name for name, value in line.items() if not isinstance(value, int | float | None)]
+        if wrong or type(line.get("step")) is not int:
+            what = f"{wrong[0]} is no number" if wrong else "there is no step"
+            raise ValueError(f"{file} is damaged: {what} in the line {str(line)[:50]}; delete that line")
     by_step = {line["step"]: line for line in lines}
     return [by_step[step] for step in sorted(by_step)]
 

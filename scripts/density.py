@@ -136,7 +136,7 @@ def unused_flags() -> list[str]:
     sys.path.insert(0, str(ROOT))
     from flags import FLAGS
 
-    texts = [ROOT / "docs" / "papers.json", *(ROOT / "scripts").glob("*.sh"), *(ROOT / "tests").rglob("*.py")]
+    texts = [ROOT / "docs" / "papers.json", *(ROOT / "scripts").glob("*.*"), *(ROOT / "tests").rglob("*.py")]
     named = set(re.findall(r"\w+", " ".join(path.read_text("utf-8") for path in texts)))
     return [name for name in FLAGS if name.removeprefix("--") not in named]
 

@@ -39,7 +39,6 @@ def good(t, *, clip_low, power=2, scale=SCALE):
 
 def sized(t, *, clip_low, size): return t.logprobs
 def tensor(t): return -t.advantages * t.logprobs
-def no_reference(t): return t.logprobs - t.ref_logprobs
 def of_completions(g, *, advantage_eps): return g.rewards_PG * 2 + advantage_eps
 def of_tokens(g): return g.returns_T * 3
 def squared(x, *, kl_clamp): return x**2 * kl_clamp

@@ -82,7 +82,6 @@ def helper(): pass
     (["--environment", "env.py:FortyTwo"], "which training leaves out: WrongReturn: FortyTwo.reply returned 42, not a"),
     (["--environment", "env.py:Ends"], "which training leaves out: SystemExit: 3 (env.py, line 9)"),
     (["--tools", "env.py:Missing"], "env.py has no function or class 'Missing'; it has Raises"),
-    (["--max_turns", "3"], "--max_turns 3 has no effect here, only with --environment or --tools: leave it out, or"),
 ])  # fmt: skip
 def test_an_environment_on_the_terminal_fails_as_in_training(given, words, tmp_path, monkeypatch):
     (tmp_path / "env.py").write_text(ENVIRONMENTS)
@@ -249,8 +248,8 @@ def test_flags_that_may_change_on_a_resume_may_name_changed_files(policy, tmp_pa
 
 
 @pytest.mark.parametrize(("line", "said"), [
-    ('{"reward/mean": 1.0}', "is damaged: a line of it has no step: {'reward/mean': 1.0}; mend it, or take it out"),
-    ('{"step": "2"}', "is damaged: a line of it has no step: {'step': '2'}; mend it, or take it out"),
+    ('{"reward/mean": 1.0}', "is damaged: there is no step in the line {'reward/mean': 1.0}; delete that line"),
+    ('{"step": "2"}', "is damaged: step is no number in the line {'step': '2'}; delete that line"),
     ('{"step": 2, "reward/mean: 1.0}', ", line 2, is damaged: Unterminated string"),
 ])  # fmt: skip
 def test_a_log_that_is_damaged_ends_a_resume_in_a_sentence(line, said, policy, tmp_path, monkeypatch, capsys):

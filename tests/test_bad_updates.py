@@ -6,7 +6,6 @@ import math
 from contextlib import nullcontext
 from dataclasses import replace
 
-import pyarrow.parquet
 import pytest
 import torch
 from torch import nan
@@ -14,7 +13,6 @@ from torch import nan
 from algorithm import algorithm_of
 from flags import Memory
 from helpers.made_up import ALONE, flags, load_policy, make_rollout
-from helpers.runs import CALL, name_of, run_program, run_ranks, training_flags
 from packing import pack
 from runtime.rank import RunError
 from schedule import UpdateStep
@@ -92,29 +90,3 @@ def test_no_update_is_made_if_log_probs_are_beyond_the_bound(gap):
         check_gap(metrics, bounded)
     check_gap(metrics, free)
     check_gap(metrics | {"policy/loss": nan}, bounded)  # then log-probs say nothing of the sampler
-
-
-def cooler(*flags: str) -> None:
-    """train_grpo.py with an engine that samples the training prompts at 0.8 times the temperature that it is told."""
-    import rollout
-
-    play = rollout.play_one_turn
-
-    def cooler(engine: rollout.Engine, rows: list, sampling: object, description: str) -> object:
-        is_training = not description.startswith("evaluate")
-        return play(engine, rows, replace(sampling, temperature=0.8) if is_training else sampling, description)
-
-    rollout.play_one_turn = cooler
-    run_program(["train_grpo.py", *flags])
-
-
-def test_a_sampler_at_another_temperature_ends_the_run(policy, tmp_path):
-    done = run_ranks(2, CALL, [name_of(cooler), *training_flags(policy, tmp_path / "run")])
-    file = tmp_path / "run" / "rollouts" / "step_1.parquet"
-    said = done.stderr.strip().splitlines()[-1]
-    assert done.returncode != 0 and "error: step 1, update 1 is not made" in said and "Traceback" not in done.stderr
-    assert "--max_rollout_gap 0.05" in said and f"{file} holds the step's tokens and log-probs" in said
-    columns = [pyarrow.parquet.read_table(file)[name] for name in ("token_ids", "rollout_logprobs", "old_logprobs")]
-    tokens, sampler, trainer = (column.combine_chunks().flatten().to_numpy() for column in columns)
-    assert len(columns[0]) == 32 and len(tokens) == len(sampler) and abs(sampler - trainer).mean() > 0.02
-    assert not list((tmp_path / "run").glob("step_*")), "no checkpoint"

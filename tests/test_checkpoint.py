@@ -88,6 +88,8 @@ def test_the_exported_policy_ends_where_it_was_sampled_to_end(policy, tmp_path, 
     config = load_config(str(policy))
     GenerationConfig(eos_token_id=[3, 5], temperature=0.6, do_sample=True).save_pretrained(tmp_path / "base")
     settings = {"eos_token_id": 2, "temperature": 0.6, "repetition_penalty": 1.1}  # no temperature without do_sample
+    settings |= {"output_scores": True, "return_dict_in_generate": True}  # the first needs the second
+    settings |= {"num_return_sequences": 3, "watermarking_config": {"a": 1}}
     write_lines(tmp_path / "invalid" / "generation_config.json", [settings])
     stop, end = stop_ids(load_tokenizer(str(policy)), ["7"])
     for name, ids, expected in (
@@ -95,12 +97,14 @@ def test_the_exported_policy_ends_where_it_was_sampled_to_end(policy, tmp_path, 
         ("invalid", [5, stop], [2, 5, stop]),
     ):  # fmt: skip
         generation = checkpoint.load_generation_config(str(tmp_path / name), config, ids)
-        said = "warning: generation_config of --model: left out as invalid: temperature = 0.6\n"
+        said = "warning: generation_config of --model: left out as invalid: temperature = 0.6, "
+        said += "num_return_sequences = 3, watermarking_config = {'a': 1}\n"
         assert capsys.readouterr().out == (said if name == "invalid" else "")
         generation.save_pretrained(tmp_path / "saved")
         found = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
         assert found["eos_token_id"] == expected and ("temperature" in found) == (name == "base")
         assert found.get("repetition_penalty") == (1.1 if name == "invalid" else None)
+        assert found.get("output_scores") == (True if name == "invalid" else None)
     files = checkpoint.files_of(str(policy), torch.bfloat16, [stop, end])
     assert json.loads(files["generation_config.json"])["eos_token_id"] == [end, stop]
 
@@ -108,9 +112,12 @@ def test_the_exported_policy_ends_where_it_was_sampled_to_end(policy, tmp_path, 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 LONG = {"short_factor": [1.0] * 12, "long_factor": [2.0] * 12}
+LONGROPE = {"rope_type": "longrope", "type": "longrope", "factor": 8.0}
+BEFORE = {"original_max_position_embeddings": 4096}
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
 OLD_NAMES = {
     "rope_theta", "rope_scaling", "partial_rotary_factor", "rope_local_base_freq", "rotary_emb_base", "rotary_pct",
+    "original_max_position_embeddings",
 }  # fmt: skip
 
 
@@ -128,7 +135,11 @@ def angles(kind: str, theta: float = 5e5, **others: object) -> dict[str, object]
     ("gpt_neox", {"rotary_emb_base": 2e4, "rotary_pct": 0.5}, {"rotary_emb_base": 2e4, "rotary_pct": 0.5}),
     # It wants exactly these three.
     ("phi3", {"hidden_size": 96, "num_attention_heads": 4, "rope_scaling": {"type": "longrope"} | LONG},
-     {"rope_theta": 1e4, "partial_rotary_factor": 1.0, "rope_scaling": {"type": "longrope"} | LONG}),
+     {"rope_theta": 1e4, "partial_rotary_factor": 1.0, "rope_scaling": {"type": "longrope"} | LONG} | BEFORE),
+    # The scale of attention is computed from the length that stands beside the others.
+    ("llama", {"rope_parameters": angles("longrope", factor=8.0, **LONG, **BEFORE)},
+     {"rope_theta": 5e5, "rope_scaling": LONGROPE | LONG | BEFORE} | BEFORE),
+    ("apertus", {"rope_parameters": angles("default")}, {"rope_theta": 5e5}),  # which would have llama3 for no value
     ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 2e4} | KINDS,
      {"rope_theta": 1e6, "rope_local_base_freq": 2e4,
       "rope_scaling": {"rope_type": "linear", "type": "linear", "factor": 8.0}}),
@@ -142,7 +153,8 @@ def test_an_exported_config_has_its_angles_under_old_and_new_names(model_type, g
     config = AutoConfig.for_model(model_type, **given)
     config.save_pretrained(tmp_path)
     named = checkpoint.with_old_names(json.loads((tmp_path / "config.json").read_text()))
-    assert {name: value for name, value in named.items() if name in OLD_NAMES} == old
+    expected = {"rope_scaling": None} | old if old else {}
+    assert {name: value for name, value in named.items() if name in OLD_NAMES} == expected
     (tmp_path / "config.json").write_text(json.dumps(named))
     again = AutoConfig.from_pretrained(tmp_path)
     if hasattr(config, "rope_parameters"):

@@ -21,7 +21,7 @@ FLOORS = (
     "packing", "data grpo policy rollout run",
     "algorithm checkpoint extras.losses extras.models extras.teacher extras.turns metrics reward step_metrics watch",
     "command_line evaluation extras.servers reports sampling update",
-    "extras.critic extras.samplers gate minimal report", "evaluate plan train_grpo",
+    "extras.critic extras.precision extras.samplers gate minimal report", "evaluate plan train_grpo",
 )  # fmt: skip
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names.split()}
 TREES = {name: tree_of(name) for name in files() if name != "extras"}

@@ -1,6 +1,5 @@
-"""The main command, as a user would type it: the policy learns to think. Two recipes, and two nodes, on that job."""
+"""The main command, as a user would type it: the policy learns to think. Two nodes, on that job."""
 
-import json
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -67,24 +66,6 @@ def test_the_stored_policy_is_that_of_its_program(tmp_path):
     train, heldout = ([row["problem"].split("+") for row in lines(POLICY / f"{n}.jsonl")] for n in ("train", "heldout"))
     assert len(train) == 4096 and len(heldout) == 256
     assert not {frozenset(numbers) for numbers in train} & {frozenset(numbers) for numbers in heldout}
-
-
-def test_a_recipe_of_the_page_trains_on_the_main_job(tmp_path):
-    """DAPO, which samples groups anew. test_papers.py updates with every method; with the sampler's log-probs as old
-    ones a set-up trains (test_setups.py: qwen3_0.6b_reverse_text_1gpu).
-    """
-    flags = json.loads((ROOT / "docs" / "papers.json").read_text())["dapo"]["flags"]
-    # 4,096 tokens are more than this job's completions have.
-    limits = ["--reward", "exact,length", "--overlong_cache_tokens", "16"]
-    succeeded(run_job(run_script, tmp_path / "run", *flags.split(), *SHORT, *limits, NGPU=1))
-    metrics = metrics_of(tmp_path / "run")
-    assert list(metrics) == [0, 1, 2]
-    for step in (1, 2):
-        assert metrics[step]["optim/skipped_updates"] == 0 < metrics[step]["optim/grad_norm"]
-        assert metrics[step]["policy/rollout_gap_mean"] < 0.005
-        assert metrics[step]["policy/rollout_ess"] > 0.99, "sampler and trainer agree here: weights are close to 1"
-    num_left_out = sum(metrics[1][f"sampling/groups_{kind}"] for kind in ("without_signal", "unused"))
-    assert metrics[1]["sampling/prompts"] == 8 + num_left_out
 
 
 def test_two_nodes_train_together_and_one_without_its_place_says_what_is_missing(tmp_path):

@@ -8,20 +8,13 @@ import pytest
 
 from helpers.runs import metrics_of, run_ranks
 from minimal import main
-
-POLICY = "scripts/tiny_policy"
-FLAGS = f"""--model {POLICY} --train_data {POLICY}/train.jsonl --max_prompt_tokens 16 --max_completion_tokens 48
-    --prompts_per_step 16 --prompts_per_update 8 --kl_coef 0.001 --learning_rate 3e-4 --lr_schedule linear
-    --total_steps 6 --stop_after 2""".split()
-
-
-def start(program, *flags):
-    return run_ranks(2, program, [*FLAGS, *flags])
+from test_core import FLAGS
 
 
 def test_same_numbers(tmp_path):
-    """Two steps of two updates, with a reference and a learning rate that falls."""
-    trained, minimal = start("train_grpo.py", "--out_dir", f"{tmp_path}/run"), start("minimal.py", "--out_dir", "-")
+    """Two steps of two updates, with a reference and a learning rate that falls; on two ranks."""
+    outputs = {"train_grpo.py": f"{tmp_path}/run", "minimal.py": "-"}
+    trained, minimal = (run_ranks(2, name, [*FLAGS, "--out_dir", output]) for name, output in outputs.items())
     assert (trained.returncode, minimal.returncode) == (0, 0), trained.stderr + minimal.stderr
     metrics = metrics_of(tmp_path / "run")
     expected = [[metrics[i][name] for name in ("reward/mean", "policy/loss", "optim/grad_norm")] for i in (1, 2)]

@@ -126,7 +126,7 @@ def test_where_own_code_ends_the_run_the_steps_completions_are_kept(flag, said, 
 
 def test_a_hook_gives_metrics_to_the_line_and_ends_the_run_where_it_fails():
     hook = AfterStep(lambda step, metrics: metrics["eval/x/avg@1"] > 0.5)
-    said = "--after_step fails after step 3: KeyError: 'eval/x/avg@1'; mend it. A step that is not evaluated"
+    said = "--after_step fails after step 3: KeyError: 'eval/x/avg@1'; correct the function, and start"
     with pytest.raises(RunError, match=said):
         hook.step(3, {"reward/mean": 1.0})
     with pytest.raises(RunError, match="TypeError: it returned True, but may return None, a dict of metrics or"):
@@ -150,7 +150,7 @@ def with_optimizer(world: World, path: str, optimizer: str) -> tuple[list[Metric
     return train(trained, args, world, 3), weights_of(trained[0])
 
 
-@pytest.mark.parametrize("name", ["reward/mean", "time/step_s", "eval/x/avg@1", "eval/other"])
+@pytest.mark.parametrize("name", ["reward/mean", "time/step_s", "time/evaluate_s", "eval/x/avg@1", "eval/other"])
 def test_a_hook_may_not_overwrite_a_metric(name, tmp_path):
     """Nor give one of evaluation, by which --keep_best chooses. Its own are there when a line comes again."""
     metrics, hook = {"reward/mean": 1.0}, AfterStep(lambda *_: {"mine/x": 2.0, name: 9.0})
@@ -158,6 +158,8 @@ def test_a_hook_may_not_overwrite_a_metric(name, tmp_path):
     for step in run.steps(1, 1):
         with pytest.raises(RunError, match=f"--after_step returned {name}, a metric of the run's own; give it another"):
             run.log(step, metrics)
+    with pytest.raises(RunError, match="--after_step returned eval/x, a metric"):  # as the line of a resume, too
+        Run(tmp_path, None, ALONE, 3, {}, [AfterStep(lambda *_: {"eval/x": 1.0})]).log(1, metrics | {"eval/x": 0.5})
     again = Run(tmp_path, None, ALONE, 3, {}, [AfterStep(lambda *_: {"mine/x": 3.0})])
     again.log(1, metrics | {"mine/x": 2.0})
     again.recall(1)

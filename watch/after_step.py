@@ -1,6 +1,6 @@
 """--after_step FILE.py:FUNCTION: a function of the user's, after each step. docs/hacks.md"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,12 +17,8 @@ class AfterStep(Observer):
     function: Callable[[int, Metrics], object]
 
     def step(self, step: int, metrics: Metrics) -> Metrics | Literal["stop"] | None:
-        """As `repeat`. Raises RunError for a metric that the line has, or that evaluation may give it."""
-        answer = self.repeat(step, metrics)
-        given = answer if isinstance(answer, dict) else ()
-        if taken := [name for name in given if name in metrics or name.startswith("eval/")]:
-            raise RunError(f"--after_step returned {taken[0]}, a metric of the run's own; give it another name.")
-        return answer
+        """As `repeat`. Raises RunError for a metric that the line has."""
+        return check_names(self.repeat(step, metrics), taken=metrics)
 
     def repeat(self, step: int, metrics: Metrics) -> Metrics | Literal["stop"] | None:
         """The function's result; None for an evaluation before training. Raises RunError if it fails."""
@@ -33,13 +29,21 @@ class AfterStep(Observer):
             answer = self.function(step, dict(metrics))
             if isinstance(answer, dict):
                 answer = {str(name): float(value) for name, value in answer.items() if name != "step"}
-            elif answer is not None and answer != "stop":
+            elif answer not in (None, "stop"):
                 raise TypeError(f'it returned {answer!r}, but may return None, a dict of metrics or "stop"')
         except Exception as error:  # noqa: BLE001  the user's code may raise anything
             raise RunError(
-                f"--after_step fails after step {step}: {type(error).__name__}: {error}; "
-                "mend it. A step that is not evaluated has no metrics of eval/."
+                f"--after_step fails after step {step}: {type(error).__name__}: {error}; correct the function, and "
+                "start the same command again. A step that is not evaluated has no metrics of eval/."
             ) from error
-        return broadcast_from_main(answer)
+        return check_names(broadcast_from_main(answer))
 
     recall = repeat
+
+
+def check_names(answer: Metrics | str | None, taken: Container[str] = ()) -> Metrics | str | None:
+    """The answer. Raises RunError for a metric of these names, or that evaluations and times may give the line."""
+    for name in answer if isinstance(answer, dict) else ():
+        if name in taken or name.startswith(("eval/", "time/")):
+            raise RunError(f"--after_step returned {name}, a metric of the run's own; give it another name.")
+    return answer

@@ -1,8 +1,8 @@
-"""The critic: a model of the value of each prefix, sharded and trained as the policy is, but never sampled from.
+"""The critic: a model of the value of each prefix, sharded and trained as the policy, never sampled from.
 
-It is a SequenceClassification of transformers: the decoder of --critic with a head of one number (`score.weight`), that
-of a reward model, else 0 at the start. In each update it is trained before the policy, on the same micro-batches,
-towards returns whose lambda is its own. Dimensions: `batch.py`.
+It is a SequenceClassification of transformers: the decoder of --critic with a head of one number
+(`score.weight`), that of a reward model, else 0 at the start. In each update it is trained before the
+policy, on the same micro-batches, towards returns whose lambda is its own. Dimensions: `batch.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from update import UpdateGuard
 
 
 def value_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The classifier of this architecture. Raises ValueError if there is none, or if it has several labels."""
+    """The classifier of this architecture. Raises ValueError if there is none, or for several labels."""
     path = f"--critic {config.name_or_path}"
     if type(config) not in VALUE_MODELS:
         raise ValueError(f"{path}: transformers has no SequenceClassification of {config.model_type!r}; use another.")
@@ -88,8 +88,9 @@ class Critic:
         self.model = empty_policy(self.path, *dtypes, memory.gradient_checkpointing, value_model)
         shard_and_fill(self.model, self.path, world, memory.offload == "all", memory.communicate_once)
         self.optimizer = make_optimizer(dict(self.model.named_parameters()), adamw, memory)
-        # The gate refuses a rate of its own beside a policy without one.
-        self.relative_rate = 1.0 if self.settings.rate is None else self.settings.rate / (adamw.learning_rate or 1.0)
+        self.relative_rate, rate = 1.0, self.settings.rate
+        if rate is not None:  # the gate refuses one beside a policy without a rate
+            self.relative_rate = rate / (adamw.learning_rate or 1.0)
         self.rollout: Rollout | None = None  # of the step, with the parts "values" and "targets"
 
     def add_advantages(
@@ -127,7 +128,7 @@ class Critic:
         memory: Memory,
         guard: UpdateGuard,
     ) -> Metrics:
-        """As in `update.py`, after the critic's own updates. While it warms up, the policy's rate is 0."""
+        """As in `update.py`, after the critic's own updates. In its warm-up the policy's rate is 0."""
         learnt = [self.learn(update, step) for _ in range(self.settings.passes)]
         if step.step <= self.settings.warmup:
             step = step._replace(rate=0.0)
@@ -140,16 +141,16 @@ class Critic:
         return torch.zeros(len(batch.labels_N), device=values_K.device).index_copy(0, batch.trained_K, values_K)
 
     def learn(self, update: Update, step: UpdateStep) -> Metrics:
-        """Makes one optimizer step on this rank's micro-batches; returns its metrics, the same on every rank.
+        """Makes one optimizer step on this rank's micro-batches; its metrics are the same on every rank.
 
-        An update whose loss or gradient is not finite leaves the critic untouched, as the policy's does.
+        An update whose loss or gradient is not finite leaves the critic untouched.
         """
         sums = torch.zeros(5, device=self.world.device)  # the loss, and what metrics average
         for i, batch in enumerate(update):
             begin_micro_batch(self.model, self.memory.communicate_once, is_last=i == len(update) - 1)
             total, means = self.loss(batch)
             beat()
-            (total * self.world.num_trainers).backward()  # FSDP averages gradients; the weights are global already
+            (total * self.world.num_trainers).backward()  # FSDP averages gradients; weights are global
             sums += torch.stack([total.detach(), *means])
         if self.memory.communicate_once:
             release_gathered(self.model)  # they are from before the optimizer step
@@ -172,8 +173,8 @@ class Critic:
     def loss(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         """The micro-batch's part of the loss, with gradient, and of four means over the update's tokens.
 
-        0.5 x (value - target)^2, or that of the value held within `clip` of the step's first, whichever is larger
-        (PPO's reference code, openai/baselines). The weights of the tokens are those of the policy's loss.
+        0.5 x (value - target)^2, or that of the value held within `clip` of the one at the step's start,
+        whichever is larger (PPO's reference code, openai/baselines). Tokens have the policy loss's weights.
         """
         values_N, parts = self.values(batch), self.rollout.parts
         read = [to_positions(self.rollout, batch.segments_S, parts[name]) for name in ("values", "targets")]

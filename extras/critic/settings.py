@@ -12,8 +12,8 @@ class Settings(NamedTuple):
     """The numbers after the model, as in `--critic policy:lam=0.95,passes=2`."""
 
     lam: float = 0.95  # lambda of the advantages; 1: return - value
-    alpha: float = 0.0  # above 0: lambda is 1 - 1 / (alpha x trained tokens) of each completion (VAPO)
-    critic_lam: float = 1.0  # lambda of the returns that the critic learns; 1: what was earned from there on
+    alpha: float = 0.0  # above 0: lambda is 1 - 1 / (alpha x tokens) of each completion (VAPO)
+    critic_lam: float = 1.0  # lambda of the returns that it learns; 1: what was earned from there on
     rate: float | None = None  # peak learning rate, with the policy's schedule; None: the policy's
     clip: float = 0.2  # a value moves at most so far from that of the step's start; 0: no bound
     passes: int = 1  # updates of the critic for each of the policy
@@ -22,7 +22,7 @@ class Settings(NamedTuple):
 
 
 def settings_of(written: str) -> tuple[str, Settings]:
-    """The model and the settings of --critic. Raises ValueError for one that is not known, or out of its range."""
+    """The model and the settings of --critic. Raises ValueError for an unknown one, or out of its range."""
     path, given = split(written)
     for name, value in given.items():
         default, most = (

@@ -163,7 +163,7 @@ def test_the_engines_are_counted_not_the_ranks(monkeypatch):
 
 
 def test_a_choice_that_argparse_knows_ends_the_program(capsys):
-    for wrong in ({"kl_in": "rewards"}, {"dtype": "float16"}, {"group_size": "8.5"}):
+    for wrong in ({"kl_in": "rewards"}, {"dtype": "float64"}, {"group_size": "8.5"}):
         with pytest.raises(SystemExit):
             flags(**wrong)
     assert "invalid choice: 'float16' (choose from " in capsys.readouterr().err

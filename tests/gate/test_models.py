@@ -114,6 +114,7 @@ def test_experts_are_compiled_in_bfloat16_and_needed_for_router_replay():
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n"
 FP8 = {"quant_method": "fp8"}
+REFUSED = "its config.json has a setting that transformers refuses: "
 QUANTIZED = "is quantized ({}: {}), which is not implemented; give the model in bfloat16."
 
 
@@ -132,11 +133,16 @@ QUANTIZED = "is quantized ({}: {}), which is not implemented; give the model in 
     ("config.json", {"text_config": {"compression_config": FP8}}, "is quantized (compression_config: "),
     ("config.json", {"quantization": {"bits": 4}}, QUANTIZED.format("quantization", "{'bits': 4}")),
     ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "is quantized (quantization: "),
-    ("config.json", {"quantization_config": "int8"}, "its config.json has a setting that transformers refuses: "),
+    ("config.json", {"quantization_config": "int8"}, REFUSED),
     ("adapter_config.json", {"peft_type": "LORA"}, "has an adapter beside its weights; merge it"),
-    ("config.json", {"eos_token_id": "<eos>"}, "its config.json has a setting that transformers refuses: "),
-    ("config.json", {"eos_token_id": [1, None]}, "its config.json has a setting that transformers refuses: "),
-    ("config.json", {"hidden_size": "64"}, "its config.json has a setting that transformers refuses: "),
+    ("config.json", {"eos_token_id": "<eos>"}, REFUSED),
+    ("config.json", {"eos_token_id": [1, None]}, REFUSED),
+    ("config.json", {"hidden_size": "64"}, REFUSED),
+    ("config.json", {"rope_parameters": {"rope_type": "own"}}, REFUSED),
+    ("config.json", {"rope_parameters": {"rope_type": "linear"}}, REFUSED),
+    ("config.json", {"hidden_act": "own"}, REFUSED),
+    ("config.json", {"head_dim": None}, REFUSED),
+    ("config.json", {"_attn_implementation": "flash_attention_2"}, None),  # attention is ours, whatever stands there
     ("config.json", {"eos_token_id": 64}, "eos_token_id 64 in its config.json; use ids from 0 to 63."),
     ("config.json", {"pad_token_id": 64}, "pad_token_id 64 in its config.json; use ids from 0 to 63."),
     ("config.json", {"eos_token_id": None, "pad_token_id": 63}, None),

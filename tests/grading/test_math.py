@@ -54,6 +54,14 @@ def test_the_written_cases_are_graded_as_a_careful_reader_would_and_every_key_ca
     assert not bad_keys(grader, [Case("", answer) for answer in {case["answer"] for case in CASES}])
 
 
+def test_rows_by_somebody_who_has_not_read_the_grader(grader):
+    """14 kinds, those first that must not be paid."""
+    cases = lines(Path(__file__).with_name("unseen.jsonl"))
+    grades = grades_of(grader, GUARD, [(case["completion"], case["answer"]) for case in cases])
+    wrong = [case for case, grade in zip(cases, grades, strict=True) if grade.is_correct != case["is_right"]]
+    assert not wrong and not any(grade.is_failed for grade in grades)
+
+
 HOSTILE = ["9^{9^{9}}", "9^{9^{9^{9}}}", "99999999!", "((10!)!)!", "\\binom{99999999}{5000000}", "(x+1)^{100000}"]
 HOSTILE += ["(" * 500_000 + "1" + ")" * 500_000, "9" * 100_000, "\0" * 1000 + "\ud800"]
 

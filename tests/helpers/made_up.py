@@ -312,7 +312,7 @@ def run_passes(policy: Policy, args: argparse.Namespace, rollout: Rollout) -> in
     step = UpdateStep(index=0, rate=0.0, is_first=False, max_grad_norm=1.0, seed=0)
     for field in ("old_logprobs_N", "ref_logprobs_N"):
         packed = logprobs_under(policy, field, packed, algorithm)
-    passes = add_gradients(policy, packed, algorithm, step, memory, world)
+    passes = add_gradients(policy, packed, algorithm, step, memory, UpdateGuard(world))
     assert all(parameter.grad is not None for parameter in policy.parameters() if parameter.requires_grad)
     return len(passes)
 

@@ -1,0 +1,1 @@
+"""Another arithmetic: --dtype float16. The seam: `update.make_guard`."""

@@ -35,7 +35,8 @@ def plot(run: History) -> None:
         for name in sorted(fnmatch.filter(run.names, pattern)):
             points = run.points(name)
             marker = "o" if name.startswith("eval/") else None
-            (line,) = axis.plot(list(points), list(points.values()), marker=marker, label=name.partition("/")[2])
+            label = drawable(name.partition("/")[2])
+            (line,) = axis.plot(list(points), list(points.values()), marker=marker, label=label)
             if name in published:
                 curve = published[name]
                 axis.plot(*zip(*curve["points"], strict=True), ".--", color=line.get_color(), label=curve["label"])
@@ -49,7 +50,12 @@ def plot(run: History) -> None:
         heights = [[by_phase.get(phase, 0.0) for by_phase in seconds] for phase in phases]
         last.stackplot([line["step"] for line in trained], heights, labels=phases)
         last.legend(fontsize=8, loc="upper right", ncols=2)
-    figure.suptitle(str(run.folder))
+    figure.suptitle(drawable(str(run.folder)))
     with atomic_write(run.folder / "curves.png") as unfinished, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from")  # what the font lacks are boxes
         figure.savefig(unfinished, format="png", dpi=90)
+
+
+def drawable(text: str) -> str:
+    """The text, in which what the locale could not decode is escaped."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -29,9 +29,9 @@ def test_curves_are_drawn_also_where_values_are_missing(tmp_path):
     assert len(pictures) == 3 and all(picture.startswith(b"\x89PNG") for picture in pictures)
 
 
-@pytest.mark.parametrize("name", ["运行_甲", "a$x_y", "проба é"])
+@pytest.mark.parametrize("name", ["运行_甲", "a$x_y", "проба é", "运行".encode().decode("ascii", "surrogateescape")])
 def test_a_name_in_any_script_is_drawn_without_a_warning(name, tmp_path, recwarn, capfd):
-    """Also "$", which is no formula."""
+    """Also "$", which is no formula, and what the locale could not decode."""
     records = [record | {f"eval/{name}/avg@4": 0.5} for record in RECORDS]
     plot(read_run(write_run(tmp_path / name, {}, records)))
     assert (tmp_path / name / "curves.png").stat().st_size > 10_000

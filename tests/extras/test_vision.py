@@ -97,7 +97,7 @@ def reference_logprobs(
 ) -> torch.Tensor:
     """Completion b by transformers alone: its processor makes tokens and pixels, its model the positions."""
     images = [decode(image) for image in data.rows[b].encoded_images]
-    size = {"longest_edge": data.rows[0].images.vision.max_pixels, "shortest_edge": 56 * 56}
+    size = data.rows[0].images.vision.size
     text = processor.apply_chat_template(data.rows[b].messages, add_generation_prompt=True)
     pictures = {"images": images, "images_kwargs": {"size": size}} if images else {}
     inputs = processor(text=[text], return_tensors="pt", **pictures)

@@ -97,6 +97,7 @@ def part_metrics(rollout: Rollout) -> Metrics:
     metrics = {}
     for name in names:
         shown = re.sub(r".*/(?=[^/]+\.py:)", "", name)  # /home/me/my_reward.py:score
+        shown = name if f"reward/part/{shown}" in metrics else shown  # another folder has one of this name
         metrics[f"reward/part/{shown}"] = sum(grade.parts.get(name, 0.0) for grade in grades) / len(grades)
     return metrics
 

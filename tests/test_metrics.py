@@ -59,8 +59,9 @@ def test_ungraded_completions_are_counted_and_parts_averaged():
     expected = {"reward/timeouts": 1, "reward/errors": 1, "reward/part/math": 0.25, "reward/part/format": 0.25}
     assert expected.items() <= found(grades).items()
     assert "reward/part/math" not in found([Grade(1.0, "ok", {"math": 1.0})] * 4), "one part is the reward itself"
-    # A part has the name of its file, without the folder.
-    parts, expected = {"/a/x.py:f": 1.0, "/a/x.py:f/n": 2.0}, {"reward/part/x.py:f": 1.0, "reward/part/x.py:f/n": 2.0}
+    # A part has the name of its file, without the folder, unless another has it.
+    parts = {"/a/x.py:f": 1.0, "/a/x.py:f/n": 2.0, "/b/x.py:f": 3.0}
+    expected = {"reward/part/x.py:f": 1.0, "reward/part/x.py:f/n": 2.0, "reward/part//b/x.py:f": 3.0}
     assert expected.items() <= found([Grade(1.0, "ok", parts)] * 4).items()
 
 

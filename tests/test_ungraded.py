@@ -513,7 +513,7 @@ def test_a_judge_that_dies_ends_the_run_before_the_update_and_the_same_command_c
 
 def test_minimal_leaves_it_out_too(undisturbed, moody):
     """The same loss and gradient as train_grpo.py, with a judge that fails for some."""
-    _, given = moody("minimal", after_step=None, total_steps=1, save_every=None)
+    _, given = moody("minimal", after_step=None)
     said = succeeded(run_ranks(2, "minimal.py", given)).stdout
     metrics = metrics_of(undisturbed[0])[1]
     assert metrics["reward/left_out"] > 0

@@ -41,7 +41,6 @@ TOKEN = re.compile(r"\\[A-Za-z]+\*?|\\.|(?<![A-Za-z])[A-Za-z]+|<[=>]|>=|\.\.\.|[
 # What becomes of a group behind a command: it falls out, its braces fall out, it is upright text
 GROUPS = {rf"\{name}": role for role, names in {
     "": "phantom hphantom vphantom hspace hspace* vspace vspace* label tag tag* cancel bcancel xcancel sout color kern",
-    r"\phantom": "rule",
     "{}": "mathbf mathit mathtt mathnormal boldsymbol bm pmb underline boxed fbox smash mathop ensuremath",
     UPRIGHT: "text textbf textit textrm textsf texttt textnormal textup textsc emph mathrm mathsf mbox hbox "
              "operatorname operatorname* ce",
@@ -76,6 +75,7 @@ MARKS = rules(r"""
     \\(?:\}|rbrace) ⟶ ⟆
     \\\$|(?<!\$)\$(?=\s*\d[^$]*$) ⟶ \\dollar␣
     \\(?:textcolor|f?colorbox(?:\s*\{[^{}]*\}(?=\s*\{[^{}]*\}\s*\{))?|raisebox)\s*\{[^{}]*\} ⟶
+    \\rule\s*(?:\[[^\[\]]*\])?\s*\{[^{}]*\} ⟶ \\phantom
     # 1\,000 and 1{,}000; 5\text{K} is 5,000, 5 K a temperature
     (?<=\d)(?:\\[,!;: ]|~|\{,\}|,\s*\\[!,])\s*(?=\d{3}(?!\d)) ⟶
     \{,\} ⟶ .

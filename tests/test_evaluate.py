@@ -150,7 +150,7 @@ def engine_that_says(*texts: str) -> SimpleNamespace:  # in place of rollout.py
             on_finished(b, text, [1, 2], False)
         return replace(make_rollout([2] * len(rows)), rows=rows, texts=texts)
 
-    return SimpleNamespace(Engine=lambda *_: SimpleNamespace(sample=sample, close=lambda: None))
+    return SimpleNamespace(Engine=lambda *_: SimpleNamespace(llm=None, sample=sample, close=lambda: None))
 
 
 def test_the_script_of_three_verifiers_gives_each_set_its_own(policy, tmp_path, monkeypatch, capsys):
@@ -168,6 +168,7 @@ def test_the_script_of_three_verifiers_gives_each_set_its_own(policy, tmp_path, 
     for command, (name, (_, right, published)) in zip(commands, sets.items(), strict=True):
         monkeypatch.setattr(sys, "argv", [*command.split("\0")[3:-1], "--out_dir", f"{tmp_path}/{name}"])
         monkeypatch.setitem(sys.modules, "rollout", engine_that_says(right, "a, b"))
+        monkeypatch.setattr("engine.host_time.shorten", lambda llm: None)
         main()
         shown = capsys.readouterr().out
         assert re.search(rf"^{name} +2 +1 +50\.0 ± 50\.0 .* {published}$", shown, re.MULTILINE), shown

@@ -67,10 +67,10 @@ def read_rounds(out_dir: Path, step: int, rows: dict[str, Row]) -> list[Rollout]
             record["reward_status"],
             json.loads(record["reward_parts"]),
             record["read_as"],
-            turn_rewards=tuple(record["turn_rewards"]),
-            is_compared=record["is_compared"],
+            turn_rewards=tuple(record.get("turn_rewards", ())),  # older files have none
+            is_compared=record.get("is_compared", True),
         )
-        for record in table.select(GRADE).to_pylist()
+        for record in table.select([name for name in GRADE if name in table.column_names]).to_pylist()
     ]
     step_rollout = Rollout(
         rows=[rows[where] for where in places],

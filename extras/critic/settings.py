@@ -25,12 +25,9 @@ def settings_of(written: str) -> tuple[str, Settings]:
     """The model and the settings of --critic. Raises ValueError for an unknown one, or out of its range."""
     path, given = split(written)
     for name, value in given.items():
-        default, most = (
-            Settings._field_defaults.get(name, ""),
-            1 if name in ("lam", "critic_lam", "whiten") else math.inf,
-        )
-        is_number = isinstance(value, int if isinstance(default, int) else int | float)
-        if default == "" or not is_number or not 0 <= value <= most:
+        most = 1 if name in ("lam", "critic_lam", "whiten") else math.inf
+        is_number = isinstance(value, int if name in ("passes", "warmup", "whiten") else int | float)
+        if name not in Settings._fields or not is_number or not 0 <= value <= most:
             known = ", ".join(Settings._fields)
             raise ValueError(f"--critic {written}: {name}={value} is not from 0 to {most:g}, or not known ({known}).")
     return path, Settings(**given)

@@ -28,8 +28,10 @@ def settings_of(written: str) -> tuple[str, Settings]:
         most = 1 if name in ("lam", "critic_lam", "whiten") else math.inf
         is_number = isinstance(value, int if name in ("passes", "warmup", "whiten") else int | float)
         if name not in Settings._fields or not is_number or not 0 <= value <= most:
-            known = ", ".join(Settings._fields)
-            raise ValueError(f"--critic {written}: {name}={value} is not from 0 to {most:g}, or not known ({known}).")
+            raise ValueError(
+                f"--critic {written}: {name}={value}; known are {', '.join(Settings._fields)}, with a number from 0 to "
+                f"{most:g}; those of passes, warmup and whiten are whole."
+            )
     return path, Settings(**given)
 
 

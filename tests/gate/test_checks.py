@@ -62,10 +62,10 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says; t
     (
         1,
         "--critic policy:lambda=1",
-        "--critic policy:lambda=1: lambda=1 is not from 0 to inf, or not known .lam, alpha",
+        "--critic policy:lambda=1: lambda=1; known are lam, alpha",
     ),
-    (1, "--critic policy:lam=1.5", "lam=1.5 is not from 0 to 1"),
-    (1, "--critic policy:passes=1.5", "passes=1.5 is not from 0 to inf"),
+    (1, "--critic policy:lam=1.5", "lam=1.5; .* with a number from 0 to 1; those"),
+    (1, "--critic policy:passes=1.5", "passes=1.5; .* warmup and whiten are whole"),
     (1, "--critic policy:rate=1e-5 --learning_rate 0", "its rate follows the schedule of --learning_rate 0"),
 ]
 

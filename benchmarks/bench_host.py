@@ -111,7 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--queued", action="store_true", help="a step is ahead of its outputs, as on a GPU")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--tokens", type=int, default=250, help="of each of 256 sequences, 32 groups of 8")
+    parser.add_argument("--tokens", type=int, default=250, help="that each of the 256 sequences gets")
     args = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1"}
     torch.set_num_threads(1)

@@ -100,7 +100,7 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     check_path(args.model)
     gpu_figures(args.plan_gpu)  # raises for one that is not known
     if num_ranks is None:
-        for name in ("--plan_gpus", "--plan_nodes", "--json"):  # scripts have the others, with their sources
+        for name in ("--plan_gpus", "--plan_nodes", "--json"):  # scripts set --plan_gpu and its like
             if FLAGS[name].is_changed(args) and not args.dry_run:
                 raise ValueError(f"{name} has no effect without --dry_run; leave it out.")
         num_ranks = launched_world_size()

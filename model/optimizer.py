@@ -33,7 +33,7 @@ def make_optimizer(named: dict[str, nn.Parameter], adamw: AdamW, memory: Memory)
         if not isinstance(optimizer, Optimizer) or not {*parameters_of(optimizer)} <= {*named.values()}:
             raise OwnCodeError(
                 f"--optimizer {adamw.optimizer} made {optimizer!r:.200}; make a torch.optim.Optimizer of parameters "
-                "that it was given, and of no others: those of a loss are not saved (docs/hacks.md)."
+                "that it was given, and of no other parameters: those of a loss are not saved (docs/hacks.md)."
             )
         for parameter in {*named.values()} - {*parameters_of(optimizer)}:
             parameter.requires_grad_(False)  # what the optimizer leaves out is frozen

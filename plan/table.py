@@ -53,8 +53,7 @@ def in_gib(parts: Parts) -> Parts:
 def report_of(setup: Setup) -> dict[str, object]:
     """All numbers as one object of plain types: the headline figures, then the tables behind them."""
     plan, run, h = setup.plan, setup.run, setup.hardware
-    phases = memory.gpu_phases(setup)
-    on_host = memory.host_phases(setup)
+    phases, on_host = memory.gpu_phases(setup), memory.host_phases(setup)
     needed = {name: memory.needed(parts) for name, parts in phases.items()}
     peak = max(needed, key=needed.get)
     misfits = memory.misfits(setup)

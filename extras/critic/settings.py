@@ -27,10 +27,10 @@ def settings_of(written: str) -> tuple[str, Settings]:
     for name, value in given.items():
         most = 1 if name in ("lam", "critic_lam", "whiten") else math.inf
         is_number = isinstance(value, int if name in ("passes", "warmup", "whiten") else int | float)
-        if name not in Settings._fields or not is_number or not 0 <= value <= most:
+        if name not in Settings._fields or not is_number or not (name == "passes") <= value <= most:
             raise ValueError(
-                f"--critic {written}: {name}={value}; known are {', '.join(Settings._fields)}, with a number from 0 to "
-                f"{most:g}; those of passes, warmup and whiten are whole."
+                f"--critic {written}: {name}={value}; known are {', '.join(Settings._fields)}; lam, critic_lam and "
+                "whiten go from 0 to 1, passes from 1, the others from 0; passes, warmup and whiten are whole numbers."
             )
     return path, Settings(**given)
 

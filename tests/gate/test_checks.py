@@ -64,8 +64,9 @@ MISTAKES = [  # ranks, flags beside the required ones, what the sentence says; t
         "--critic policy:lambda=1",
         "--critic policy:lambda=1: lambda=1; known are lam, alpha",
     ),
-    (1, "--critic policy:lam=1.5", "lam=1.5; .* with a number from 0 to 1; those"),
-    (1, "--critic policy:passes=1.5", "passes=1.5; .* warmup and whiten are whole"),
+    (1, "--critic policy:lam=1.5", "lam=1.5; .* lam, critic_lam and whiten go from 0 to 1"),
+    (1, "--critic policy:passes=1.5", "passes=1.5; .* warmup and whiten are whole numbers"),
+    (1, "--critic policy:passes=0", "passes=0; .* passes from 1, the others from 0"),
     (1, "--critic policy:rate=1e-5 --learning_rate 0", "its rate follows the schedule of --learning_rate 0"),
 ]
 

@@ -177,17 +177,23 @@ def shard(
     `on_host`: shards and gradients live in host RAM (pinned on CUDA). `stays_gathered`: a forward
     pass leaves each layer gathered, until the backward pass or `release_gathered`.
 
-    One rank whose parameters are in `compute_dtype` has nothing to gather, cast or reduce: it keeps
-    plain tensors, and saves FSDP's copies. Gradients add up in that dtype, as FSDP adds up shards.
-    With `stays_gathered` FSDP stays, because it then adds whole gradients up in fp32.
+    On one rank a parameter in `compute_dtype` stays a plain tensor: there is nothing to gather, cast
+    or reduce, and FSDP's copies are saved. Gradients add up in that dtype, as FSDP adds up shards.
+    With `stays_gathered` it adds whole gradients up in fp32, so what is trained stays FSDP's.
     """
-    is_plain = world.num_trainers == 1 and not on_host and not stays_gathered
-    if is_plain and {parameter.dtype for parameter in root.parameters()} == {compute_dtype}:
+    parameters, plain = set(root.parameters()), set()
+    if world.num_trainers == 1 and not on_host:
+        plain = {x for x in parameters if x.dtype == compute_dtype and not (x.requires_grad and stays_gathered)}
+    if plain == parameters:
         return world.device
-    offload = fsdp.CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if on_host else fsdp.OffloadPolicy()
-    # fp32: a sum of bf16 gradients over many ranks would lose their small parts.
-    precision = fsdp.MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    divide = partial(fsdp.fully_shard, mesh=world.mesh, mp_policy=precision, offload_policy=offload)
+    divide = partial(
+        fsdp.fully_shard,
+        mesh=world.mesh,
+        # fp32: a sum of bf16 gradients over many ranks would lose their small parts.
+        mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
+        offload_policy=fsdp.CPUOffloadPolicy(world.device.type == "cuda") if on_host else fsdp.OffloadPolicy(),
+        ignored_params=plain,
+    )
     for layer in layers:
         divide(layer, reshard_after_forward=not stays_gathered)
     # Gathered while this one computes, as FSDP does by itself backwards.

@@ -185,7 +185,7 @@ def update_peak(setup: Setup) -> Parts:
     m, tokens, compute = setup.model, setup.counted_tokens, setup.compute_bytes
     is_once, is_sharded = setup.memory.communicate_once, not setup.is_plain
     root = is_sharded * compute * m.root_parameters
-    layer = is_sharded * compute * (m.layer_parameters + setup.adapter_per_layer)
+    layer = compute * (is_sharded * m.layer_parameters + setup.adapter_per_layer)
     one = root + (m.layers if is_once else 1) * layer  # gathered at a time
     two = one if is_once else one + layer
     if setup.memory.gradient_checkpointing:
@@ -194,7 +194,7 @@ def update_peak(setup: Setup) -> Parts:
         kept_name, kept = "activations", saved_per_layer(setup)
     last_norm = (8 if setup.has_lora else 10) * tokens * m.hidden
     head_gradient = is_sharded * setup.head_gradient_bytes
-    trained_per_layer = is_sharded * (setup.adapter_per_layer if setup.has_lora else m.layer_parameters)
+    trained_per_layer = setup.adapter_per_layer if setup.has_lora else is_sharded * m.layer_parameters
     # A logit and, for pieces or the cast of its gradient, 3; over the vocabulary four fp32 numbers, two of each model.
     logit = 16 if setup.run.over_vocabulary else 3 + setup.logit_bytes
     in_layer = {"one layer": backward_of_layer(setup), "gathered": two}

@@ -232,10 +232,10 @@ class Setup:
 
     @property
     def is_plain(self) -> bool:
-        """Whether one GPU trains plain tensors: FSDP gathers and reduces nothing (`fsdp_utils.shard`)."""
+        """Whether one GPU holds plain tensors, adapters apart: FSDP gathers nothing of them (`fsdp_utils.shard`)."""
         has_host = self.memory.offload == "all" or self.memory.offload_reference
-        is_same = self.trained_bytes == self.compute_bytes
-        return self.hardware.gpus == 1 and is_same and not has_host and not self.memory.communicate_once
+        is_same = self.trained_bytes == self.compute_bytes and not self.memory.communicate_once
+        return self.hardware.gpus == 1 and (is_same or self.has_lora) and not has_host
 
     @property
     def num_engines(self) -> int:

@@ -86,10 +86,13 @@ def traffic(setup: Setup) -> dict[str, float]:
     if setup.has_reference_model and memory.offload_reference:
         from_host += in_reference * setup.reference_bytes / n
     copied = 0.0
-    if setup.hardware.gpus == 1 and not setup.is_plain:
-        gather = COPIED + CAST * (not setup.has_lora and setup.trained_bytes > setup.compute_bytes)
-        copied = gather * setup.model.parameters * (in_updates + setup.old_logprob_passes * in_pass)
-        copied += setup.trainable * (REDUCED * reductions + SUMMED * trained)
+    if setup.hardware.gpus == 1:  # of the base, unless it is plain, and of adapters
+        base = setup.model.parameters * (not setup.is_plain)
+        masters = setup.adapters if setup.has_lora else base
+        gather = COPIED * (base + setup.adapters) + CAST * masters * (setup.trained_bytes > setup.compute_bytes)
+        copied = gather * (in_updates + setup.old_logprob_passes * in_pass)
+        if masters:
+            copied += setup.trainable * (REDUCED * reductions + SUMMED * trained)
     return {
         "copies on one GPU": copied,
         "all-gather, log-probs": setup.old_logprob_passes * in_pass * weights * remote,

@@ -4,10 +4,13 @@ import copy
 import itertools
 from argparse import Namespace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import fsdp
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
@@ -65,9 +68,15 @@ def lora(world: World, path: str) -> dict[str, object]:
 
     def gradient(policy: Policy, args: Namespace, index: int = 0) -> tuple[dict[str, float], dict[str, Tensor]]:
         """(metrics, gradients) of the update of this index, after a pass of the reference, as in a step."""
+        before = divided(policy)
         update = scored(make_rollout(group_size=4), policy, policy, args, world)
-        assert all(isinstance(x, DTensor) for x in policy.parameters()), "a pass without gradient leaves some gathered"
-        return recorded(policy, update, args, world, index=index)
+        assert divided(policy) == before, "a pass without gradient leaves some gathered"
+        found = recorded(policy, update, args, world, index=index)
+        assert divided(policy) == before, "nothing stays gathered"
+        return found
+
+    def divided(policy: Policy) -> list[bool]:
+        return [isinstance(parameter, DTensor) for parameter in policy.parameters()]
 
     def logprobs(model: Policy, args: Namespace) -> list[Tensor]:
         update = whole_update(make_rollout(), args, model, world)
@@ -80,13 +89,18 @@ def lora(world: World, path: str) -> dict[str, object]:
         args = lora_flags(path, micro_batch_tokens=cap, gradient_checkpointing=checkpointing, **changes)
         policy = adapted(args, torch.float32)
         found["gradients"].append(gradient(policy, args))
-        assert all(isinstance(parameter, DTensor) for parameter in policy.parameters()), "nothing stays gathered"
     args = lora_flags(path)
     for is_policy_first in (True, False):
         policy = adapted(args, torch.bfloat16)
         if is_policy_first:
             logprobs(policy, args)
         found["bf16"].append(gradient(policy, args)[1])
+    base = [x for name, x in policy.named_parameters() if ".lora_" not in name]
+    assert all(isinstance(x, DTensor) == (world.num_trainers > 1) for x in base), "one rank's base is plain"
+    with patch.object(fsdp, "fully_shard", lambda *args, ignored_params, **more: fully_shard(*args, **more)):
+        policy = adapted(args, torch.bfloat16)
+    assert all(divided(policy))
+    found["bf16"].append(gradient(policy, args)[1])
     for dtype in (torch.float32, torch.bfloat16):
         policy, base = adapted(args, dtype), sharded(load_policy(path, torch.bfloat16), world, dtype)
         with policy.adapter_off():
@@ -146,10 +160,14 @@ def test_lora_loss_and_gradient_are_those_of_the_formula(results, policy):
 
 
 def test_a_reference_pass_is_exactly_the_base_models_and_leaves_gradients_in_fp32(results):
-    """FSDP2 decides in its first pass which parameters are trained, and in which dtype gradients are reduced."""
-    for first, second in (found["bf16"] for found in results.values()):
+    """FSDP2 decides in its first pass which parameters are trained, and in which dtype gradients are reduced.
+
+    A plain base on one rank gives the gradients of a sharded one.
+    """
+    for first, second, all_sharded in (found["bf16"] for found in results.values()):
         assert {gradient.dtype for gradient in first.values()} == {torch.float32}
         torch.testing.assert_close(second, first, atol=0, rtol=0)  # also the dtype
+        torch.testing.assert_close(all_sharded, first, atol=0, rtol=0)
     for found in results.values():
         for reference, base, adapted in found["reference"]:
             torch.testing.assert_close(reference, base, atol=0, rtol=0)

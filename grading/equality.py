@@ -103,15 +103,13 @@ def _same(key: Value, answer: Value) -> bool:
         case (("either", values), other) | (other, ("either", values)):
             return any(_same(value, other) for value in values)
         case (("words", text), ("formula", formula, _)) | (("formula", formula, _), ("words", text)):
-            is_product = r"\cdot" in formula and text.replace(" ", "").isalpha() and not MATRICES & {*text}
+            is_product = r"\cdot" in formula and re.fullmatch("[A-Z]{2}", text) and not MATRICES & {*text}  # V = IR
             return text_of(formula) == ("words", text) or (is_product and same_formula(text, formula))
-        case ("number", value, _), ("words", text) if DATED.fullmatch(
-            text.replace(" ", "")
-        ):  # 10 - 3 is 7, but 4-1 no 5-2
+        case ("number", value, _), ("words", text) if DATED.fullmatch(text):  # 10 - 3 is 7, but 4-1 no 5-2
             return same_formula(value, text)
         case (("words", text), ("list", items)) | (("list", items), ("words", text)):
             letters = [str(item[1]).casefold() for item in items]  # A, C, D is ACD
-            return letters == [*text.casefold().replace(" ", "")]
+            return letters == [*text.casefold()]
         case (("choice", *_), _) | (_, ("choice", *_)):
             return _same_choice(key, answer)
         case ("number" | "formula", *_), ("number" | "formula", *_):
@@ -191,11 +189,25 @@ def _same_quantity(key: Value, answer: Value) -> bool:
     return same_formula(key[1], _renamed(str(key[1]), str(answer[1])))
 
 
+# A key with the constants of an integral or of an equation's solutions: x^2 + C, C_1e^x + C_2e^{-x}; no a + b + c
+FAMILY = re.compile(
+    r"(?=.*[+ex])(?=.*(?:[CK]|c_))(?:(?<![^-+])[CKc](?:(?=e|$)|_\{\d\}(?=[ex]|\\(?:cos|sin)|$))|[^A-Z\\]|\\[A-Za-z]+)+"
+    r"|(?:[^A-Za-z\\]|\\[a-z]+ ?|[xtu])+\+c"
+)
+LETTERS = re.compile(r"\\[A-Za-z]+|([A-Z](?:_\{\d\})?|[ck]_\{\d\}|(?<=\+)[ck]$)")
+
+
 def _renamed(key: str, answer: str) -> str:
-    """The answer with the key's letter for a constant: x^2 + C, x^3 + c, Ce^{2x}; a + b + c ends in a variable."""
-    if re.search(r"\+[CKck]$", answer) and re.fullmatch(r"[^C]*\+C|[^K]*\+K|(?:[^A-Za-z]|\\[a-z]+ ?|[xtu])*\+c", key):
-        return answer[:-1] + key[-1]
-    return re.sub("^[A-Z](?=e)", "C", answer) if re.fullmatch(r"Ce\^\{[^A-Z]*\}", key) else answer
+    """The answer with the key's letters for constants, in their order; a + b + c ends in a variable."""
+    key, answer = (re.sub(r"^([A-Zck](?:_\{\d\})?)([-+].*)$", r"\2+\1", text).removeprefix("+") for text in (key, answer))
+    constants, letters = (list(dict.fromkeys(filter(None, LETTERS.findall(text)))) for text in (key, answer))
+    if not FAMILY.fullmatch(key) or len(constants) != len(letters):
+        return answer
+    names = dict(zip(letters, constants, strict=True))
+    renamed = LETTERS.sub(lambda match: names.get(match[1], match[0]), answer)
+    others = re.findall(r"\\[A-Za-z]+|[A-Za-z]", renamed)  # of sin kx + k
+    is_taken = not {*letters}.difference(constants).isdisjoint(others)
+    return answer if is_taken else renamed
 
 
 # A single formula in SymPy --------------------------------------------------------------------------------------------

@@ -45,7 +45,12 @@ GROUPS = {rf"\{name}": role for role, names in {
     UPRIGHT: "text textbf textit textrm textsf texttt textnormal textup textsc emph mathrm mathsf mbox hbox "
              "operatorname operatorname* ce",
 }.items() for name in names.split()}  # fmt: skip
-GROUP = re.compile(r"(?:(\\[A-Za-z]+\*?|[\^_])\s*|((?<=[}»\]])))?\{([^{}]*)\}")
+# In brackets each comma parts, unless ", " or ";" stands there too, or 000 would be an item; 108,135,180,117 is a list
+GROUPED = re.compile(
+    r"[(\[⟅](?![^()\[\]⟅⟆]*(?:,\s|;|,0\d))[^()\[\]⟅⟆]*[)\]⟆]"
+    r"|(?<![\d.,])(?!\d{3}(?:,\d{3}){3})[1-9]\d{0,2}(?P<groups>(?:,\d{3})+)(?!\d|,\d)"
+)
+GROUP = re.compile(r"(?:(\\(?!(?:cdot|times|div|pm|mp)\b)[A-Za-z]+\*?|[\^_])\s*|((?<=[}»\]])))?\{([^{}]*)\}")
 
 
 def rules(table: str) -> list[tuple[re.Pattern, str]]:
@@ -84,6 +89,8 @@ MARKS = rules(r"""
     \\(?:begin|end)\{(?!(?:[pbBvV]?matrix|cases|array)\})[^{}]*\} ⟶ ␣
     \\(?:vec|mathbf|boldsymbol|bm)\s*\{([A-Za-z])\} ⟶ ␣\1VECTOR
     \{([^{}]*)\\choose([^{}]*)\} ⟶ \\binom{\1}{\2}
+    \\mathrm\s*\{([ei])\} ⟶ ␣\1
+    ([\^_])\s*([-+]?\d+(?:\.\d+)?|\\(?:math|text|bm)[a-z]*\s*\{[^{}]*\}) ⟶ \1{\2}
 """.replace("VECTOR", VECTOR) + BRACED)  # fmt: skip
 # And behind it
 IDIOMS = rules(r"""
@@ -110,9 +117,8 @@ IDIOMS = rules(r"""
     \^\{{\s*('+)\s*\}} ⟶ \1
     \\(?:hat|vec)\{{([A-Za-z]){VECTOR}?\}} ⟶ \1
     (?<![\w\s\\])sec(?=[\s(^]) ⟶ \\sec␣
-    # 1 000 000; 108,135,180,117 is a list; a.m.
+    # 1 000 000; a.m.
     (?<![\d.,])(\d{{1,3}}) (?=\d{{3}}(?: \d{{3}})*(?![\d/,]| ?\d)) ⟶ \1
-    (?<![\d,])(\d{{3}}),(\d{{3}}),(\d{{3}}),(?=\d{{3}}(?:,\d{{3}})*(?![\d,])) ⟶ \1, \2, \3,␣
     (?<=[\d\s}}])[aA](?:\.\s?)?[mM]\b\.? ⟶ am
     (?<=[\d\s}}])[pP](?:\.\s?)?[mM]\b\.? ⟶ pm
     # Signs
@@ -155,7 +161,7 @@ def clean(text: str) -> str:
         text, num_groups = GROUP.subn(_reduced, text)
         if not num_groups:
             break
-    text = rewritten(text, IDIOMS)
+    text = GROUPED.sub(lambda m: m[0].replace(",", "") if m["groups"] else m[0], rewritten(text, IDIOMS))
     if not re.search(r"\\(?:begin|cases)", text):
         text = text.replace("⏎", ", ").replace("&", " ")
     return text.replace("⏎", r"\\").replace("⟅", r"\{").replace("⟆", r"\}").strip()

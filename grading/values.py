@@ -21,7 +21,7 @@ Value = tuple
 
 # Numbers and units ------------------------------------------------------------------------------------------------
 
-DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)"
+DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
 DIGITS = rules(
     r"""
     ^([+-]?)0,(\d+)$ ⟶ \g<1>0.\2
@@ -47,7 +47,7 @@ def number(text: str) -> Fraction | None:
     match = NUMBER.fullmatch(rewritten(text, DIGITS))
     if not match:
         return None
-    sign, whole, top, repeated, bottom = (part.replace(",", "") for part in match.groups(""))
+    sign, whole, top, repeated, bottom = match.groups("")
     value = Fraction(top) / Fraction(bottom or 1)
     if repeated:
         value += Fraction(int(repeated), 10 ** len(top.partition(".")[2]) * (10 ** len(repeated) - 1))
@@ -140,7 +140,7 @@ INDEX = r"_\{(?:[\w,]+|\\(?:min|max|triangle)\s*[A-Z]*)\}"
 LETTER = rf"(?:[A-Za-z]|\\(?i:{'|'.join(GREEK)})(?![A-Za-z]))(?:{INDEX})?"
 NAME = (  # x, x_{1}, f(x), f'(2), P(A), |v|, dy/dx, AB, \angle ABC, \Delta H, pH, Area, total cost; no expression
     rf"(?:{LETTER}(?:\^\{{-1\}}|'+)?\s?\((?![^()]*(?:\d[A-Za-z]|\bnot\b))[^()+*/^=-]*\)"
-    rf"|P\([^()]*[=<>|][^()]*\)|{LETTER}|d\w/d\w|\\frac\{{d\w\}}\{{d\w\}}|pH|\\Delta\s*[A-Z]"
+    rf"|P\([^()]*[=<>|][^()]*\)|{LETTER}|d\w/d\w|\\frac\{{d\w\}}\{{d\w\}}|p(?:H|K{INDEX})|\\Delta\s*[A-Z](?:\\degree)?"
     r"|\|[A-Zuvw\s]+\||(?:m?\s*\\(?:angle|triangle)\s*)?[A-Z]{1,4}|(?:[A-Z][a-z]{2,}|[a-z]{3,})(?:\s[A-Za-z]{2,}){,2})"
 )
 NAMED = re.compile(rf"(?![^(]*(?<![A-Za-z]){NO_UNIT}(?![A-Za-z])){NAME}(?:\s*:\s*{NAME})*")
@@ -151,7 +151,7 @@ VARIABLES = re.compile("[A-Za-z]")
 NAMES = re.compile(r"\(\s*[A-Za-z](?:_\{\d\})?(?:\s*,\s*[A-Za-z](?:_\{\d\})?)+\s*\)")
 VARIABLE = r"(?:[A-Za-z](?:_\{\w\})?(?:\(\w\))?|\\(?!pi|infty)[a-z]+)"
 CHOICE = re.compile(
-    r"(?!.$)(?i:option |choice |answer )?\s*(?:\(\s*(?=[A-Ja-j]\s*\))|(?=[A-J](?![A-Za-z])|[a-j](?:\)|$|[.:] )))"
+    r"(?!.$)(?i:option |choice |answer |选)?\s*(?:\(\s*(?=[A-Ja-j]\s*\))|(?=[A-J](?![A-Za-z])|[a-j](?:\)|$|[.:] )))"
     r"([A-Ja-j])((?:\s*\))?[).:、]*)(.*)",
     re.DOTALL,
 )
@@ -167,7 +167,7 @@ EXCLUDED = re.compile(r"(?:\\mathbb\{R\}|R(?=[^{]*\\\{))\s*(?:\\setminus|-)\s*(?
 RELATION = r"\\[lgn]e(?![A-Za-z])|(?<!\\)[<>]"
 EQUALS = r"(?<![<>:\\])=|\\in(?![A-Za-z])"
 COMMA = (
-    r"、|(?<!\d),|,(?!\d{3}(?!\d))|;|,\s|(?<![A-Za-z])and(?![A-Za-z])|[和与及](?![\u4e00-\u9fff])(?<![\u4e00-\u9fff].)"
+    r"[、,;]|(?<![A-Za-z])and(?![A-Za-z])|[和与及](?![\u4e00-\u9fff])(?<![\u4e00-\u9fff].)"
 )
 OR = r"(?<![A-Za-z])or(?![A-Za-z])|或者?|\\(?:cup|lor)(?![A-Za-z])"
 # What SymPy has no value for is a text, and so are shells (1s^2 2s^1), substances and times
@@ -248,8 +248,10 @@ def parse_value(text: str) -> Value:
     if (value := number(str(WORDS.get(words, text)))) is not None:
         decimal = ("number", value, "")
         return ("either", (decimal, ("list", _parse_all(text.split(","))))) if re.fullmatch(r"0,\d", text) else decimal
+    if choice := _choice(text):
+        return choice
     text = rewritten(text, RELATIONS)
-    for read in (_choice, _named, _collection, quantity):
+    for read in (_named, _collection, quantity):
         value = read(text)
         if value is not None:
             return value
@@ -279,11 +281,8 @@ def _split(text: str, separator: str) -> list[str]:
     return [text[end:start].strip() for (_, end), (start, _) in itertools.pairwise([(0, 0), *cuts, (len(text), 0)])]
 
 
-def _items(inside: str) -> list[str]:
-    """In brackets each comma parts, unless ", " or ";" stands there too, or 000 would be an item."""
-    if not re.search(r",\s|;|,0\d", inside):
-        inside = inside.replace(",", ", ")
-    return [*filter(None, _split(inside, COMMA))]
+def _items(text: str) -> list[str]:
+    return [*filter(None, _split(text, COMMA))]
 
 
 def _choice(text: str) -> Value | None:
@@ -339,7 +338,7 @@ def _collection(text: str) -> Value | None:
         # x < 1 or x > 2; A or B, which is no AB
         is_union = re.search(rf"\\cup|{RELATION}", text) or re.fullmatch("[A-J①-⑳]", parts[-1])
         return ("union", values) if is_union else ("list", _flat(values))
-    parts, amounts = [*filter(None, _split(text, COMMA))], AMOUNTS.split(text)
+    parts, amounts = _items(text), AMOUNTS.split(text)
     if len(parts) > 1 or (len(amounts) > 1 and all(amounts)):
         values = _flat(_parse_all(parts if len(parts) > 1 else amounts))
         if labelled := _labelled(values):
@@ -387,7 +386,7 @@ DATED = re.compile(  # 40-45, 3-2, 2022-07-11, 09/06/2000, 10.0.0.1, C-A-B, (12)
     r"\d+(?:\.\d+)?(?:\s*-\s*\d+(?:\.\d+)?)+|\d+(?:\s*/\s*\d+){2,}|\d+(?:\.\d+){2,}|0\d+/\d+|\d+/0\d+|[A-Z](?:-[A-Z]){2,}"
     r"|(?:\(\d+\)){2,}"
 )
-MATRICES = {*"ABCDEOPQSUXY"}  # capitals that are matrices, sets and points more often than numbers
+MATRICES = {*"ABCDEHOPQSTUXY"}  # capitals that are matrices, sets, points and sides of a coin more often than numbers
 WORD = r"(?<![\\A-Za-z])(?!(?:max|min|const|constant)\b)"
 # Alone or with at least four letters they are no product: dog, total; but abc, xyz, GMm
 WORDED = re.compile(
@@ -434,7 +433,7 @@ def text_of(text: str) -> Value:
     found = re.findall(
         r"\\[A-Za-z]+|\\.|\d+(?:\.\d+)*|[A-Z]?[a-z]+|[A-Z①-⑳]|[^\W\d_A-Za-z①-⑳]+|!+|'+|[^\s.,;\"]|[.,](?=\d)", text
     )
-    return ("words", " ".join(found))
+    return ("words", re.sub(r"(?<!\d) | (?!\d)", "", " ".join(found)))
 
 
 def quantity(text: str, is_apart: bool = False) -> Value | None:

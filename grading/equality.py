@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import logging
 import re
+from collections.abc import Iterator
 from fractions import Fraction
 from functools import lru_cache
 
@@ -34,6 +35,12 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ow
 MAX_WORDS = 12  # words of an answer key: more are a sentence
 MAX_DIGITS = 10_000  # digits of a number that SymPy may be asked to write out
 MAX_EXPONENT = 200  # the power of a sum, which SymPy may be asked to expand
+# Quarters up to 25, one in each unit up to 2,100, 60 in a decade from 1e-4 to 1e8, with both signs
+GRID = [k / 4 for k in range(101)] + [k + 0.6180339887 * k % 1 for k in range(2100)]
+GRID += [10 ** (k / 60) for k in range(-240, 481)]
+GRID += [-place for place in GRID]
+# They change their form from place to place
+BREAKING = (sympy.Abs, sympy.sign, sympy.floor, sympy.ceiling, sympy.Max, sympy.Min, Pow)
 # What would be worked out numerically, at length, and functions that nobody has defined.
 UNFINISHED = (Sum, Product, Integral, Limit, Derivative, AppliedUndef)
 # SymPy raises these (NotImplementedError, too) for formulas that it cannot treat: then the next comparison decides.
@@ -46,7 +53,7 @@ STAND_INS = {letter: f"{other} " for letter, other in map(str.split, r"""
     \varpi u_{93}; \omicron u_{94}; \vartheta u_{95}; \varrho u_{96}
 """.strip().replace(";", "\n").split("\n"))}  # fmt: skip
 UNREADABLE = re.compile(  # or skipped by the parser without a word, such as the index of 1_2
-    r"binom\{\d{6}|(?:gcd|lcm)\W.*[a-z]|(?<![\w^.{])\d[\d.]*_|\)_|[\d)]'|_\{[^{}]*\{|[^\0-\x7f]"
+    r"binom\{\d{6}|\d\s*\^\s*\{?\s*(?:\*|\\ast)|(?:gcd|lcm)\W.*[a-z]|(?<![\w^.{])\d[\d.]*_|\)_|[\d)]'|_\{[^{}]*\{|[^\0-\x7f]"
 )
 REPAIRS = rules(r"""
     # What the parser does not know
@@ -58,6 +65,8 @@ REPAIRS = rules(r"""
     (?<![A-Za-z\\])C(?:\((\d+),(\d+)\)|_\{(\d\d+|[3-9]|n)\}\^\{(\d+|[kmr])\}) ⟶ \\binom{\1\3}{\2\4}
     # It adds 2 and 4 in 2(4)
     (?<=[\d)])(?<!_\d)\s*(?=\(\s*-?\d) ⟶ \\cdot␣
+    (?<=[\w})])\|\|(?=[\w({\\]) ⟶ |\\cdot|
+    \\(min|max)\\\{([^{}]*)\\\} ⟶ \\\1(\2)
     ([A-Za-z])'{3} ⟶ \1_{ppp}
     ([A-Za-z])'' ⟶ \1_{pp}
     ([A-Za-z])' ⟶ \1_{p}
@@ -263,12 +272,12 @@ def same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
             return False
     are_rational = all(isinstance(side, Expr) and side.is_rational_function() for side in (gold, pred))
     points = _points(symbols)
-    points = points[:2] if are_rational else points + _points_at([*_breaks(gold), *_breaks(pred)], points)
+    points = points[:2] if are_rational else points
     if are_equations:  # they agree if one is a multiple of the other
         gold /= pred
         pred = next((value for point in points if (value := _value(gold, point))), sympy.nan)
     num_same = 0
-    for point in points:
+    for point in itertools.chain(points, _doubtful_points(gold, pred, points)):
         first, second = _value(gold, point), _value(pred, point)
         if first is None or second is None:
             continue
@@ -295,27 +304,39 @@ def _points(symbols: list[Symbol]) -> list[dict[Symbol, Float]]:
     return points
 
 
-def _breaks(formula: Basic) -> list[Expr]:
-    """What is 0 where the formula changes its form: what stands in bars, roots and floors, or between maxima."""
-    found = []
-    for part in formula.atoms(sympy.Abs, sympy.sign, sympy.floor, sympy.ceiling, sympy.Max, sympy.Min, Pow):
-        steps = (-1, 0, 1, 2) if isinstance(part, sympy.floor | sympy.ceiling) else part.args[1:] or (0,)
-        is_power = part.is_Pow and (part.exp.is_Integer or not part.exp.is_Rational)
-        found += [part.args[0] - (0 if part.is_Pow else step) for step in steps if not is_power]
-    return found[:12]
+def _doubtful_points(
+    gold: Basic, pred: Basic, points: list[dict[Symbol, Float]]
+) -> Iterator[dict[Symbol, Float]]:
+    """Points along each symbol, from the first two, where both differ in floats: some are narrow, as 0.99 < sin x.
+
+    Only of what changes its form from place to place; there, and beside it, it is looked at, too.
+    """
+    if not all(isinstance(side, Expr) and not side.has(*UNFINISHED) for side in (gold, pred)):
+        return
+    breaking = [part for side in (gold, pred) for part in side.atoms(*BREAKING) if not part.args[-1].is_Integer][:12]
+    for start, symbol in itertools.product(points[: len(points[0])][:2], [*points[0]][:4] if breaking else []):
+        rest = {other: value for other, value in start.items() if other != symbol}
+        first, second = (sympy.lambdify(symbol, side.subs(rest), "math", dummify=True) for side in (gold, pred))
+        places = [root + beside for root in _roots(breaking, rest, symbol) for beside in (-1e-3, 0, 1e-3)]
+        found = []
+        for place in GRID + places:
+            with contextlib.suppress(NameError, *UNSOLVED):  # no real number there, or a function that floats lack
+                value = first(place)
+                if abs(value - second(place)) > 1e-9 * abs(value):
+                    found.append({**start, symbol: Float(repr(place), 60)})
+        yield from found[:: len(found) // 20 + 1]
 
 
-def _points_at(breaks: list[Expr], points: list[dict[Symbol, Float]]) -> list[dict[Symbol, Float]]:
-    """Points at and beside the real roots of the breaks, from the first two points along each symbol."""
-    found = []
-    for each, start, symbol in itertools.product(breaks, points[:2], [*points[0]][:4]):
-        with contextlib.suppress(sympy.PolynomialError, *UNSOLVED):  # |sin x| has no polynomial
-            polynomial = sympy.Poly(each.subs({**start, symbol: symbol}), symbol)
-            for root in polynomial.nroots(15) if 0 < polynomial.degree() <= 8 else ():
-                if abs(sympy.im(root)) < 1e-9:
-                    sides = [float(sympy.re(root)) + side for side in (-1e-3, 0, 1e-3)]
-                    found += [{**start, symbol: Float(repr(side), 60)} for side in sides]
-    return found
+def _roots(breaking: list[Expr], rest: dict[Symbol, Float], symbol: Symbol) -> list[float]:
+    """The real roots of what stands in bars, roots and floors, and between maxima."""
+    roots = []
+    for part in breaking:
+        for step in (-1, 0, 1, 2) if isinstance(part, sympy.floor | sympy.ceiling) else (0, *part.args[1:]):
+            with contextlib.suppress(sympy.PolynomialError, *UNSOLVED):  # |sin x| has no polynomial
+                polynomial = sympy.Poly((part.args[0] - step).subs(rest), symbol)
+                found = polynomial.nroots(15) if 0 < polynomial.degree() <= 8 else []
+                roots += [float(sympy.re(root)) for root in found if abs(sympy.im(root)) < 1e-9]
+    return roots
 
 
 def _value(formula: Basic, point: dict[Symbol, Float]) -> Expr | None:

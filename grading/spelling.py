@@ -32,7 +32,8 @@ NAMES = {synonym: meaning.replace("~", " ") for meaning, *synonyms in map(str.sp
     \arcsin arcsin; \arccos arccos; \sinh sinh; \cosh cosh; \tanh tanh; \csc csc; \gcd gcd; \lcm lcm
     \mod mod \bmod \pmod; ~ ~ $ \, \! \; \: \( \) \[ \] \quad \qquad \enspace \enskip \thinspace \hfill \displaystyle
     ~ \textstyle \scriptstyle \limits \nolimits \bf \it \rm \sf \tt \large \Large \huge \small \normalsize \nonumber
-    ~ \notag \strut \mathstrut \par \newline \hline \relax
+    ~ \notag \strut \mathstrut \par \newline \hline \relax \allowbreak \noindent \>
+    \epsilon \varepsilon; \phi \varphi; \theta \vartheta
 """.strip())) for synonym in synonyms}  # fmt: skip
 NAMES |= {letter: rf"\{name}" for letter, name in zip("αβγδεζηθικλμνξορςστυφχψω", GREEK, strict=False)}
 NAMES["\\ "] = " "
@@ -40,8 +41,8 @@ TOKEN = re.compile(r"\\[A-Za-z]+\*?|\\.|(?<![A-Za-z])[A-Za-z]+|<[=>]|>=|\.\.\.|[
 
 # What becomes of a group behind a command: it falls out, its braces fall out, it is upright text
 GROUPS = {rf"\{name}": role for role, names in {
-    "": "phantom hphantom vphantom hspace hspace* vspace vspace* label tag tag* cancel bcancel xcancel sout color kern",
-    "{}": "mathbf mathit mathtt mathnormal boldsymbol bm pmb underline boxed fbox smash mathop ensuremath",
+    "": "phantom hphantom vphantom hspace hspace* vspace vspace* label tag tag* cancel bcancel xcancel sout color",
+    "{}": "bold mathbf mathit mathtt mathnormal boldsymbol bm pmb underline boxed fbox smash mathop ensuremath",
     UPRIGHT: "text textbf textit textrm textsf texttt textnormal textup textsc emph mathrm mathsf mbox hbox "
              "operatorname operatorname* ce",
 }.items() for name in names.split()}  # fmt: skip
@@ -79,7 +80,9 @@ MARKS = rules(r"""
     \\(?:\{|lbrace) ⟶ ⟅
     \\(?:\}|rbrace) ⟶ ⟆
     \\\$|(?<!\$)\$(?=\s*\d[^$]*$) ⟶ \\dollar␣
-    \\(?:textcolor|f?colorbox(?:\s*\{[^{}]*\}(?=\s*\{[^{}]*\}\s*\{))?|raisebox)\s*\{[^{}]*\} ⟶
+    \\begin\{comment\}.*?\\end\{comment\}|\\(?:m?kern|[hm]skip)\s*-?[\d.]+\s*[a-z]{2} ⟶
+    (\\(?:text|f|page)?color(?:box)?|\\bbox)\s*\[[^\[\]]*\] ⟶ \1
+    \\(?:textcolor|f?colorbox(?:\s*\{[^{}]*\}(?=\s*\{[^{}]*\}\s*\{))?|raisebox|scalebox)\s*\{[^{}]*\}|\\bbox ⟶
     \\rule\s*(?:\[[^\[\]]*\])?\s*\{[^{}]*\} ⟶ \\phantom
     # 1\,000 and 1{,}000; 5\text{K} is 5,000, 5 K a temperature
     (?<=\d)(?:\\[,!;: ]|~|\{,\}|,\s*\\[!,])\s*(?=\d{3}(?!\d)) ⟶
@@ -90,6 +93,7 @@ MARKS = rules(r"""
     \\(?:vec|mathbf|boldsymbol|bm)\s*\{([A-Za-z])\} ⟶ ␣\1VECTOR
     \{([^{}]*)\\choose([^{}]*)\} ⟶ \\binom{\1}{\2}
     \\mathrm\s*\{([ei])\} ⟶ ␣\1
+    (\d[spdf]\^)(\d)(?=\d[spdf]) ⟶ \1{\2}
     ([\^_])\s*([-+]?\d+(?:\.\d+)?|\\(?:math|text|bm)[a-z]*\s*\{[^{}]*\}) ⟶ \1{\2}
 """.replace("VECTOR", VECTOR) + BRACED)  # fmt: skip
 # And behind it
@@ -110,12 +114,12 @@ IDIOMS = rules(r"""
     \s+(?=[\^_]) ⟶
     (\\(?:frac|binom)\{{(?:[^{{}}]|\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}})*\}})\s*([A-Za-z0-9]|\\[a-z]+x?) ⟶ \1{{\2}}
     \\sqrt\s*(\[\d+\])?\s*\(((?:[^()]|\([^()]*\))*)\) ⟶ \\sqrt\1{{\2}}
-    (\d[spdf]\^)(\d)(?=\d[spdf]) ⟶ \1{{\2}}
     ([\^_])\s*\(([^()]*)\) ⟶ \1{{\2}}
     \s*([\^_])\s*([-+]?\d+(?:\.\d+)?|[A-Za-z*+-]|\\(?!frac|sqrt)[a-z]+x?) ⟶ \1{{\2}}
     \s*\^\{{\s*\\circ\s*\}} ⟶ \\degree␣
     \^\{{\s*('+)\s*\}} ⟶ \1
-    \\(?:hat|vec)\{{([A-Za-z]){VECTOR}?\}} ⟶ \1
+    \\(?:vec|hat(?=\{{[ijk]))\{{([A-Za-z]){VECTOR}?\}} ⟶ \1
+    \\hat\{{([A-Za-z]){VECTOR}?\}} ⟶ \1_{{h}}
     (?<![\w\s\\])sec(?=[\s(^]) ⟶ \\sec␣
     # 1 000 000; a.m.
     (?<![\d.,])(\d{{1,3}}) (?=\d{{3}}(?: \d{{3}})*(?![\d/,]| ?\d)) ⟶ \1
@@ -128,6 +132,7 @@ IDIOMS = rules(r"""
     (?<=[\w)}}])\s*\*\*\s* ⟶ ^
     \\mod\s*\{{([^{{}}]*)\}} ⟶ \\mod \1
     \(\s*\\mod\s*([^()]*)\) ⟶ \\mod \1
+    \\in\s*([ZRNQ])x? ⟶ \\in \\mathbb{{\1}}
     {VECTOR}\s*\\times ⟶ \\wedge␣
     {VECTOR} ⟶
     # ]0, 1[

@@ -31,6 +31,8 @@ DIGITS = rules(
     (?<=\d)\s*\(?thousand\)? ⟶ e3
     (?<=\d)\s*\(?million\)? ⟶ e6
     (?<=\d)\s*\(?billion\)? ⟶ e9
+    (?<=\d)\s*万 ⟶ e4
+    (?<=\d)\s*亿 ⟶ e8
 """.replace("DECIMAL", DECIMAL)
 )
 NUMBER = re.compile(  # 3/4 and 2 3/4; 0.1\overline{6} and 0.1(6); 2e5
@@ -88,7 +90,7 @@ NO_UNIT = r"""(?ix:
     |versus|vs|was|wrong|wrongly|yes|crore|third)"""
 CURRENCY = r"\\(?:dollar|euro|sterling|rupee|yuan)"
 UNIT_START = re.compile(  # behind a value; not behind an index
-    rf"(?:(?<=[\d)])|(?<!_\{{.)(?<!_\{{..)(?<=\}})|(?<=\\pi)|(?<=hundred)|(?<=thousand)|(?<=illion))(?P<space>\s*)"
+    rf"(?:(?<=[\d)])|(?<!_\{{.)(?<!_\{{..)(?<=\}})|(?<=\\pi)|(?<=hundred)|(?<=thousand)|(?<=illion)|(?<=[万亿]))(?P<space>\s*)"
     rf"(?=.{{1,80}}$)(?=%|\(|{CURRENCY}|\\(?:degree|Omega|mu|frac)(?![a-z])|[A-Za-zμ\u4e00-\u9fff])"
 )
 
@@ -136,11 +138,12 @@ def unit(text: str, is_apart: bool, is_upright: bool) -> str | None:
 
 # Values -----------------------------------------------------------------------------------------------------------
 
-INDEX = r"_\{(?:[\w,]+|\\(?:min|max|triangle)\s*[A-Z]*)\}"
-LETTER = rf"(?:[A-Za-z]|\\(?i:{'|'.join(GREEK)})(?![A-Za-z]))(?:{INDEX})?"
+INDEX = r"_\{(?:[\w,/\s]+|\\(?:min|max|triangle)\s*[A-Z]*)\}"
+LETTER = rf"(?:[A-Za-z]|\\(?i:{'|'.join(GREEK)})(?![A-Za-z]))(?:{INDEX}|\^\{{\*\}})?"
 NAME = (  # x, x_{1}, f(x), f'(2), P(A), |v|, dy/dx, AB, \angle ABC, \Delta H, pH, Area, total cost; no expression
     rf"(?:{LETTER}(?:\^\{{-1\}}|'+)?\s?\((?![^()]*(?:\d[A-Za-z]|\bnot\b))[^()+*/^=-]*\)"
-    rf"|P\([^()]*[=<>|][^()]*\)|{LETTER}|d\w/d\w|\\frac\{{d\w\}}\{{d\w\}}|p(?:H|K{INDEX})|\\Delta\s*[A-Z](?:\\degree)?"
+    rf"|P\([^()]*[=<>|][^()]*\)|{LETTER}|d\w/d\w|\\frac\{{d\w\}}\{{d\w\}}|p\s?(?:O?H|K[aw]?(?:{INDEX})?)"
+    rf"|(?:\\Delta(?:{INDEX})?\s*)?[A-Za-z](?:{INDEX})?\s*(?:\\degree\s*(?:{INDEX})?)?|\[\s*[A-Z][^\[\]]*\]"
     r"|\|[A-Zuvw\s]+\||(?:m?\s*\\(?:angle|triangle)\s*)?[A-Z]{1,4}|(?:[A-Z][a-z]{2,}|[a-z]{3,})(?:\s[A-Za-z]{2,}){,2})"
 )
 NAMED = re.compile(rf"(?![^(]*(?<![A-Za-z]){NO_UNIT}(?![A-Za-z])){NAME}(?:\s*:\s*{NAME})*")
@@ -174,7 +177,7 @@ OR = r"(?<![A-Za-z])or(?![A-Za-z])|或者?|\\(?:cup|lor)(?![A-Za-z])"
 UNCOUNTED = re.compile(
     r"\\(?:equiv|approx|mod|cdots|parallel|perp|neg|land|wedge|to|[rR]ightarrow|implies|iff|angle|triangle|cong|sim|cap|cup"
     r"|subset|subseteq|setminus|aleph|overrightarrow|notin|mathbb)(?![A-Za-z])|!!|[fgh]\^\{-1\}\s?\(|\d\s?[ap]m$|\.\.|\?"
-    r"|\\cases|\\\||\\degree\s*\d+\s*'|^[\^_]|\^\{\d*[+-]\}|[^\0-\x7f\u2009]"
+    r"|\\cases|\\\||\\degree\s*\d+\s*'|^[\^_]|\^\{\d*[+-]\}|[^\0-\x7f\u2009]|(?<!_\{)\u2009[A-Za-z]{2}"
 )
 BRACKETS = re.compile(  # with nothing in brackets between; those of an interval may differ
     r"(?:\\[\[{]|[(\[{]|\\l(?:angle|floor|ceil)(?![a-z]))[^()\[\]{}]*?(?:[)\]}]|\\r(?:angle|floor|ceil)(?![a-z]))"
@@ -397,12 +400,17 @@ WORDED = re.compile(
 def _is_formula(text: str) -> bool:
     """False for words, substances, capitals alone, letters before digits (9 R 4) and digits apart (2 4 1)."""
     bare = re.sub(r"[\s_{}]", "", text)
-    if UNCOUNTED.search(text) or SUBSTANCE.fullmatch(bare) or WORDED.fullmatch(text.strip()):
+    is_whole = text.count("{") == text.count("}")
+    if not is_whole or UNCOUNTED.search(text) or SUBSTANCE.fullmatch(bare) or WORDED.fullmatch(text.strip()):
         return False
-    product = re.sub(r"\^\{[^{}]*\}|[\s\d'()]", "", text)
-    are_known = "^{" in text and not MATRICES & {*product}  # I^2R
-    if re.search(r"([A-Z])(?!\1)([A-Z])(?:.*\2)?\1", product) or (  # P^{-1}AP, AB - BA
-        re.fullmatch("[A-Z]{2,}", product) and (len({*product}) > 1 or "^{T}" in text) and not are_known
+    letters = re.sub(r"\\(?:times|cdot)(?![a-z])", "*", re.sub(r"\^\{[^{}]*\}|[\s\d'()]", "", text))
+    are_sides = re.fullmatch(r"(?!.*(.)(.)[+-]\2\1)[A-Z]{2}(?:[+-][A-Z]{2})+", letters)  # AB + CD; no AB - BA, AB + C
+    are_known = "^{" in text and not MATRICES & {*letters}  # I^2R
+    if (
+        (re.fullmatch("[A-Z]{2,}", letters) and len({*letters}) > 1 and not are_known)
+        or (re.search(r"([A-Z])\*?(?!\1)[A-Z]", letters) and {*letters} <= {*MATRICES, *"I*+-="} and not are_sides)
+        or ("^{T}" in text and re.search(r"(?<![\\A-Za-z])[A-Za-z]\\?[A-Za-z]", letters))
+        or ("^{-1}" in text and re.search(r"([A-Z]).*\1", letters))  # P^{-1}AP
     ):
         return False
     signs = re.sub(r"\\[A-Za-z]+|(?<![A-Za-z])(?:max|min)|_\{[^{}]*\}", r"\\", text)
@@ -415,9 +423,14 @@ def fold(text: str) -> str:
     return re.sub(word, lambda match: match[0].lower(), text)
 
 
+ELECTRONS = rules(r"""
+    # 1s2 2s1 is 1s^2 2s^1
+    \^\{(\d+)\} ⟶ \1␣
+    (?<=[spdf])(\d{1,2}?)(?=[1-7][spdf]) ⟶ \1␣
+""")
 TEXTS = rules(r"""
     (?i)^(?:an?|the) (?=\w{3}) ⟶
-    (?<=[A-Za-z)])_\{(\w+)\} ⟶ ␣\1␣
+    (?<=[A-Za-z)])_\{([\w\s]+)\} ⟶ ␣\1␣
     \\mathbb\{(\w)\} ⟶ \1
     (\^\{[^{}]*\})(_\{[^{}]*\}) ⟶ \2\1
 """)
@@ -426,8 +439,8 @@ TEXTS = rules(r"""
 def text_of(text: str) -> Value:
     """A text of tokens: it equals itself alone. Fonts, spaces, the case of words and full stops do not count."""
     text = text.replace(UPRIGHT, " ")
-    if SHELLS.fullmatch(bare := re.sub(r"[\s_{}]", "", text)):
-        text = bare.replace("^", "")  # 1s2 2s1 is 1s^2 2s^1
+    if SHELLS.fullmatch(re.sub(r"[\s_{}]", "", text)):
+        text = rewritten(text, ELECTRONS)
     text = rewritten(fold(text), TEXTS)
     text = text if text.isascii() else text.casefold()
     found = re.findall(
@@ -438,7 +451,7 @@ def text_of(text: str) -> Value:
 
 def quantity(text: str, is_apart: bool = False) -> Value | None:
     """Based numbers, ratios and times, and what has a unit. `is_apart`: also a unit of one letter (0.64N)."""
-    if based := BASED.fullmatch(text):
+    if based := BASED.fullmatch(text.replace(UPRIGHT, "")):
         digits, base = based[1].lstrip("0").upper(), WORDS.get(based[2], based[2])
         return ("number", Fraction(digits), f"base {base}") if digits.isdigit() else ("words", f"{digits} {base}")
     if len(parts := _split(text, ":")) > 1:

@@ -34,6 +34,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ow
 
 MAX_WORDS = 12  # words of an answer key: more are a sentence
 MAX_DIGITS = 10_000  # digits of a number that SymPy may be asked to write out
+MAX_TERMS = 100  # of a sum or product that SymPy may be asked to work out
 MAX_EXPONENT = 200  # the power of a sum, which SymPy may be asked to expand
 # Quarters up to 25, one in each unit up to 2,100, 60 in a decade from 1e-4 to 1e8, with both signs
 GRID = [k / 4 for k in range(101)] + [k + 0.6180339887 * k % 1 for k in range(2100)]
@@ -53,7 +54,7 @@ STAND_INS = {letter: f"{other} " for letter, other in map(str.split, r"""
     \varpi u_{93}; \omicron u_{94}; \vartheta u_{95}; \varrho u_{96}
 """.strip().replace(";", "\n").split("\n"))}  # fmt: skip
 UNREADABLE = re.compile(  # or skipped by the parser without a word, such as the index of 1_2
-    r"binom\{\d{6}|\d\s*\^\s*\{?\s*(?:\*|\\ast)|(?:gcd|lcm)\W.*[a-z]|(?<![\w^.{])\d[\d.]*_|\)_|[\d)]'|_\{[^{}]*\{|[^\0-\x7f]"
+    r"binom\{\d{6}|\\(?:lnot|over)(?![a-z])|(?:\\begin\{array.*){2}|\*\*|\^(?:\w|\{[^{}]*\})\^|(?:\\(?:sum|prod|int)(?![a-z]).*){4}|\d_\{s\}|(?:gcd|lcm)\W.*[a-z^]|(?<![\w^.{])\d[\d.]*_|\)_|[\d)]'|_\{[^{}]*\{|[^\0-\x7f]"
 )
 REPAIRS = rules(r"""
     # What the parser does not know
@@ -200,8 +201,8 @@ def _same_quantity(key: Value, answer: Value) -> bool:
 
 # A key with the constants of an integral or of an equation's solutions: x^2 + C, C_1e^x + C_2e^{-x}; no a + b + c
 FAMILY = re.compile(
-    r"(?=.*[+ex])(?=.*(?:[CK]|c_))(?:(?<![^-+])[CKc](?:(?=e|$)|_\{\d\}(?=[ex]|\\(?:cos|sin)|$))|[^A-Z\\]|\\[A-Za-z]+)+"
-    r"|(?:[^A-Za-z\\]|\\[a-z]+ ?|[xtu])+\+c"
+    r"(?=.*[+ex])(?=.*(?:[CK]|c_))(?:(?<![^-+])[CKc](?:(?=e|$)|_\{\d\}(?=[ex]|\\(?:cos|sin)|$))|[^A-Z\\]|\\[A-Za-z]++)++"
+    r"|(?:[^A-Za-z\\]|\\[a-z]++ ?|[xtu])+\+c"
 )
 LETTERS = re.compile(r"\\[A-Za-z]+|([A-Z](?:_\{\d\})?|[ck]_\{\d\}|(?<=\+)[ck]$)")
 
@@ -225,10 +226,10 @@ def _renamed(key: str, answer: str) -> str:
 @lru_cache(maxsize=8192)
 def read_formula(text: str | Fraction) -> Basic | None:
     """The formula in SymPy, unevaluated; None if math-verify cannot read it or it is too large to be worked out."""
-    text = str(text)
+    text = rewritten(str(text)[: MAX_FORMULA + 1], REPAIRS)
     if len(text) > MAX_FORMULA or UNREADABLE.search(text):
         return None
-    text = re.sub(r"(?<![\d.,])(\d*\.\d+)(?![\d.])", lambda m: f"{{{Fraction(m[1])}}}", rewritten(text, REPAIRS))
+    text = re.sub(r"(?<![\d.,])(\d*\.\d+)(?![\d.])", lambda m: f"{{{Fraction(m[1])}}}", text)
     kept = "d" if DIFFERENTIAL.search(text) else "T" if "matrix" in text else ""
     text = TOKEN.sub(lambda m: m[0] if m[0] == kept else STAND_INS.get(m[0], m[0]), text)
     formula = None
@@ -250,9 +251,11 @@ def _is_small(formula: Basic) -> bool:
     """False if a power or factorial in it has more digits than anyone would write out: SymPy would try. And for 0^0."""
     for part in sympy.postorder_traversal(formula):
         digits = 3 * part.args[0] if isinstance(part, factorial) else sympy.S.Zero
-        if isinstance(part, Pow):  # a sum would be expanded
-            base = part.base
-            digits = part.exp * (log(abs(base), 10) if base.is_number else base.is_Add * MAX_DIGITS / MAX_EXPONENT)
+        if isinstance(part, Pow | sympy.exp):  # a sum would be expanded
+            base, exponent = part.as_base_exp()
+            digits = exponent * (log(abs(base), 10) if base.is_number else base.is_Add * MAX_DIGITS / MAX_EXPONENT)
+        if isinstance(part, Sum | Product):
+            digits = sum(last - first for _, first, last in part.limits) * MAX_DIGITS / MAX_TERMS
         if digits.is_number and not (digits.is_finite and abs(digits.evalf()) <= MAX_DIGITS):
             return False
     return True

@@ -32,8 +32,6 @@ from grading.answer import visible_text
 
 Instruction = tuple[str, dict[str, object]]  # (the benchmark's instruction id, its arguments without nulls)
 
-CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-POSTSCRIPTS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}  # "P. S." counts; any other marker is literal
 DETECT_CHARACTERS = 20_000  # langdetect reads 10,000 after it has taken the links out; more text only costs time
 NEVER_LAST = re.compile(  # a sentence does not end here: "J. Smith", "Mr. Smith"
     r"[^\W\d_]|mrs?|ms|dr|prof|st|gen|lt|capt|sgt|rev|vs|fig|al|cf|approx|e\.g|i\.e"
@@ -49,8 +47,9 @@ REPEAT_SENTENCE = (
 
 def verify_ifeval(case: Case) -> Grade:
     """1.0 if the completion, without its thinking, follows all instructions of its row; else 0.0."""
-    instructions, text = read_instructions(case.answer, case.columns), visible_text(case.completion, case.prompt)
-    return Grade(float(text is not None and all(follows_instructions(text, instructions))))
+    instructions = read_instructions(case.answer, case.columns)
+    text = visible_text(case.completion, case.prompt) or ""
+    return Grade(float(all(follows_instructions(text, instructions))))
 
 
 def follows_instructions(completion: str, instructions: list[Instruction]) -> list[bool]:
@@ -84,11 +83,11 @@ def read_instructions(answer: str, columns: dict[str, object]) -> list[Instructi
     ]
 
 
-def read_instruction(where: str, name: object, given: object, known: dict[str, str]) -> Instruction:
+def read_instruction(where: str, name: object, given: object, known: dict[str, list[str]]) -> Instruction:
     """The instruction of this name in the table, with the arguments that the row gives."""
-    if not isinstance(name, str) or name not in known:
-        raise ValueError(f"{where} {name!r}, which is none of {list(known)}.")
-    instruction, *keys = known[name].split()
+    if name not in [*known]:  # a list may be asked for anything, a dict only for what has a hash
+        raise ValueError(f"{where} {name!r}, which is none of {[*known]}.")
+    instruction, *keys = known[name]
     given = {} if python_value(given) is None else from_json(given, "kwargs")
     if not isinstance(given, dict):
         raise ValueError(f"instruction {name!r} has the arguments {given!r}, which are not a dict.")
@@ -97,7 +96,7 @@ def read_instruction(where: str, name: object, given: object, known: dict[str, s
         has = sorted(filled, key=str)
         raise ValueError(f"instruction {name!r} takes the arguments {sorted(keys)}, but the row gives {has}.")
     arguments = {}
-    for key, parameter in zip(keys, INSTRUCTIONS[instruction].split()[1:], strict=True):
+    for key, parameter in zip(keys, INSTRUCTIONS[instruction][1:], strict=True):
         required, arguments[parameter] = read_argument(parameter, filled[key])
         if arguments[parameter] is None:
             raise ValueError(f"instruction {name!r} has {key} = {filled[key]!r}, which must be {required}.")
@@ -116,9 +115,8 @@ def read_argument(parameter: str, value: object) -> tuple[str, object]:
         return f"one of {known}", value if value in known else None
     if parameter.startswith(("num_", "nth_")) or parameter.endswith("frequency"):
         first = int(parameter == "nth_paragraph")
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        # Whole floats pass: they come from parquet columns with nulls.
-        is_whole = is_number and first <= value <= 1e9 and value == int(value)
+        # Whole floats pass: they come from parquet columns with nulls. True, which is an int, does not.
+        is_whole = type(value) in (int, float) and first <= value <= 1e9 and value == int(value)
         return f"a whole number from {first} to 1e9", int(value) if is_whole else None
     if parameter in ("keywords", "forbidden_words", "options"):
         if parameter == "options" and text:  # Tulu gives them as one text
@@ -202,12 +200,6 @@ def count_capital_words(text: str) -> int:
     return sum(word.isupper() for word in words)
 
 
-def has_bullets(text: str, num_bullets: int) -> bool:
-    """Exactly so many lines begin with "-", or with one "*" and something after it: no **bold**, *** or bare *."""
-    bullets = [line for line in text.split("\n") if re.match(r"-|\*[^*]", line.lstrip())]
-    return len(bullets) == num_bullets
-
-
 def has_highlights(text: str, num_highlights: int) -> bool:
     """At least so many *highlights* and **highlights** that are not blank, each on one line."""
     texts = re.findall(r"\*([^\n*]*)\*", text) + re.findall(r"\*\*([^\n*]*)\*\*", text)
@@ -235,7 +227,7 @@ def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int,
     if len([*filter(str.strip, pieces)]) != num_paragraphs or nth_paragraph > num_paragraphs:
         return False
     word = first_word_of(pieces[nth_paragraph - 1])
-    return word != "" and word == first_word_of(first_word)
+    return word == first_word_of(first_word) != ""
 
 
 def first_word_of(text: str) -> str:
@@ -255,11 +247,8 @@ def is_json(text: str) -> bool:
 
 def has_title(text: str) -> bool:
     """A line with << something >>: from the line's first << to its last >>, not blank."""
-    for line in text.split("\n"):
-        title, _, _ = line.partition("<<")[2].rpartition(">>")
-        if title.lstrip("<").rstrip(">").strip():
-            return True
-    return False
+    titles = (line.partition("<<")[2].rpartition(">>")[0] for line in text.split("\n"))
+    return any(title.lstrip("<").rstrip(">").strip() for title in titles)
 
 
 def is_in_language(text: str, language: str) -> bool:
@@ -298,10 +287,12 @@ CHECKS: dict[str, Callable[..., bool]] = {
     "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
     "detectable_content:number_placeholders": lambda text, num_placeholders:  # the innermost of nested ones: linear
         len(re.findall(r"\[[^\[\]\n]*\]", text)) >= num_placeholders,
-    "detectable_content:postscript": lambda text, postscript_marker: re.search(
-        POSTSCRIPTS.get(postscript_marker, re.escape(postscript_marker.lower())), text.lower()) is not None,
-    "detectable_format:number_bullet_lists": has_bullets,
-    "detectable_format:constrained_response": lambda text: any(choice in text for choice in CHOICES),
+    "detectable_content:postscript": lambda text, postscript_marker:  # "P. S." counts for "P.S."
+        re.search(re.escape(postscript_marker.lower()).replace(r"\.", r"\.\s?"), text.lower()) is not None,
+    "detectable_format:number_bullet_lists": lambda text, num_bullets:  # no **bold**, *** or bare *
+        len(re.findall(r"^[^\S\n]*(?:-|\*[^*\n])", text, re.MULTILINE)) == num_bullets,
+    "detectable_format:constrained_response": lambda text:
+        re.search(r"My answer is (?:yes|no|maybe)\.", text) is not None,
     "detectable_format:number_highlighted_sections": has_highlights,
     "detectable_format:multiple_sections": lambda text, section_spliter, num_sections:
         len(re.findall(re.escape(section_spliter) + r"\s?\d+", text)) >= num_sections,
@@ -329,10 +320,10 @@ CHECKS: dict[str, Callable[..., bool]] = {
 }
 # fmt: on
 # Instruction -> itself and the parameters of its checker, which follow the text
-INSTRUCTIONS = {name: " ".join([name, *[*inspect.signature(check).parameters][1:]]) for name, check in CHECKS.items()}
+INSTRUCTIONS = {name: [name, *[*inspect.signature(check).parameters][1:]] for name, check in CHECKS.items()}
 
 # Tulu's func_name -> instruction, and Tulu's names of arguments in the order of the checker's.
-FUNCTIONS = dict(line.split(maxsplit=1) for line in """
+FUNCTIONS = {name: rest for name, *rest in map(str.split, """
     verify_keywords keywords:existence keyword_list
     verify_keyword_frequency rlvr:keyword_frequency word N
     validate_forbidden_words keywords:forbidden_words forbidden_words
@@ -358,4 +349,4 @@ FUNCTIONS = dict(line.split(maxsplit=1) for line in """
     validate_end startend:end_checker end_phrase
     validate_quotation startend:quotation
     validate_no_commas punctuation:no_comma
-""".strip().splitlines())  # fmt: skip
+""".strip().splitlines())}  # fmt: skip

@@ -70,8 +70,8 @@ class OwnReward:
         """Loads `file.py:function`. Raises ValueError if it cannot be called, and what the file raises."""
         self.function, self.name = load_own(reference)
         signature = inspect.signature(self.function)
-        parameters = signature.parameters
-        form = next((name for name in FORMS if name in parameters), None)
+        self.parameters = signature.parameters
+        form = next((name for name in FORMS if name in self.parameters), None)
         if form is None:
             raise ValueError(
                 f"{self.name} cannot be called: it takes {signature}, but none of {', '.join(FORMS)}. "
@@ -79,16 +79,16 @@ class OwnReward:
                 "see docs/rewards.md."
             )
         self.form, self.takes_group = form, form.endswith("s")
-        self.named, self.required, self.takes_rest = [*parameters], [], False
+        self.required, self.takes_rest = [], False
         known = values_of(Case("", ""), form)
-        for name, parameter in parameters.items():
+        for name, parameter in self.parameters.items():
             if parameter.kind is Parameter.VAR_KEYWORD:
                 self.takes_rest = form in ("completion", "completions")
             elif parameter.kind is not Parameter.VAR_POSITIONAL and parameter.default is Parameter.empty:
                 self.required += {name} - known.keys()
         if self.required and form != "completions":
             raise ValueError(f"{self.name} cannot be called: nothing is known of its parameter {self.required[0]!r}.")
-        self.takes_token_ids = not {"token_ids", "completion_ids"}.isdisjoint(self.named)
+        self.takes_token_ids = not {"token_ids", "completion_ids"}.isdisjoint(self.parameters)
 
     def check_row(self, case: Case) -> None:
         """Raises ValueError if it cannot be called for this row."""
@@ -104,7 +104,7 @@ class OwnReward:
         given = [case.columns | values_of(case, self.form) for case in cases]
         arguments = {}
         for name, value in given[0].items():
-            if name in self.named or (self.takes_rest and name not in ("token_ids", "completion_ids")):
+            if name in self.parameters or (self.takes_rest and name not in ("token_ids", "completion_ids")):
                 arguments[name] = [values.get(name) for values in given] if self.takes_group else value
         if isinstance(self.function, functools.partial):
             arguments |= self.function.keywords  # the user has bound them
@@ -125,22 +125,18 @@ def read_reward(result: object, name: str) -> Grade:
 
     A sub-score that is no finite number, or whose name is no text, is left out.
     """
-    parts: dict[str, float] = {}
-    feedback = ""
-    if isinstance(result, dict):
-        key = "reward" if "reward" in result else "score"
-        if key not in result:
-            raise WrongReturn(f"{name} returned {result!r:.200}: a dict needs the key 'reward' or 'score'")
-        for part, value in result.items():
-            if part != key and isinstance(part, str) and math.isfinite(number := _number(value)):
-                parts[str.__str__(part)] = number  # the mere text: the trainer cannot load a class of the user's
-        if isinstance(said := result.get("feedback"), str):
-            feedback = str.__str__(said)
-        result = result[key]
-    score = _number(result)
+    said = result if isinstance(result, dict) else {"reward": result}
+    key = "reward" if "reward" in said else "score"
+    if key not in said:
+        raise WrongReturn(f"{name} returned {result!r:.200}: a dict needs the key 'reward' or 'score'")
+    # Mere texts: the trainer cannot load a class of the user's.
+    numbers = {str.__str__(part): _number(said[part]) for part in said if isinstance(part, str)}
+    score = numbers.pop(key)
     if not math.isfinite(score):
-        raise WrongReturn(f"{name} returned {result!r:.200}, not a finite number of 32 bits")
-    return Grade(score, parts=parts, feedback=feedback)
+        raise WrongReturn(f"{name} returned {said[key]!r:.200}, not a finite number of 32 bits")
+    parts = {part: number for part, number in numbers.items() if math.isfinite(number)}
+    feedback = said.get("feedback")
+    return Grade(score, parts=parts, feedback=str.__str__(feedback) if isinstance(feedback, str) else "")
 
 
 def _number(value: object) -> float:

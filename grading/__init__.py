@@ -70,11 +70,9 @@ def key_text(value: object) -> str:
     for a list without an answer.
     """
     answers = _listed(value)
-    if answers is None and isinstance(value, str):
-        return value
     if answers is None:
-        return json.dumps(_whole(value), ensure_ascii=False)
-    answers = list(dict.fromkeys(answer for answer in answers if answer.strip()))
+        return value if isinstance(value, str) else json.dumps(_whole(value), ensure_ascii=False)
+    answers = [*dict.fromkeys(filter(str.strip, answers))]
     if not answers:
         raise ValueError("a list without an answer")
     return answers[0] if len(answers) == 1 else json.dumps(answers, ensure_ascii=False)

@@ -113,7 +113,7 @@ def read_argument(parameter: str, value: object) -> tuple[str, object]:
 
             known = sorted(path.name for path in Path(PROFILES_DIRECTORY).iterdir())  # en, pt, zh-cn
         return f"one of {known}", value if value in known else None
-    if parameter.startswith(("num_", "nth_")) or parameter.endswith("frequency"):
+    if re.match("num_|nth_|.*frequency", parameter):
         first = int(parameter == "nth_paragraph")
         # Whole floats pass: they come from parquet columns with nulls. True, which is an int, does not.
         is_whole = type(value) in (int, float) and first <= value <= 1e9 and value == int(value)
@@ -145,9 +145,12 @@ def from_json(value: object, name: str) -> object:
 
 def holds(count: int, relation: str, wanted: int, around: int = 0) -> bool:
     """Whether `count` stands in `relation` to `wanted`. "around" reaches this far, by default 10 % and at least 1."""
-    if relation == "around":
-        return abs(count - wanted) <= (around or max(round(wanted * 0.1), 1))
-    return {"less than": count < wanted, "at least": count >= wanted, "at most": count <= wanted}[relation]
+    return {
+        "less than": count < wanted,
+        "at least": count >= wanted,
+        "at most": count <= wanted,
+        "around": abs(count - wanted) <= (around or max(round(wanted * 0.1), 1)),
+    }[relation]
 
 
 def occurrences(text: str, word: str, whole: bool = False) -> int:
@@ -197,7 +200,7 @@ def count_capital_words(text: str) -> int:
     rarities. An apostrophe divides: nltk, too, finds I in "I'm".
     """
     words = re.findall(r"[^\s,;:?!@#$%&()\[\]{}<>'\"`“”‘’«»„]+", text)
-    return sum(word.isupper() for word in words)
+    return sum(map(str.isupper, words))
 
 
 def has_highlights(text: str, num_highlights: int) -> bool:
@@ -303,7 +306,7 @@ CHECKS: dict[str, Callable[..., bool]] = {
     "combination:repeat_prompt": lambda text, prompt_to_repeat: starts_with(text, prompt_to_repeat),
     "startend:end_checker": lambda text, end_phrase:  # a closing quotation mark may follow
         text.strip().strip('"').lower().endswith(end_phrase.strip('"').lower()),
-    "startend:quotation": lambda text: len(body := text.strip()) > 1 and body[0] == body[-1] == '"',
+    "startend:quotation": lambda text: re.fullmatch(r'\s*".*"\s*', text, re.DOTALL) is not None,
     "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation:
         holds(count_capital_words(text), capital_relation, capital_frequency),
     "change_case:english_capital": lambda text: text.isupper() and is_in_language(text, "en"),

@@ -7,7 +7,6 @@ import functools
 import importlib.util
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -62,13 +61,18 @@ def files_of(path: Path) -> list[Path]:
     """The file, and those in its folder that it imports, directly or not."""
     files = [path]
     for file in files:  # it grows
-        nodes: list[ast.AST] = []
-        with suppress(SyntaxError, ValueError):  # whoever imports it may do without it
-            nodes += ast.walk(ast.parse(file.read_bytes()))
-        for node in nodes:
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-            if isinstance(node, ast.ImportFrom) and node.module:  # what is taken out of it may be a module, too
-                names = [node.module, *(f"{node.module}.{name}" for name in names)]
+        try:
+            tree = ast.parse(file.read_bytes())
+        except (SyntaxError, ValueError):  # whoever imports it may do without it
+            continue
+        for node in ast.walk(tree):
+            match node:
+                case ast.Import(names=aliases) | ast.ImportFrom(module=None, names=aliases):
+                    names = [alias.name for alias in aliases]
+                case ast.ImportFrom(module=module, names=aliases):  # what is taken out of it may be a module, too
+                    names = [module, *(f"{module}.{alias.name}" for alias in aliases)]
+                case _:
+                    continue
             for name in names:
                 place = path.parent / name.replace(".", "/")
                 for imported in (place.with_suffix(".py"), place / "__init__.py"):

@@ -11,10 +11,10 @@ All arguments are passed by name, but only those that a function names. Completi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import functools
 import inspect
-import math
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -31,7 +31,7 @@ FORMS = ("completion", "completions", "solution_str", "solution_strs")  # the pa
 
 def values_of(case: Case, form: str) -> dict[str, object]:
     """The values of a completion that a function of this form may name; of a group, lists."""
-    if form in ("completion", "completions"):
+    if form.startswith("completion"):
         values = {name: getattr(case, name) for name in ("completion", "answer", "token_ids", "columns", *EXTRAS)}
         names = {"completion": "completions", "answer": "answers", "prompt": "prompts", "token_ids": "completion_ids"}
         return {names.get(name, name): values[name] for name in values} if form == "completions" else values
@@ -83,7 +83,7 @@ class OwnReward:
         known = values_of(Case("", ""), form)
         for name, parameter in self.parameters.items():
             if parameter.kind is Parameter.VAR_KEYWORD:
-                self.takes_rest = form in ("completion", "completions")
+                self.takes_rest = form.startswith("completion")
             elif parameter.kind is not Parameter.VAR_POSITIONAL and parameter.default is Parameter.empty:
                 self.required += {name} - known.keys()
         if self.required and form != "completions":
@@ -132,19 +132,19 @@ def read_reward(result: object, name: str) -> Grade:
     # Mere texts: the trainer cannot load a class of the user's.
     numbers = {str.__str__(part): _number(said[part]) for part in said if isinstance(part, str)}
     score = numbers.pop(key)
-    if not math.isfinite(score):
+    if score is None:
         raise WrongReturn(f"{name} returned {said[key]!r:.200}, not a finite number of 32 bits")
-    parts = {part: number for part, number in numbers.items() if math.isfinite(number)}
+    parts = {part: number for part, number in numbers.items() if number is not None}
     feedback = said.get("feedback")
     return Grade(score, parts=parts, feedback=str.__str__(feedback) if isinstance(feedback, str) else "")
 
 
-def _number(value: object) -> float:
-    """The value if it is a number of 32 bits, also a scalar of NumPy or torch; else nan."""
-    try:
-        return math.nan if isinstance(value, (str, bytes)) or abs(float(value)) > 1e38 else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        return math.nan
+def _number(value: object) -> float | None:
+    """The value if it is a finite number of 32 bits, also a scalar of NumPy or torch; else None."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
+        if not isinstance(value, (str, bytes)) and abs(float(value)) <= 1e38:
+            return float(value)
+    return None
 
 
 LOCK = threading.Lock()  # several threads may be the first that need the event loop

@@ -85,10 +85,8 @@ def alternatives(text: str) -> list[str]:
 
 def _listed(value: object) -> list[str] | None:
     """The texts and numbers of a list, or of a text that spells one, without null and nan; else None."""
-    if isinstance(value, str):
-        if not re.match(r"\s*\[\s*(?:[\"']|null|None|-?[\d.]+\s*\])", value):  # [1, 2] is an interval
-            return None
-        value = spelled(value)
+    if isinstance(value, str):  # [1, 2] is an interval
+        value = spelled(value) if re.match(r"\s*\[\s*(?:[\"']|null|None|-?[\d.]+\s*\])", value) else None
     if not isinstance(value, list):
         return None
     items = [item for item in value if item is not None and item == item]  # nan equals nothing

@@ -25,8 +25,8 @@ def verify_math(case: Case) -> Grade:
 
 def _check_is_answer(key: str) -> None:
     """Raises ValueError for a key that is data: an object, or a list with more than numbers in it."""
-    value = spelled(key) if key.lstrip()[:1] in ("[", "{") else None
-    if isinstance(value, dict) or (isinstance(value, list) and re.search(r"[^-+\d.,eE\s\[\]]", key)):
+    value = spelled(key) if key.lstrip().startswith(("[", "{")) else None
+    if isinstance(value, (dict, list)) and re.search(r"[^-+\d.,eE\s\[\]]", key):
         raise ValueError(f"an object or a nested list, not an answer: {key[:80]!r}")
 
 

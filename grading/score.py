@@ -10,13 +10,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from grading import Case, Grade, alternatives
 from grading.verifiers import BUILT_IN, load_verifier, verifiers_of
-
-if TYPE_CHECKING:
-    from grading.own import OwnReward
 
 
 def parse_reward(spec: str) -> dict[str, float]:
@@ -24,7 +21,7 @@ def parse_reward(spec: str) -> dict[str, float]:
 
     Raises ValueError or FileNotFoundError for a wrong text.
     """
-    weights: dict[str, float] = {}
+    weights = {}
     for part in spec.split(",") if spec != "none" else ():
         match = re.fullmatch(rf"\s*(@\w[\w.]*|[^:,]+\.py:\w+|{'|'.join(BUILT_IN)})(?::([^:]+))?\s*", part)
         if match is None:
@@ -70,7 +67,7 @@ class RewardWorker:
     def __init__(self, spec: str, overlong_cache_tokens: int | None) -> None:
         self.weights = parse_reward(spec)
         self.overlong_cache_tokens = overlong_cache_tokens
-        self.own: dict[str, OwnReward] = {}
+        self.own = {}
         if ".py:" in spec:
             from grading.own import OwnReward
 
@@ -102,13 +99,12 @@ class RewardWorker:
 
     def grades(self, names: list[str], cases: list[Case]) -> list[Grade]:
         """The sum over these verifiers, for each case."""
-        cases = [replace(case, overlong_cache_tokens=self.overlong_cache_tokens) for case in cases]
         columns = [self.weighted(name, cases) for name in names]
         return [add_up(grades, self.weights) for grades in zip(*columns, strict=True)]
 
     def weighted(self, name: str, cases: list[Case]) -> list[Grade]:
         """The grade by one verifier, times its weight, for each case."""
-        grades = self.own[name](cases) if name in self.own else [built_in(name, case) for case in cases]
+        grades = self.own[name](cases) if name in self.own else [self.built_in(name, case) for case in cases]
         weighted = []
         for grade in grades:
             parts = {name: grade.reward}
@@ -119,6 +115,26 @@ class RewardWorker:
             weighted.append(replace(grade, reward=self.weights[name] * grade.reward, parts=parts, answer=answer))
         return weighted
 
+    def built_in(self, name: str, case: Case) -> Grade:
+        """The grade by a built-in verifier, for @COLUMN of the one that the row names. The key that fits best counts.
+
+        Raises ValueError if the column names none, or if none of the row's keys can be used.
+        """
+        verifier = str(case.columns.get(name[1:])) if name[0] == "@" else name
+        if verifier.lower() not in BUILT_IN:
+            raise ValueError(f"column {name[1:]!r} is {verifier!r}, which names no verifier ({', '.join(BUILT_IN)})")
+        grades = []
+        problems = []
+        for key in alternatives(case.answer):
+            keyed = replace(case, answer=key, overlong_cache_tokens=self.overlong_cache_tokens)
+            try:
+                grades.append(load_verifier(verifier.lower())(keyed))
+            except ValueError as error:
+                problems.append(error)
+        if not grades:
+            raise problems[0]
+        return max(grades, key=lambda grade: grade.reward)
+
     def problem(self, case: Case) -> str | None:
         """The reason why built-in verifiers cannot grade the case, or functions of the user's be called; or None."""
         try:
@@ -126,29 +142,10 @@ class RewardWorker:
                 if name in self.own:
                     self.own[name].check_row(case)
                 else:
-                    built_in(name, case)
+                    self.built_in(name, case)
         except ValueError as error:
             return str(error)
         return None
-
-
-def built_in(name: str, case: Case) -> Grade:
-    """The grade by a built-in verifier, for @COLUMN of the one that the row names. The key that fits best counts.
-
-    Raises ValueError if the column names none, or if none of the row's keys can be used.
-    """
-    verifier = str(case.columns.get(name[1:])) if name[0] == "@" else name
-    if verifier.lower() not in BUILT_IN:
-        raise ValueError(f"column {name[1:]!r} is {verifier!r}, which names no verifier ({', '.join(BUILT_IN)})")
-    grades, problems = [], []
-    for key in alternatives(case.answer):
-        try:
-            grades.append(load_verifier(verifier.lower())(replace(case, answer=key)))
-        except ValueError as error:
-            problems.append(error)
-    if not grades:
-        raise problems[0]
-    return max(grades, key=lambda grade: grade.reward)
 
 
 def add_up(grades: Sequence[Grade], names: Iterable[str]) -> Grade:

@@ -17,7 +17,6 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from inspect import Parameter
 
 from grading import Case, Grade
@@ -33,16 +32,19 @@ def values_of(case: Case, form: str) -> dict[str, object]:
     """The values of a completion that a function of this form may name; of a group, lists."""
     if form.startswith("completion"):
         values = {name: getattr(case, name) for name in ("completion", "answer", "token_ids", "columns", *EXTRAS)}
-        names = {"completion": "completions", "answer": "answers", "prompt": "prompts", "token_ids": "completion_ids"}
-        return {names.get(name, name): values[name] for name in values} if form == "completions" else values
-    nested = case.columns.get("reward_model")  # verl's data has its key here, of any type
-    values = {
-        "solution_str": case.completion,
-        "ground_truth": nested.get("ground_truth", case.answer) if isinstance(nested, dict) else case.answer,
-        "data_source": case.columns.get("data_source", ""),
-        "extra_info": case.columns.get("extra_info") or {},
-    }
-    return {f"{name}s": values[name] for name in values} if form == "solution_strs" else values
+        plurals = {"completion": "completions", "answer": "answers", "prompt": "prompts", "token_ids": "completion_ids"}
+    else:
+        nested = case.columns.get("reward_model")  # verl's data has its key here, of any type
+        values = {
+            "solution_str": case.completion,
+            "ground_truth": nested.get("ground_truth", case.answer) if isinstance(nested, dict) else case.answer,
+            "data_source": case.columns.get("data_source", ""),
+            "extra_info": case.columns.get("extra_info") or {},
+        }
+        plurals = {name: f"{name}s" for name in values}
+    if not form.endswith("s"):
+        return values
+    return {plurals.get(name, name): values[name] for name in values}
 
 
 def lost_requests(
@@ -78,8 +80,10 @@ class OwnReward:
                 "A reward is score(completion, answer, columns), or has the parameters of TRL or verl; "
                 "see docs/rewards.md."
             )
-        self.form, self.takes_group = form, form.endswith("s")
-        self.required, self.takes_rest = [], False
+        self.form = form
+        self.takes_group = form.endswith("s")
+        self.takes_rest = False
+        self.required = []
         known = values_of(Case("", ""), form)
         for name, parameter in self.parameters.items():
             if parameter.kind is Parameter.VAR_KEYWORD:
@@ -94,13 +98,14 @@ class OwnReward:
         """Raises ValueError if it cannot be called for this row."""
         for name in self.required:
             if name not in case.columns:
-                columns = ", ".join(case.columns) or "none"
-                raise ValueError(f"{self.name} takes {name!r}, but the row's columns are {columns}")
+                raise ValueError(
+                    f"{self.name} takes {name!r}, but the row's columns are {', '.join(case.columns) or 'none'}"
+                )
 
     def __call__(self, cases: list[Case]) -> list[Grade]:
         """The grade of each completion; its parts are sub-scores. Raises what the function raises, or WrongReturn."""
         # What it changes in a row is for no other function, and for no other completion of the prompt.
-        cases = [replace(case, columns=copy.deepcopy(case.columns)) for case in cases]
+        cases = [copy.deepcopy(case) for case in cases]
         given = [case.columns | values_of(case, self.form) for case in cases]
         arguments = {}
         for name, value in given[0].items():

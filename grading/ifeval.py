@@ -33,12 +33,11 @@ from grading.answer import visible_text
 Instruction = tuple[str, dict[str, object]]  # (the benchmark's instruction id, its arguments without nulls)
 
 DETECT_CHARACTERS = 20_000  # langdetect reads 10,000 after it has taken the links out; more text only costs time
-NEVER_LAST = re.compile(  # a sentence does not end here: "J. Smith", "Mr. Smith"
-    r"[^\W\d_]|mrs?|ms|dr|prof|st|gen|lt|capt|sgt|rev|vs|fig|al|cf|approx|e\.g|i\.e"
-)
-LAST_BEFORE_CAPITAL = re.compile(r"etc|inc|ltd|corp?|co|jr|sr|(?:[a-z]{1,2}\.)+[a-z]")  # "etc.", "p.m.", "Ph.D."
-LIST_NUMBER = re.compile(r"\W{0,2}\d{1,3}\.\W{0,2}")
-RELATIONS = ("less than", "at least", "at most", "around")  # the first two in the benchmark, the last three in Tulu
+# A sentence does not end here: "J. Smith", "Mr. Smith"
+NEVER_LAST = r"[^\W\d_]|mrs?|ms|dr|prof|st|gen|lt|capt|sgt|rev|vs|fig|al|cf|approx|e\.g|i\.e"
+LAST_BEFORE_CAPITAL = r"etc|inc|ltd|corp?|co|jr|sr|(?:[a-z]{1,2}\.)+[a-z]"  # "etc.", "p.m.", "Ph.D."
+LIST_NUMBER = r"\W{0,2}\d{1,3}\.\W{0,2}"
+RELATIONS = ["less than", "at least", "at most", "around"]  # the first two in the benchmark, the last three in Tulu
 REPEAT_SENTENCE = (
     "First, repeat the request without change, then give your answer (do not say anything before repeating the "
     "request; the request you need to repeat does not include this sentence)"
@@ -93,8 +92,9 @@ def read_instruction(where: str, name: object, given: object, known: dict[str, l
         raise ValueError(f"instruction {name!r} has the arguments {given!r}, which are not a dict.")
     filled = {key: python_value(value) for key, value in given.items() if python_value(value) is not None}
     if set(filled) != set(keys):
-        has = sorted(filled, key=str)
-        raise ValueError(f"instruction {name!r} takes the arguments {sorted(keys)}, but the row gives {has}.")
+        raise ValueError(
+            f"instruction {name!r} takes the arguments {sorted(keys)}, but the row gives {sorted(filled, key=str)}."
+        )
     arguments = {}
     for key, parameter in zip(keys, INSTRUCTIONS[instruction][1:], strict=True):
         required, arguments[parameter] = read_argument(parameter, filled[key])
@@ -103,11 +103,16 @@ def read_instruction(where: str, name: object, given: object, known: dict[str, l
     return instruction, arguments
 
 
+def stripped(value: object) -> str:
+    """The text without white space around it; "" for what is no text."""
+    return value.strip() if isinstance(value, str) else ""
+
+
 def read_argument(parameter: str, value: object) -> tuple[str, object]:
     """The requirement on a parameter of a checker, and the value as it is taken; None: it is none."""
-    text = value.strip() if isinstance(value, str) else ""
+    text = stripped(value)
     if parameter.endswith(("relation", "language")):
-        known = list(RELATIONS)
+        known = RELATIONS
         if parameter == "language":
             from langdetect.detector_factory import PROFILES_DIRECTORY
 
@@ -121,9 +126,8 @@ def read_argument(parameter: str, value: object) -> tuple[str, object]:
     if parameter in ("keywords", "forbidden_words", "options"):
         if parameter == "options" and text:  # Tulu gives them as one text
             value = [part for part in re.split(r"/|,|\bor\b", text) if part.strip()]
-        texts = value if isinstance(value, list | tuple) else []
-        are_texts = texts and all(isinstance(each, str) and each.strip() for each in texts)
-        return "a list of texts, at least one and none blank", [each.strip() for each in texts] if are_texts else None
+        texts = [stripped(each) for each in value] if isinstance(value, list | tuple) else []
+        return "a list of texts, at least one and none blank", texts if texts and all(texts) else None
     if parameter == "letter":
         return "a text of one character", text if len(text) == 1 else None
     return "a text that is not blank", text or None
@@ -171,13 +175,15 @@ def count_sentences(text: str) -> int:
     with a few rules instead of a trained model. It differs: the number of a list item ("1.") and a run of marks without
     letter or digit are no sentences here; abbreviations are a short list; an initial or a title never ends a sentence.
     """
-    count, is_started = 0, False
+    count = 0
+    is_started = False
     for word, following in itertools.pairwise([*text.split(), ""]):
-        if not is_started and following and LIST_NUMBER.fullmatch(word):
+        if not is_started and following and re.fullmatch(LIST_NUMBER, word):
             continue
-        is_started = is_started or any(character.isalnum() for character in word)
+        is_started = is_started or any(map(str.isalnum, word))
         if is_started and ends_sentence(word, following):
-            count, is_started = count + 1, False
+            count += 1
+            is_started = False
     return count + is_started
 
 
@@ -188,9 +194,9 @@ def ends_sentence(word: str, following: str) -> bool:
     if core.endswith(("...", "…")):
         return not next_letter.islower()
     bare = core[:-1].lower()
-    if not core.endswith(".") or NEVER_LAST.fullmatch(bare):
+    if not core.endswith(".") or re.fullmatch(NEVER_LAST, bare):
         return core.endswith(("!", "?"))
-    return next_letter.isupper() if LAST_BEFORE_CAPITAL.fullmatch(bare) else True
+    return next_letter.isupper() if re.fullmatch(LAST_BEFORE_CAPITAL, bare) else True
 
 
 def count_capital_words(text: str) -> int:
@@ -240,9 +246,8 @@ def first_word_of(text: str) -> str:
 
 def is_json(text: str) -> bool:
     """JSON, with or without a code fence around it."""
-    body = re.sub(r"^```(?:json|Json|JSON)?", "", text.strip())
     try:
-        json.loads(body.removesuffix("```").strip())
+        json.loads(re.sub(r"^```(?:json|Json|JSON)?|```$", "", text.strip()).strip())
     except (ValueError, RecursionError):  # RecursionError: thousands of open brackets
         return False
     return True

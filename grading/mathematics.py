@@ -36,9 +36,10 @@ def verify_gsm8k(case: Case) -> Grade:
     Of an answer in words ("18 eggs left over from 20") it is the first number. Without a mark it is the last number of
     the visible text. Several answers are incorrect.
     """
-    key, completion = _gsm8k_key(case.answer), shown(case.completion)
+    key = _gsm8k_key(case.answer)
+    completion = shown(case.completion)
     answer = read_answer(completion, case.prompt, unmarked="none")
-    numbers: list[Fraction] = []
+    numbers = []
     if answer is None:
         visible = visible_text(completion, case.prompt) or ""
         if not re.search(r"\\f?box|<answer>", visible):

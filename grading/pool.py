@@ -143,7 +143,7 @@ class Pool:
                 if failure and item.has_failed:
                     self.outcomes[item.key] = failure
                 else:
-                    self.queue.append(item._replace(has_failed=item.has_failed or failure is not None))
+                    self.queue.append(item._replace(has_failed=True) if failure else item)
             self._feed()
             self.changed.notify()
 
@@ -217,7 +217,8 @@ class _Worker(ForkServerProcess):
     """A worker that does not import the caller's main script, and takes along what it has started."""
 
     def start(self) -> None:
-        main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
         try:
             super().start()
         finally:
@@ -283,7 +284,8 @@ def _outcome(function: Callable[[object], object], item: object) -> object:
         outcome = function(item)
     except BaseException as error:  # noqa: BLE001  the user's code: the caller counts and names it
         if isinstance(error, MemoryError):
-            OWN.is_worn_out, limit = True, resource.getrlimit(resource.RLIMIT_DATA)[1]
+            OWN.is_worn_out = True
+            _, limit = resource.getrlimit(resource.RLIMIT_DATA)
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         outcome = Failure(f"error: {_describe(error)}")
     if os.getpid() != OWN.pid:

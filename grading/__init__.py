@@ -70,11 +70,9 @@ def key_text(value: object) -> str:
     for a list without an answer.
     """
     answers = _listed(value)
-    if answers is None and isinstance(value, str):
-        return value
     if answers is None:
-        return json.dumps(_whole(value), ensure_ascii=False)
-    answers = list(dict.fromkeys(answer for answer in answers if answer.strip()))
+        return value if isinstance(value, str) else json.dumps(_whole(value), ensure_ascii=False)
+    answers = [*dict.fromkeys(filter(str.strip, answers))]
     if not answers:
         raise ValueError("a list without an answer")
     return answers[0] if len(answers) == 1 else json.dumps(answers, ensure_ascii=False)
@@ -87,10 +85,8 @@ def alternatives(text: str) -> list[str]:
 
 def _listed(value: object) -> list[str] | None:
     """The texts and numbers of a list, or of a text that spells one, without null and nan; else None."""
-    if isinstance(value, str):
-        if not re.match(r"\s*\[\s*(?:[\"']|null|None|-?[\d.]+\s*\])", value):  # [1, 2] is an interval
-            return None
-        value = spelled(value)
+    if isinstance(value, str):  # [1, 2] is an interval
+        value = spelled(value) if re.match(r"\s*\[\s*(?:[\"']|null|None|-?[\d.]+\s*\])", value) else None
     if not isinstance(value, list):
         return None
     items = [item for item in value if item is not None and item == item]  # nan equals nothing

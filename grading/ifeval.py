@@ -32,15 +32,12 @@ from grading.answer import visible_text
 
 Instruction = tuple[str, dict[str, object]]  # (the benchmark's instruction id, its arguments without nulls)
 
-CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-POSTSCRIPTS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}  # "P. S." counts; any other marker is literal
 DETECT_CHARACTERS = 20_000  # langdetect reads 10,000 after it has taken the links out; more text only costs time
-NEVER_LAST = re.compile(  # a sentence does not end here: "J. Smith", "Mr. Smith"
-    r"[^\W\d_]|mrs?|ms|dr|prof|st|gen|lt|capt|sgt|rev|vs|fig|al|cf|approx|e\.g|i\.e"
-)
-LAST_BEFORE_CAPITAL = re.compile(r"etc|inc|ltd|corp?|co|jr|sr|(?:[a-z]{1,2}\.)+[a-z]")  # "etc.", "p.m.", "Ph.D."
-LIST_NUMBER = re.compile(r"\W{0,2}\d{1,3}\.\W{0,2}")
-RELATIONS = ("less than", "at least", "at most", "around")  # the first two in the benchmark, the last three in Tulu
+# A sentence does not end here: "J. Smith", "Mr. Smith"
+NEVER_LAST = r"[^\W\d_]|mrs?|ms|dr|prof|st|gen|lt|capt|sgt|rev|vs|fig|al|cf|approx|e\.g|i\.e"
+LAST_BEFORE_CAPITAL = r"etc|inc|ltd|corp?|co|jr|sr|(?:[a-z]{1,2}\.)+[a-z]"  # "etc.", "p.m.", "Ph.D."
+LIST_NUMBER = r"\W{0,2}\d{1,3}\.\W{0,2}"
+RELATIONS = ["less than", "at least", "at most", "around"]  # the first two in the benchmark, the last three in Tulu
 REPEAT_SENTENCE = (
     "First, repeat the request without change, then give your answer (do not say anything before repeating the "
     "request; the request you need to repeat does not include this sentence)"
@@ -49,8 +46,9 @@ REPEAT_SENTENCE = (
 
 def verify_ifeval(case: Case) -> Grade:
     """1.0 if the completion, without its thinking, follows all instructions of its row; else 0.0."""
-    instructions, text = read_instructions(case.answer, case.columns), visible_text(case.completion, case.prompt)
-    return Grade(float(text is not None and all(follows_instructions(text, instructions))))
+    instructions = read_instructions(case.answer, case.columns)
+    text = visible_text(case.completion, case.prompt) or ""
+    return Grade(float(all(follows_instructions(text, instructions))))
 
 
 def follows_instructions(completion: str, instructions: list[Instruction]) -> list[bool]:
@@ -84,48 +82,52 @@ def read_instructions(answer: str, columns: dict[str, object]) -> list[Instructi
     ]
 
 
-def read_instruction(where: str, name: object, given: object, known: dict[str, str]) -> Instruction:
+def read_instruction(where: str, name: object, given: object, known: dict[str, list[str]]) -> Instruction:
     """The instruction of this name in the table, with the arguments that the row gives."""
-    if not isinstance(name, str) or name not in known:
-        raise ValueError(f"{where} {name!r}, which is none of {list(known)}.")
-    instruction, *keys = known[name].split()
+    if name not in [*known]:  # a list may be asked for anything, a dict only for what has a hash
+        raise ValueError(f"{where} {name!r}, which is none of {[*known]}.")
+    instruction, *keys = known[name]
     given = {} if python_value(given) is None else from_json(given, "kwargs")
     if not isinstance(given, dict):
         raise ValueError(f"instruction {name!r} has the arguments {given!r}, which are not a dict.")
     filled = {key: python_value(value) for key, value in given.items() if python_value(value) is not None}
     if set(filled) != set(keys):
-        has = sorted(filled, key=str)
-        raise ValueError(f"instruction {name!r} takes the arguments {sorted(keys)}, but the row gives {has}.")
+        raise ValueError(
+            f"instruction {name!r} takes the arguments {sorted(keys)}, but the row gives {sorted(filled, key=str)}."
+        )
     arguments = {}
-    for key, parameter in zip(keys, INSTRUCTIONS[instruction].split()[1:], strict=True):
+    for key, parameter in zip(keys, INSTRUCTIONS[instruction][1:], strict=True):
         required, arguments[parameter] = read_argument(parameter, filled[key])
         if arguments[parameter] is None:
             raise ValueError(f"instruction {name!r} has {key} = {filled[key]!r}, which must be {required}.")
     return instruction, arguments
 
 
+def stripped(value: object) -> str:
+    """The text without white space around it; "" for what is no text."""
+    return value.strip() if isinstance(value, str) else ""
+
+
 def read_argument(parameter: str, value: object) -> tuple[str, object]:
     """The requirement on a parameter of a checker, and the value as it is taken; None: it is none."""
-    text = value.strip() if isinstance(value, str) else ""
+    text = stripped(value)
     if parameter.endswith(("relation", "language")):
-        known = list(RELATIONS)
+        known = RELATIONS
         if parameter == "language":
             from langdetect.detector_factory import PROFILES_DIRECTORY
 
             known = sorted(path.name for path in Path(PROFILES_DIRECTORY).iterdir())  # en, pt, zh-cn
         return f"one of {known}", value if value in known else None
-    if parameter.startswith(("num_", "nth_")) or parameter.endswith("frequency"):
+    if re.match("num_|nth_|.*frequency", parameter):
         first = int(parameter == "nth_paragraph")
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        # Whole floats pass: they come from parquet columns with nulls.
-        is_whole = is_number and first <= value <= 1e9 and value == int(value)
+        # Whole floats pass: they come from parquet columns with nulls. True, which is an int, does not.
+        is_whole = type(value) in (int, float) and first <= value <= 1e9 and value == int(value)
         return f"a whole number from {first} to 1e9", int(value) if is_whole else None
     if parameter in ("keywords", "forbidden_words", "options"):
         if parameter == "options" and text:  # Tulu gives them as one text
             value = [part for part in re.split(r"/|,|\bor\b", text) if part.strip()]
-        texts = value if isinstance(value, list | tuple) else []
-        are_texts = texts and all(isinstance(each, str) and each.strip() for each in texts)
-        return "a list of texts, at least one and none blank", [each.strip() for each in texts] if are_texts else None
+        texts = [stripped(each) for each in value] if isinstance(value, list | tuple) else []
+        return "a list of texts, at least one and none blank", texts if texts and all(texts) else None
     if parameter == "letter":
         return "a text of one character", text if len(text) == 1 else None
     return "a text that is not blank", text or None
@@ -147,9 +149,12 @@ def from_json(value: object, name: str) -> object:
 
 def holds(count: int, relation: str, wanted: int, around: int = 0) -> bool:
     """Whether `count` stands in `relation` to `wanted`. "around" reaches this far, by default 10 % and at least 1."""
-    if relation == "around":
-        return abs(count - wanted) <= (around or max(round(wanted * 0.1), 1))
-    return {"less than": count < wanted, "at least": count >= wanted, "at most": count <= wanted}[relation]
+    return {
+        "less than": count < wanted,
+        "at least": count >= wanted,
+        "at most": count <= wanted,
+        "around": abs(count - wanted) <= (around or max(round(wanted * 0.1), 1)),
+    }[relation]
 
 
 def occurrences(text: str, word: str, whole: bool = False) -> int:
@@ -170,13 +175,15 @@ def count_sentences(text: str) -> int:
     with a few rules instead of a trained model. It differs: the number of a list item ("1.") and a run of marks without
     letter or digit are no sentences here; abbreviations are a short list; an initial or a title never ends a sentence.
     """
-    count, is_started = 0, False
+    count = 0
+    is_started = False
     for word, following in itertools.pairwise([*text.split(), ""]):
-        if not is_started and following and LIST_NUMBER.fullmatch(word):
+        if not is_started and following and re.fullmatch(LIST_NUMBER, word):
             continue
-        is_started = is_started or any(character.isalnum() for character in word)
+        is_started = is_started or any(map(str.isalnum, word))
         if is_started and ends_sentence(word, following):
-            count, is_started = count + 1, False
+            count += 1
+            is_started = False
     return count + is_started
 
 
@@ -187,9 +194,9 @@ def ends_sentence(word: str, following: str) -> bool:
     if core.endswith(("...", "…")):
         return not next_letter.islower()
     bare = core[:-1].lower()
-    if not core.endswith(".") or NEVER_LAST.fullmatch(bare):
+    if not core.endswith(".") or re.fullmatch(NEVER_LAST, bare):
         return core.endswith(("!", "?"))
-    return next_letter.isupper() if LAST_BEFORE_CAPITAL.fullmatch(bare) else True
+    return next_letter.isupper() if re.fullmatch(LAST_BEFORE_CAPITAL, bare) else True
 
 
 def count_capital_words(text: str) -> int:
@@ -199,13 +206,7 @@ def count_capital_words(text: str) -> int:
     rarities. An apostrophe divides: nltk, too, finds I in "I'm".
     """
     words = re.findall(r"[^\s,;:?!@#$%&()\[\]{}<>'\"`“”‘’«»„]+", text)
-    return sum(word.isupper() for word in words)
-
-
-def has_bullets(text: str, num_bullets: int) -> bool:
-    """Exactly so many lines begin with "-", or with one "*" and something after it: no **bold**, *** or bare *."""
-    bullets = [line for line in text.split("\n") if re.match(r"-|\*[^*]", line.lstrip())]
-    return len(bullets) == num_bullets
+    return sum(map(str.isupper, words))
 
 
 def has_highlights(text: str, num_highlights: int) -> bool:
@@ -235,7 +236,7 @@ def nth_paragraph_first_word(text: str, num_paragraphs: int, nth_paragraph: int,
     if len([*filter(str.strip, pieces)]) != num_paragraphs or nth_paragraph > num_paragraphs:
         return False
     word = first_word_of(pieces[nth_paragraph - 1])
-    return word != "" and word == first_word_of(first_word)
+    return word == first_word_of(first_word) != ""
 
 
 def first_word_of(text: str) -> str:
@@ -245,9 +246,8 @@ def first_word_of(text: str) -> str:
 
 def is_json(text: str) -> bool:
     """JSON, with or without a code fence around it."""
-    body = re.sub(r"^```(?:json|Json|JSON)?", "", text.strip())
     try:
-        json.loads(body.removesuffix("```").strip())
+        json.loads(re.sub(r"^```(?:json|Json|JSON)?|```$", "", text.strip()).strip())
     except (ValueError, RecursionError):  # RecursionError: thousands of open brackets
         return False
     return True
@@ -255,11 +255,8 @@ def is_json(text: str) -> bool:
 
 def has_title(text: str) -> bool:
     """A line with << something >>: from the line's first << to its last >>, not blank."""
-    for line in text.split("\n"):
-        title, _, _ = line.partition("<<")[2].rpartition(">>")
-        if title.lstrip("<").rstrip(">").strip():
-            return True
-    return False
+    titles = (line.partition("<<")[2].rpartition(">>")[0] for line in text.split("\n"))
+    return any(title.lstrip("<").rstrip(">").strip() for title in titles)
 
 
 def is_in_language(text: str, language: str) -> bool:
@@ -298,10 +295,12 @@ CHECKS: dict[str, Callable[..., bool]] = {
     "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
     "detectable_content:number_placeholders": lambda text, num_placeholders:  # the innermost of nested ones: linear
         len(re.findall(r"\[[^\[\]\n]*\]", text)) >= num_placeholders,
-    "detectable_content:postscript": lambda text, postscript_marker: re.search(
-        POSTSCRIPTS.get(postscript_marker, re.escape(postscript_marker.lower())), text.lower()) is not None,
-    "detectable_format:number_bullet_lists": has_bullets,
-    "detectable_format:constrained_response": lambda text: any(choice in text for choice in CHOICES),
+    "detectable_content:postscript": lambda text, postscript_marker:  # "P. S." counts for "P.S."
+        re.search(re.escape(postscript_marker.lower()).replace(r"\.", r"\.\s?"), text.lower()) is not None,
+    "detectable_format:number_bullet_lists": lambda text, num_bullets:  # no **bold**, *** or bare *
+        len(re.findall(r"^[^\S\n]*(?:-|\*[^*\n])", text, re.MULTILINE)) == num_bullets,
+    "detectable_format:constrained_response": lambda text:
+        re.search(r"My answer is (?:yes|no|maybe)\.", text) is not None,
     "detectable_format:number_highlighted_sections": has_highlights,
     "detectable_format:multiple_sections": lambda text, section_spliter, num_sections:
         len(re.findall(re.escape(section_spliter) + r"\s?\d+", text)) >= num_sections,
@@ -312,7 +311,7 @@ CHECKS: dict[str, Callable[..., bool]] = {
     "combination:repeat_prompt": lambda text, prompt_to_repeat: starts_with(text, prompt_to_repeat),
     "startend:end_checker": lambda text, end_phrase:  # a closing quotation mark may follow
         text.strip().strip('"').lower().endswith(end_phrase.strip('"').lower()),
-    "startend:quotation": lambda text: len(body := text.strip()) > 1 and body[0] == body[-1] == '"',
+    "startend:quotation": lambda text: re.fullmatch(r'\s*".*"\s*', text, re.DOTALL) is not None,
     "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation:
         holds(count_capital_words(text), capital_relation, capital_frequency),
     "change_case:english_capital": lambda text: text.isupper() and is_in_language(text, "en"),
@@ -329,10 +328,10 @@ CHECKS: dict[str, Callable[..., bool]] = {
 }
 # fmt: on
 # Instruction -> itself and the parameters of its checker, which follow the text
-INSTRUCTIONS = {name: " ".join([name, *[*inspect.signature(check).parameters][1:]]) for name, check in CHECKS.items()}
+INSTRUCTIONS = {name: [name, *[*inspect.signature(check).parameters][1:]] for name, check in CHECKS.items()}
 
 # Tulu's func_name -> instruction, and Tulu's names of arguments in the order of the checker's.
-FUNCTIONS = dict(line.split(maxsplit=1) for line in """
+FUNCTIONS = {name: rest for name, *rest in map(str.split, """
     verify_keywords keywords:existence keyword_list
     verify_keyword_frequency rlvr:keyword_frequency word N
     validate_forbidden_words keywords:forbidden_words forbidden_words
@@ -358,4 +357,4 @@ FUNCTIONS = dict(line.split(maxsplit=1) for line in """
     validate_end startend:end_checker end_phrase
     validate_quotation startend:quotation
     validate_no_commas punctuation:no_comma
-""".strip().splitlines())  # fmt: skip
+""".strip().splitlines())}  # fmt: skip

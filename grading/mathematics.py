@@ -25,8 +25,8 @@ def verify_math(case: Case) -> Grade:
 
 def _check_is_answer(key: str) -> None:
     """Raises ValueError for a key that is data: an object, or a list with more than numbers in it."""
-    value = spelled(key) if key.lstrip()[:1] in ("[", "{") else None
-    if isinstance(value, dict) or (isinstance(value, list) and re.search(r"[^-+\d.,eE\s\[\]]", key)):
+    value = spelled(key) if key.lstrip().startswith(("[", "{")) else None
+    if isinstance(value, (dict, list)) and re.search(r"[^-+\d.,eE\s\[\]]", key):
         raise ValueError(f"an object or a nested list, not an answer: {key[:80]!r}")
 
 
@@ -36,9 +36,10 @@ def verify_gsm8k(case: Case) -> Grade:
     Of an answer in words ("18 eggs left over from 20") it is the first number. Without a mark it is the last number of
     the visible text. Several answers are incorrect.
     """
-    key, completion = _gsm8k_key(case.answer), shown(case.completion)
+    key = _gsm8k_key(case.answer)
+    completion = shown(case.completion)
     answer = read_answer(completion, case.prompt, unmarked="none")
-    numbers: list[Fraction] = []
+    numbers = []
     if answer is None:
         visible = visible_text(completion, case.prompt) or ""
         if not re.search(r"\\f?box|<answer>", visible):

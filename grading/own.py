@@ -11,13 +11,12 @@ All arguments are passed by name, but only those that a function names. Completi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import functools
 import inspect
-import math
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from inspect import Parameter
 
 from grading import Case, Grade
@@ -31,18 +30,21 @@ FORMS = ("completion", "completions", "solution_str", "solution_strs")  # the pa
 
 def values_of(case: Case, form: str) -> dict[str, object]:
     """The values of a completion that a function of this form may name; of a group, lists."""
-    if form in ("completion", "completions"):
+    if form.startswith("completion"):
         values = {name: getattr(case, name) for name in ("completion", "answer", "token_ids", "columns", *EXTRAS)}
-        names = {"completion": "completions", "answer": "answers", "prompt": "prompts", "token_ids": "completion_ids"}
-        return {names.get(name, name): values[name] for name in values} if form == "completions" else values
-    nested = case.columns.get("reward_model")  # verl's data has its key here, of any type
-    values = {
-        "solution_str": case.completion,
-        "ground_truth": nested.get("ground_truth", case.answer) if isinstance(nested, dict) else case.answer,
-        "data_source": case.columns.get("data_source", ""),
-        "extra_info": case.columns.get("extra_info") or {},
-    }
-    return {f"{name}s": values[name] for name in values} if form == "solution_strs" else values
+        plurals = {"completion": "completions", "answer": "answers", "prompt": "prompts", "token_ids": "completion_ids"}
+    else:
+        nested = case.columns.get("reward_model")  # verl's data has its key here, of any type
+        values = {
+            "solution_str": case.completion,
+            "ground_truth": nested.get("ground_truth", case.answer) if isinstance(nested, dict) else case.answer,
+            "data_source": case.columns.get("data_source", ""),
+            "extra_info": case.columns.get("extra_info") or {},
+        }
+        plurals = {name: f"{name}s" for name in values}
+    if not form.endswith("s"):
+        return values
+    return {plurals.get(name, name): values[name] for name in values}
 
 
 def lost_requests(
@@ -70,41 +72,44 @@ class OwnReward:
         """Loads `file.py:function`. Raises ValueError if it cannot be called, and what the file raises."""
         self.function, self.name = load_own(reference)
         signature = inspect.signature(self.function)
-        parameters = signature.parameters
-        form = next((name for name in FORMS if name in parameters), None)
+        self.parameters = signature.parameters
+        form = next((name for name in FORMS if name in self.parameters), None)
         if form is None:
             raise ValueError(
                 f"{self.name} cannot be called: it takes {signature}, but none of {', '.join(FORMS)}. "
                 "A reward is score(completion, answer, columns), or has the parameters of TRL or verl; "
                 "see docs/rewards.md."
             )
-        self.form, self.takes_group = form, form.endswith("s")
-        self.named, self.required, self.takes_rest = [*parameters], [], False
+        self.form = form
+        self.takes_group = form.endswith("s")
+        self.takes_rest = False
+        self.required = []
         known = values_of(Case("", ""), form)
-        for name, parameter in parameters.items():
+        for name, parameter in self.parameters.items():
             if parameter.kind is Parameter.VAR_KEYWORD:
-                self.takes_rest = form in ("completion", "completions")
+                self.takes_rest = form.startswith("completion")
             elif parameter.kind is not Parameter.VAR_POSITIONAL and parameter.default is Parameter.empty:
                 self.required += {name} - known.keys()
         if self.required and form != "completions":
             raise ValueError(f"{self.name} cannot be called: nothing is known of its parameter {self.required[0]!r}.")
-        self.takes_token_ids = not {"token_ids", "completion_ids"}.isdisjoint(self.named)
+        self.takes_token_ids = not {"token_ids", "completion_ids"}.isdisjoint(self.parameters)
 
     def check_row(self, case: Case) -> None:
         """Raises ValueError if it cannot be called for this row."""
         for name in self.required:
             if name not in case.columns:
-                columns = ", ".join(case.columns) or "none"
-                raise ValueError(f"{self.name} takes {name!r}, but the row's columns are {columns}")
+                raise ValueError(
+                    f"{self.name} takes {name!r}, but the row's columns are {', '.join(case.columns) or 'none'}"
+                )
 
     def __call__(self, cases: list[Case]) -> list[Grade]:
         """The grade of each completion; its parts are sub-scores. Raises what the function raises, or WrongReturn."""
         # What it changes in a row is for no other function, and for no other completion of the prompt.
-        cases = [replace(case, columns=copy.deepcopy(case.columns)) for case in cases]
+        cases = [copy.deepcopy(case) for case in cases]
         given = [case.columns | values_of(case, self.form) for case in cases]
         arguments = {}
         for name, value in given[0].items():
-            if name in self.named or (self.takes_rest and name not in ("token_ids", "completion_ids")):
+            if name in self.parameters or (self.takes_rest and name not in ("token_ids", "completion_ids")):
                 arguments[name] = [values.get(name) for values in given] if self.takes_group else value
         if isinstance(self.function, functools.partial):
             arguments |= self.function.keywords  # the user has bound them
@@ -125,30 +130,26 @@ def read_reward(result: object, name: str) -> Grade:
 
     A sub-score that is no finite number, or whose name is no text, is left out.
     """
-    parts: dict[str, float] = {}
-    feedback = ""
-    if isinstance(result, dict):
-        key = "reward" if "reward" in result else "score"
-        if key not in result:
-            raise WrongReturn(f"{name} returned {result!r:.200}: a dict needs the key 'reward' or 'score'")
-        for part, value in result.items():
-            if part != key and isinstance(part, str) and math.isfinite(number := _number(value)):
-                parts[str.__str__(part)] = number  # the mere text: the trainer cannot load a class of the user's
-        if isinstance(said := result.get("feedback"), str):
-            feedback = str.__str__(said)
-        result = result[key]
-    score = _number(result)
-    if not math.isfinite(score):
-        raise WrongReturn(f"{name} returned {result!r:.200}, not a finite number of 32 bits")
-    return Grade(score, parts=parts, feedback=feedback)
+    said = result if isinstance(result, dict) else {"reward": result}
+    key = "reward" if "reward" in said else "score"
+    if key not in said:
+        raise WrongReturn(f"{name} returned {result!r:.200}: a dict needs the key 'reward' or 'score'")
+    # Mere texts: the trainer cannot load a class of the user's.
+    numbers = {str.__str__(part): _number(said[part]) for part in said if isinstance(part, str)}
+    score = numbers.pop(key)
+    if score is None:
+        raise WrongReturn(f"{name} returned {said[key]!r:.200}, not a finite number of 32 bits")
+    parts = {part: number for part, number in numbers.items() if number is not None}
+    feedback = said.get("feedback")
+    return Grade(score, parts=parts, feedback=str.__str__(feedback) if isinstance(feedback, str) else "")
 
 
-def _number(value: object) -> float:
-    """The value if it is a number of 32 bits, also a scalar of NumPy or torch; else nan."""
-    try:
-        return math.nan if isinstance(value, (str, bytes)) or abs(float(value)) > 1e38 else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        return math.nan
+def _number(value: object) -> float | None:
+    """The value if it is a finite number of 32 bits, also a scalar of NumPy or torch; else None."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
+        if not isinstance(value, (str, bytes)) and abs(float(value)) <= 1e38:
+            return float(value)
+    return None
 
 
 LOCK = threading.Lock()  # several threads may be the first that need the event loop

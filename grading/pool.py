@@ -81,8 +81,7 @@ class Pool:
         self.queue: deque[Item] = deque()
         self.at_work: dict[Future, list[Item]] = {}  # the items that share a worker
         self.outcomes: dict[int, object] = {}  # value or Failure
-        self.failure = ""  # why there can be no workers
-        self.changed = changed or threading.Condition(threading.RLock())
+        self.changed = changed or threading.Condition()
         self.num_pools = 0
         self._start()
         Finalize(None, self.close, exitpriority=10)  # at the exit of a caller that ends by an exception
@@ -94,6 +93,7 @@ class Pool:
         self.pool = ProcessPool(self.num_workers, initializer=_load, initargs=self.setup, context=context)
         self.pool._pool_manager = _Manager(self.pool._context, context)
         self.num_pools += 1
+        # Why there can be no workers
         self.failure = "" if self.num_pools <= MAX_POOLS else "the workers end while they are loading"
 
     def submit(self, key: int, given: object) -> None:
@@ -128,20 +128,22 @@ class Pool:
             error = future.exception()
             if not isinstance(error, BrokenProcessPool):
                 self.num_pools = 1  # it works
-            if error is None:
-                self.outcomes |= zip([item.key for item in items], future.result(), strict=True)
-                items = []
-            elif isinstance(error, ValueError):
-                self.failure = str(error)
-            is_dead = isinstance(error, ProcessExpired)
-            # Else the pool is broken, or an earlier item has worn the worker out.
-            is_to_blame = isinstance(error, TimeoutError) or (is_dead and error.exitcode != -WORN_OUT)
-            status = f"error: it ended its process (exit status {error.exitcode % 256})" if is_dead else "timeout"
+            failure = None  # if one of the items is to blame
+            match error:
+                case None:
+                    self.outcomes |= zip([item.key for item in items], future.result(), strict=True)
+                    items = []
+                case ValueError():
+                    self.failure = str(error)
+                case TimeoutError():
+                    failure = Failure("timeout")
+                case ProcessExpired() if error.exitcode != -WORN_OUT:  # else an earlier item has worn the worker out
+                    failure = Failure(f"error: it ended its process (exit status {error.exitcode % 256})")
             for item in items:
-                if is_to_blame and item.has_failed:
-                    self.outcomes[item.key] = Failure(status)
+                if failure and item.has_failed:
+                    self.outcomes[item.key] = failure
                 else:
-                    self.queue.append(item._replace(has_failed=item.has_failed or is_to_blame))
+                    self.queue.append(item._replace(has_failed=True) if failure else item)
             self._feed()
             self.changed.notify()
 
@@ -215,7 +217,8 @@ class _Worker(ForkServerProcess):
     """A worker that does not import the caller's main script, and takes along what it has started."""
 
     def start(self) -> None:
-        main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
         try:
             super().start()
         finally:
@@ -246,14 +249,13 @@ OWN = types.SimpleNamespace(loaded=Failure(), is_worn_out=False, pid=0)  # what 
 def _load(factory: str, arguments: tuple, memory_gib: float) -> None:
     """Prepares the worker and loads the function. If that fails, the first item's answer says why."""
     os.setsid()  # what it starts can be killed with it
+    limit = int(memory_gib * 2**30)  # bytes of data: what libraries map and do not use is not counted
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the fork server
+        limit += int(Path("/proc/self/statm").read_text("ascii").split()[5]) * resource.getpagesize()
     os.close(forkserver._forkserver._forkserver_alive_fd)  # and that with the caller, when nobody holds this
     forkserver._forkserver._forkserver_alive_fd = None
     signal.setitimer(signal.ITIMER_REAL, LOAD_SECONDS)  # its signal ends the process
-    limit = int(memory_gib * 2**30)  # bytes of data: what libraries map and do not use is not counted
-    if sys.platform == "linux":
-        limit += int(Path("/proc/self/statm").read_text("ascii").split()[5]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit + SPARE))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(WORN_OUT, signal.SIG_IGN)  # by a user's code it would have the item tried for ever
@@ -265,7 +267,7 @@ def _work(items: list[object], timeout: float) -> list[object]:
     """The value, or Failure, of each item. Raises ValueError if the function could not be loaded."""
     if OWN.is_worn_out:
         signal.signal(WORN_OUT, signal.SIG_DFL)
-        os.kill(os.getpid(), WORN_OUT)  # the items go to another worker
+        os.kill(OWN.pid, WORN_OUT)  # the items go to another worker
     if isinstance(OWN.loaded, Failure):
         raise ValueError(OWN.loaded.removeprefix("error: "))
     if len(items) == 1:
@@ -282,7 +284,8 @@ def _outcome(function: Callable[[object], object], item: object) -> object:
         outcome = function(item)
     except BaseException as error:  # noqa: BLE001  the user's code: the caller counts and names it
         if isinstance(error, MemoryError):
-            OWN.is_worn_out, limit = True, resource.getrlimit(resource.RLIMIT_DATA)[1]
+            OWN.is_worn_out = True
+            _, limit = resource.getrlimit(resource.RLIMIT_DATA)
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         outcome = Failure(f"error: {_describe(error)}")
     if os.getpid() != OWN.pid:

@@ -5,19 +5,15 @@ What the text may be: `docs/rewards.md`. How a function of one's own is called: 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from grading import Case, Grade, alternatives
 from grading.verifiers import BUILT_IN, load_verifier, verifiers_of
-
-if TYPE_CHECKING:
-    from grading.own import OwnReward
 
 
 def parse_reward(spec: str) -> dict[str, float]:
@@ -25,23 +21,24 @@ def parse_reward(spec: str) -> dict[str, float]:
 
     Raises ValueError or FileNotFoundError for a wrong text.
     """
-    weights: dict[str, float] = {}
+    weights = {}
     for part in spec.split(",") if spec != "none" else ():
-        match = re.fullmatch(r"\s*(@\w[\w.]*|[^:,]+\.py:\w+|\w+)(?::([^:]+))?\s*", part)
-        name, weight = match.groups("1") if match else ("", "")
-        if name not in BUILT_IN and name[:1] != "@" and ".py:" not in name:
+        match = re.fullmatch(rf"\s*(@\w[\w.]*|[^:,]+\.py:\w+|{'|'.join(BUILT_IN)})(?::([^:]+))?\s*", part)
+        if match is None:
             raise ValueError(
                 f"--reward {spec!r}: {part!r} is neither built in ({', '.join(BUILT_IN)}) "
                 "nor @COLUMN nor my_reward.py:function; a weight may follow, as in math:0.5."
             )
+        name, weight = match.groups("1")
         if ".py:" in name and not (file := Path(name.partition(":")[0])).is_file():
             raise FileNotFoundError(f"--reward {spec!r}: the file {str(file.absolute())!r} does not exist.")
         if name in weights:
             raise ValueError(f"--reward {spec!r} names {name} twice; give it once, with one weight.")
-        weights[name] = 0.0
-        with contextlib.suppress(ValueError):
+        try:
             weights[name] = float(weight)
-        if not math.isfinite(weights[name]) or weights[name] == 0.0:
+        except ValueError:
+            weights[name] = 0.0
+        if not 0.0 < abs(weights[name]) < math.inf:
             raise ValueError(
                 f"--reward {spec!r}: the weight {weight!r} of {name} must be a finite number other than 0."
             )
@@ -70,7 +67,7 @@ class RewardWorker:
     def __init__(self, spec: str, overlong_cache_tokens: int | None) -> None:
         self.weights = parse_reward(spec)
         self.overlong_cache_tokens = overlong_cache_tokens
-        self.own: dict[str, OwnReward] = {}
+        self.own = {}
         if ".py:" in spec:
             from grading.own import OwnReward
 
@@ -82,8 +79,8 @@ class RewardWorker:
         for name in verifiers_of(self.weights):
             verifier = load_verifier(name)
             if name == "math":
-                grades = [verifier(Case(rf"\boxed{{{text}}}", "x^2+2x+1")) for text in ("(x+1)^2", "3x^2")]
-                if [grade.reward for grade in grades] != [1.0, 0.0]:
+                rewards = [verifier(Case(text, "x^2+2x+1")).reward for text in (r"\boxed{(x+1)^2}", r"\boxed{3x^2}")]
+                if rewards != [1.0, 0.0]:
                     raise ValueError("math-verify or SymPy is broken; install the versions of the requirements file")
 
     def __call__(self, request: tuple[str, Case | list[Case] | None]) -> object:
@@ -94,31 +91,49 @@ class RewardWorker:
                 return self.grades(self.per_group, cases)
             case "check", cases:
                 return [self.problem(case) for case in cases]
-        takes_ids = any(reward.takes_token_ids for reward in self.own.values())
-        return RewardInputs(bool(self.per_completion), bool(self.per_group), takes_ids)
+        return RewardInputs(
+            cases=bool(self.per_completion),
+            groups=bool(self.per_group),
+            token_ids=any(reward.takes_token_ids for reward in self.own.values()),
+        )
 
     def grades(self, names: list[str], cases: list[Case]) -> list[Grade]:
         """The sum over these verifiers, for each case."""
-        cases = [replace(case, overlong_cache_tokens=self.overlong_cache_tokens) for case in cases]
         columns = [self.weighted(name, cases) for name in names]
         return [add_up(grades, self.weights) for grades in zip(*columns, strict=True)]
 
     def weighted(self, name: str, cases: list[Case]) -> list[Grade]:
         """The grade by one verifier, times its weight, for each case."""
-        weight, grades = self.weights[name], []
-        if name not in self.own:
-            for case in cases:
-                grade = built_in(name, case)
-                answer = grade.answer[:500] if grade.answer else None
-                grades.append(Grade(weight * grade.reward, parts={name: grade.reward}, answer=answer))
-            return grades
-        for grade in self.own[name](cases):
+        grades = self.own[name](cases) if name in self.own else [self.built_in(name, case) for case in cases]
+        weighted = []
+        for grade in grades:
             parts = {name: grade.reward}
-            for part, value in grade.parts.items():
+            for part, value in grade.parts.items():  # a function's sub-scores
                 is_taken = len(self.own) > 1 or part in self.weights  # another verifier may have a part of this name
                 parts[f"{name}/{part}" if is_taken else part] = value
-            grades.append(replace(grade, reward=weight * grade.reward, parts=parts))
-        return grades
+            answer = grade.answer[:500] if grade.answer else None
+            weighted.append(replace(grade, reward=self.weights[name] * grade.reward, parts=parts, answer=answer))
+        return weighted
+
+    def built_in(self, name: str, case: Case) -> Grade:
+        """The grade by a built-in verifier, for @COLUMN of the one that the row names. The key that fits best counts.
+
+        Raises ValueError if the column names none, or if none of the row's keys can be used.
+        """
+        verifier = str(case.columns.get(name[1:])) if name[0] == "@" else name
+        if verifier.lower() not in BUILT_IN:
+            raise ValueError(f"column {name[1:]!r} is {verifier!r}, which names no verifier ({', '.join(BUILT_IN)})")
+        grades = []
+        problems = []
+        for key in alternatives(case.answer):
+            keyed = replace(case, answer=key, overlong_cache_tokens=self.overlong_cache_tokens)
+            try:
+                grades.append(load_verifier(verifier.lower())(keyed))
+            except ValueError as error:
+                problems.append(error)
+        if not grades:
+            raise problems[0]
+        return max(grades, key=lambda grade: grade.reward)
 
     def problem(self, case: Case) -> str | None:
         """The reason why built-in verifiers cannot grade the case, or functions of the user's be called; or None."""
@@ -127,35 +142,14 @@ class RewardWorker:
                 if name in self.own:
                     self.own[name].check_row(case)
                 else:
-                    built_in(name, case)
+                    self.built_in(name, case)
         except ValueError as error:
             return str(error)
         return None
 
 
-def built_in(name: str, case: Case) -> Grade:
-    """The grade by a built-in verifier, for @COLUMN of the one that the row names. The key that fits best counts.
-
-    Raises ValueError if the column names none, or if none of the row's keys can be used.
-    """
-    verifier = str(case.columns.get(name[1:])) if name[0] == "@" else name
-    if verifier.lower() not in BUILT_IN:
-        raise ValueError(f"column {name[1:]!r} is {verifier!r}, which names no verifier ({', '.join(BUILT_IN)})")
-    grades, problems = [], []
-    for key in alternatives(case.answer):
-        try:
-            grades.append(load_verifier(verifier.lower())(replace(case, answer=key)))
-        except ValueError as error:
-            problems.append(error)
-    if not grades:
-        raise problems[0]
-    return max(grades, key=lambda grade: grade.reward)
-
-
 def add_up(grades: Sequence[Grade], names: Iterable[str]) -> Grade:
     """The sum of a completion's grades; `names` are the verifiers in the order of `--reward`."""
-    if len(grades) == 1:
-        return grades[0]
     for grade in grades:
         if grade.status != "ok":
             return grade

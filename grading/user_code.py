@@ -5,14 +5,13 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
-import inspect
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
-FOLDERS = {str(Path(__file__).parent.parent)}  # where the user's files have been loaded from; and ours
+OURS = str(Path(__file__).parent.parent)
+FOLDERS = {OURS}  # where the user's files have been loaded from; and ours
 
 
 @functools.cache
@@ -31,46 +30,49 @@ def load_module(file: Path) -> ModuleType:
 def load_reference(reference: str) -> Callable:
     """The function or class of FILE.py:NAME. Raises ValueError if there is none, and what the file itself raises."""
     path, _, name = reference.rpartition(":")
-    folder = str(Path(path).absolute().parent)
+    file = Path(path).absolute()
+    folder = str(file.parent)
     FOLDERS.add(folder)
     if folder not in sys.path:
         sys.path.append(folder)  # it can import its neighbours; at the end, because ours keep their names
     try:
-        module = load_module(Path(path).resolve())
+        module = load_module(file.resolve())
     except ImportError as error:
         if "relative import" in str(error):
             raise ValueError(f"{path} is in no package: import its neighbours without a dot ({error})") from None
         raise
-    check_neighbours(Path(path).absolute())
+    for neighbour in files_of(file)[1:]:  # it may get a file of that name from another folder
+        part = neighbour.relative_to(folder).parts[0].removesuffix(".py")
+        origin = Path(getattr(importlib.util.find_spec(part), "origin", None) or neighbour)
+        if str(origin.parents[origin.name == "__init__.py"]) in FOLDERS - {folder}:
+            raise ValueError(f"{file} imports its neighbour {part}, but gets {origin}; give one of them another name")
     function = getattr(module, name, None)
     if not callable(function):
-        own = [value for value in vars(module).values() if inspect.isfunction(value) or inspect.isclass(value)]
-        names = [value.__name__ for value in own if value.__module__ == module.__name__]
-        public = ", ".join(name for name in names if not name.startswith("_"))
-        raise ValueError(f"{path} has no function or class {name!r}; it has {public or 'none'}.")
+        own = [
+            each
+            for each, value in vars(module).items()
+            if callable(value) and getattr(value, "__module__", None) == module.__name__ and not each.startswith("_")
+        ]
+        raise ValueError(f"{path} has no function or class {name!r}; it has {', '.join(own) or 'none'}.")
     return function
-
-
-def check_neighbours(path: Path) -> None:
-    """Raises ValueError if what the file imports is not its neighbour, but a file of that name in another folder."""
-    for neighbour in files_of(path)[1:]:
-        name = neighbour.relative_to(path.parent).parts[0].removesuffix(".py")
-        origin = Path(getattr(importlib.util.find_spec(name), "origin", None) or neighbour)
-        if str(origin.parents[origin.name == "__init__.py"]) in FOLDERS - {str(path.parent)}:
-            raise ValueError(f"{path} imports its neighbour {name}, but gets {origin}; give one of them another name")
 
 
 def files_of(path: Path) -> list[Path]:
     """The file, and those in its folder that it imports, directly or not."""
     files = [path]
     for file in files:  # it grows
-        nodes: list[ast.AST] = []
-        with suppress(SyntaxError, ValueError):  # whoever imports it may do without it
-            nodes += ast.walk(ast.parse(file.read_bytes()))
-        for node in nodes:
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-            if isinstance(node, ast.ImportFrom) and node.module:  # what is taken out of it may be a module, too
-                names = [node.module, *(f"{node.module}.{name}" for name in names)]
+        try:
+            tree = ast.parse(file.read_bytes())
+        except (SyntaxError, ValueError):  # whoever imports it may do without it
+            continue
+        for node in ast.walk(tree):
+            match node:
+                case ast.Import(names=aliases) | ast.ImportFrom(module=None, names=aliases):
+                    names = [alias.name for alias in aliases]
+                case ast.ImportFrom(module=module, names=aliases):  # what is taken out of it may be a module, too
+                    names = [module, *(f"{module}.{alias.name}" for alias in aliases)]
+                case _:
+                    continue
             for name in names:
                 place = path.parent / name.replace(".", "/")
                 for imported in (place.with_suffix(".py"), place / "__init__.py"):
@@ -83,6 +85,6 @@ def load_own(reference: str) -> tuple[Callable, str]:
     """The function or class of `file.py:name`, and this name, in a worker. Raises as `load_reference`."""
     path, _, name = reference.rpartition(":")
     # Its neighbours come after installed packages and before our own modules: one may be called data.py.
-    last = [str(Path(path).absolute().parent), str(Path(__file__).parent.parent)]
+    last = [str(Path(path).absolute().parent), OURS]
     sys.path[:] = [folder for folder in sys.path if folder not in last] + last
     return load_reference(reference), name

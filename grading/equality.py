@@ -209,7 +209,9 @@ LETTERS = re.compile(r"\\[A-Za-z]+|([A-Z](?:_\{\d\})?|[ck]_\{\d\}|(?<=\+)[ck]$)"
 
 def _renamed(key: str, answer: str) -> str:
     """The answer with the key's letters for constants, in their order; a + b + c ends in a variable."""
-    key, answer = (re.sub(r"^([A-Zck](?:_\{\d\})?)([-+].*)$", r"\2+\1", text).removeprefix("+") for text in (key, answer))
+    key, answer = (
+        re.sub(r"^([A-Zck](?:_\{\d\})?)([-+].*)$", r"\2+\1", text).removeprefix("+") for text in (key, answer)
+    )
     constants, letters = (list(dict.fromkeys(filter(None, LETTERS.findall(text)))) for text in (key, answer))
     if not FAMILY.fullmatch(key) or len(constants) != len(letters):
         return answer
@@ -307,9 +309,7 @@ def _points(symbols: list[Symbol]) -> list[dict[Symbol, Float]]:
     return points
 
 
-def _doubtful_points(
-    gold: Basic, pred: Basic, points: list[dict[Symbol, Float]]
-) -> Iterator[dict[Symbol, Float]]:
+def _doubtful_points(gold: Basic, pred: Basic, points: list[dict[Symbol, Float]]) -> Iterator[dict[Symbol, Float]]:
     """Points along each symbol, from the first two, where both differ in floats: some are narrow, as 0.99 < sin x.
 
     Only of what changes its form from place to place; there, and beside it, it is looked at, too.

@@ -169,9 +169,7 @@ EXCLUDED = re.compile(r"(?:\\mathbb\{R\}|R(?=[^{]*\\\{))\s*(?:\\setminus|-)\s*(?
 # Separators of a text, see `_split`
 RELATION = r"\\[lgn]e(?![A-Za-z])|(?<!\\)[<>]"
 EQUALS = r"(?<![<>:\\])=|\\in(?![A-Za-z])"
-COMMA = (
-    r"[、,;]|(?<![A-Za-z])and(?![A-Za-z])|[和与及](?![\u4e00-\u9fff])(?<![\u4e00-\u9fff].)"
-)
+COMMA = r"[、,;]|(?<![A-Za-z])and(?![A-Za-z])|[和与及](?![\u4e00-\u9fff])(?<![\u4e00-\u9fff].)"
 OR = r"(?<![A-Za-z])or(?![A-Za-z])|或者?|\\(?:cup|lor)(?![A-Za-z])"
 # What SymPy has no value for is a text, and so are shells (1s^2 2s^1), substances and times
 UNCOUNTED = re.compile(

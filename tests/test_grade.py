@@ -45,7 +45,7 @@ def test_the_command_grades_a_file_in_order(tmp_path):
         {"id": 1, "completion": "\\boxed{0.5}", "answer": "\\frac12"},
         {"id": 2, "completion": "\\boxed{2}", "answer": 3, "more": {"nested": [1, None]}},
         {"id": 3, "completion": "\\boxed{2}", "answer": "\\frac{1}{"},
-        {"id": 4, "completion": "\\boxed{\\prod_{k=1}^{1000000000} k}", "answer": "0"},
+        {"id": 4, "completion": "\\boxed{\\int_0^{\\pi} \\ln(1+\\sin(x)^3) \\sqrt{x} dx}", "answer": "0"},
         {"id": 5, "completion": "é <answer>7</answer>", "answer": "7"},
         {"id": 6, "completion": "\\boxed{8}", "answer": ["7", "8"]},
     ]

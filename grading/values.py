@@ -139,11 +139,11 @@ def unit(text: str, is_apart: bool, is_upright: bool) -> str | None:
 # Values -----------------------------------------------------------------------------------------------------------
 
 INDEX = r"_\{(?:[\w,/\s]+|\\(?:min|max|triangle)\s*[A-Z]*)\}"
-LETTER = rf"(?:[A-Za-z]|\\(?i:{'|'.join(GREEK)})(?![A-Za-z]))(?:{INDEX}|\^\{{\*\}})?"
+LETTER = rf"(?:[A-Za-z]|\\(?i:{'|'.join(GREEK)})(?![A-Za-z]))(?:{INDEX}|\^\{{\*\}}|\s*\\degree\s*)*"
 NAME = (  # x, x_{1}, f(x), f'(2), P(A), |v|, dy/dx, AB, \angle ABC, \Delta H, pH, Area, total cost; no expression
     rf"(?:{LETTER}(?:\^\{{-1\}}|'+)?\s?\((?![^()]*(?:\d[A-Za-z]|\bnot\b))[^()+*/^=-]*\)"
     rf"|P\([^()]*[=<>|][^()]*\)|{LETTER}|d\w/d\w|\\frac\{{d\w\}}\{{d\w\}}|p\s?(?:O?H|K[aw]?(?:{INDEX})?)"
-    rf"|(?:\\Delta(?:{INDEX})?\s*)?[A-Za-z](?:{INDEX})?\s*(?:\\degree\s*(?:{INDEX})?)?|\[\s*[A-Z][^\[\]]*\]"
+    rf"|\\Delta(?:{INDEX})?\s*{LETTER}|\[\s*[A-Z][^\[\]]*\]"
     r"|\|[A-Zuvw\s]+\||(?:m?\s*\\(?:angle|triangle)\s*)?[A-Z]{1,4}|(?:[A-Z][a-z]{2,}|[a-z]{3,})(?:\s[A-Za-z]{2,}){,2})"
 )
 NAMED = re.compile(rf"(?![^(]*(?<![A-Za-z]){NO_UNIT}(?![A-Za-z])){NAME}(?:\s*:\s*{NAME})*")

@@ -166,9 +166,9 @@ class Rollout:
         """The sequences of these indices, in this order."""
 
         def chosen(values: np.ndarray | list) -> np.ndarray | list:
-            if isinstance(values, np.ndarray) and len(values):
-                return values[indices_B]
-            return [values[b] for b in indices_B] if len(values) else values
+            if not len(values):
+                return values
+            return values[indices_B] if isinstance(values, np.ndarray) else [values[b] for b in indices_B]
 
         fields = {name: chosen(values) for name, values in vars(self).items() if name != "parts"}
         return Rollout(**fields, parts={name: chosen(values) for name, values in self.parts.items()})
@@ -216,10 +216,8 @@ class Completion:
         """The text for rewards and readers. What ended it is left out, unless it closes a tag."""
         shown, hidden = special_tokens(tokenizer)
         ids = self.token_ids
-        if self.finish_reason == "stop":
-            tag = shown.get(ids[-1])
-            if tag is not None and not tag.startswith("</"):
-                ids = ids[:-1]
+        if self.finish_reason == "stop" and not shown.get(ids[-1], "</").startswith("</"):
+            ids = ids[:-1]
         return tokenizer.decode([i for i in ids if i not in hidden])
 
     def finish(self, b: int, tokenizer: PreTrainedTokenizerBase, on_finished: OnFinished | None) -> None:

@@ -181,10 +181,10 @@ def shard(
     or reduce, and FSDP's copies are saved. Gradients add up in that dtype, as FSDP adds up shards.
     With `stays_gathered` it adds whole gradients up in fp32, so what is trained stays FSDP's.
     """
-    parameters, plain = set(root.parameters()), set()
+    plain = set()
     if world.num_trainers == 1 and not on_host:
-        plain = {x for x in parameters if x.dtype == compute_dtype and not (x.requires_grad and stays_gathered)}
-    if plain == parameters:
+        plain = {x for x in root.parameters() if x.dtype == compute_dtype and not (x.requires_grad and stays_gathered)}
+    if plain == set(root.parameters()):
         return world.device
     divide = partial(
         fsdp.fully_shard,

@@ -36,9 +36,9 @@ MAX_WORDS = 12  # words of an answer key: more are a sentence
 MAX_DIGITS = 10_000  # digits of a number that SymPy may be asked to write out
 MAX_TERMS = 100  # of a sum or product that SymPy may be asked to work out
 MAX_EXPONENT = 200  # the power of a sum, which SymPy may be asked to expand
-# Quarters up to 25, one in each unit up to 2,100, 60 in a decade from 1e-4 to 1e8, with both signs
+# Quarters up to 25, one in each unit up to 2,100, 60 in a decade from 1e-8 to 1e12, with both signs
 GRID = [k / 4 for k in range(101)] + [k + 0.6180339887 * k % 1 for k in range(2100)]
-GRID += [10 ** (k / 60) for k in range(-240, 481)]
+GRID += [10 ** (k / 60) for k in range(-480, 721)]
 GRID += [-place for place in GRID]
 # They change their form from place to place
 BREAKING = (sympy.Abs, sympy.sign, sympy.floor, sympy.ceiling, sympy.Max, sympy.Min, Pow)
@@ -196,7 +196,7 @@ def _same_quantity(key: Value, answer: Value) -> bool:
             return False
         case ("number", value, _), ("number", value_2, _):
             return value == value_2
-    return same_formula(key[1], _renamed(str(key[1]), str(answer[1])))
+    return any(same_formula(key[1], renamed) for renamed in _renamed(str(key[1]), str(answer[1])))
 
 
 # A key with the constants of an integral or of an equation's solutions: x^2 + C, C_1e^x + C_2e^{-x}; no a + b + c
@@ -204,22 +204,24 @@ FAMILY = re.compile(
     r"(?=.*[+ex])(?=.*(?:[CK]|c_))(?:(?<![^-+])[CKc](?:(?=e|$)|_\{\d\}(?=[ex]|\\(?:cos|sin)|$))|[^A-Z\\]|\\[A-Za-z]++)++"
     r"|(?:[^A-Za-z\\]|\\[a-z]++ ?|[xtu])+\+c"
 )
-LETTERS = re.compile(r"\\[A-Za-z]+|([A-Z](?:_\{\d\})?|[ck]_\{\d\}|(?<=\+)[ck]$)")
+LETTERS = re.compile(r"\\[A-Za-z]+|([A-W](?:_\{\d\})?|[ck]_\{\d\}|(?<=\+)[ck]$)")
 
 
-def _renamed(key: str, answer: str) -> str:
-    """The answer with the key's letters for constants, in their order; a + b + c ends in a variable."""
+def _renamed(key: str, answer: str) -> Iterator[str]:
+    """The answer, and with the key's letters for constants, in any order; a + b + c ends in a variable."""
+    yield answer
     key, answer = (
         re.sub(r"^([A-Zck](?:_\{\d\})?)([-+].*)$", r"\2+\1", text).removeprefix("+") for text in (key, answer)
     )
     constants, letters = (list(dict.fromkeys(filter(None, LETTERS.findall(text)))) for text in (key, answer))
     if not FAMILY.fullmatch(key) or len(constants) != len(letters):
-        return answer
-    names = dict(zip(letters, constants, strict=True))
-    renamed = LETTERS.sub(lambda match: names.get(match[1], match[0]), answer)
-    others = re.findall(r"\\[A-Za-z]+|[A-Za-z]", renamed)  # of sin kx + k
-    is_taken = not {*letters}.difference(constants).isdisjoint(others)
-    return answer if is_taken else renamed
+        return
+    for names in itertools.islice(itertools.permutations(constants), 6):
+        new = dict(zip(letters, names, strict=True))
+        renamed = LETTERS.sub(lambda match, new=new: new.get(match[1], match[0]), answer)
+        others = re.findall(r"\\[A-Za-z]+|[A-Za-z]", renamed)  # of sin kx + k
+        if {*letters}.difference(constants).isdisjoint(others):
+            yield renamed
 
 
 # A single formula in SymPy --------------------------------------------------------------------------------------------
@@ -320,7 +322,8 @@ def _doubtful_points(gold: Basic, pred: Basic, points: list[dict[Symbol, Float]]
     for start, symbol in itertools.product(points[: len(points[0])][:2], [*points[0]][:4] if breaking else []):
         rest = {other: value for other, value in start.items() if other != symbol}
         first, second = (sympy.lambdify(symbol, side.subs(rest), "math", dummify=True) for side in (gold, pred))
-        places = [root + beside for root in _roots(breaking, rest, symbol) for beside in (-1e-3, 0, 1e-3)]
+        roots = _roots(breaking, rest, symbol)
+        places = [root + beside for root in roots for beside in (-1e-3, 0, 1e-3, -1e-3 * root, 1e-3 * root)]
         found = []
         for place in GRID + places:
             with contextlib.suppress(NameError, *UNSOLVED):  # no real number there, or a function that floats lack

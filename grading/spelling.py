@@ -126,7 +126,7 @@ IDIOMS = rules(r"""
     (?<=[\d\s}}])[aA](?:\.\s?)?[mM]\b\.? ⟶ am
     (?<=[\d\s}}])[pP](?:\.\s?)?[mM]\b\.? ⟶ pm
     # Signs
-    (?:US\s*)?\\dollar ⟶ \\dollar
+    (?:US\s*)?\\dollar|USD\s*(?=\d) ⟶ \\dollar␣
     (?<![A-Za-z])(?:Rs\.?|INR)\s*(?=\d) ⟶ \\rupee␣
     \\notx?\s*=|(?<![\w)])!= ⟶ \\ne␣
     (?<=[\w)}}])\s*\*\*\s* ⟶ ^
@@ -169,4 +169,4 @@ def clean(text: str) -> str:
     text = GROUPED.sub(lambda m: m[0].replace(",", "") if m["groups"] else m[0], rewritten(text, IDIOMS))
     if not re.search(r"\\(?:begin|cases)", text):
         text = text.replace("⏎", ", ").replace("&", " ")
-    return text.replace("⏎", r"\\").replace("⟅", r"\{").replace("⟆", r"\}").strip()
+    return text.replace("⏎", r"\\").replace("⟅", r"\{").replace("⟆", r"\}").strip(" ")

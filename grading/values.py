@@ -186,6 +186,8 @@ NESTED = re.compile(r"(?:[(\[{](?:[^()\[\]{}]|[(\[{][^()\[\]{}]*[)\]}])*){20}|(?
 BEGINNINGS = rules(r"""
     (?i)^(?:the )?(?:final )?answer\s*(?:is|:|=(?!.*=))[,:\s]*(?=\S) ⟶
     \+\s*const(?:ant)?$ ⟶ +C
+    # A point with its letter; P(5, 2) and C(5, 2) are numbers
+    ^[ABD-OQ-Z]\s*(?=\([^()A-Za-z]+,[^()A-Za-z]+\)$) ⟶
     (?i)^(?:so|thus|hence|therefore|then|it is|it's|that is)\b[,:\s]*(?=\S) ⟶
     ^(?:=|\\approxx?)|[,;:。\s]+$|(?<!\.)\.$ ⟶
     (?i)^(?:all real(?: number)?s?|\(-\\infty ?, ?\+?\\infty ?\))$ ⟶ \\mathbb{R}
@@ -242,6 +244,7 @@ def parse_value(text: str) -> Value:
     """The value of a cleaned answer."""
     if len(text) > MAX_FORMULA or NESTED.search(text):
         return text_of(text)
+    is_word = re.fullmatch(rf"{UPRIGHT}[A-Za-z]{{2,}}\s*", text)
     text = rewritten(text.strip(), BEGINNINGS).strip(" ,")
     words = text.lower()
     if DATED.fullmatch(text):
@@ -256,7 +259,7 @@ def parse_value(text: str) -> Value:
         value = read(text)
         if value is not None:
             return value
-    return ("formula", latex(text), "") if _is_formula(text) else text_of(text)
+    return ("formula", latex(text), "") if _is_formula(text) and not is_word else text_of(text)
 
 
 def latex(text: str) -> str:
@@ -402,11 +405,10 @@ def _is_formula(text: str) -> bool:
     if not is_whole or UNCOUNTED.search(text) or SUBSTANCE.fullmatch(bare) or WORDED.fullmatch(text.strip()):
         return False
     letters = re.sub(r"\\(?:times|cdot)(?![a-z])", "*", re.sub(r"\^\{[^{}]*\}|[\s\d'()]", "", text))
-    are_sides = re.fullmatch(r"(?!.*(.)(.)[+-]\2\1)[A-Z]{2}(?:[+-][A-Z]{2})+", letters)  # AB + CD; no AB - BA, AB + C
     are_known = "^{" in text and not MATRICES & {*letters}  # I^2R
     if (
         (re.fullmatch("[A-Z]{2,}", letters) and len({*letters}) > 1 and not are_known)
-        or (re.search(r"([A-Z])\*?(?!\1)[A-Z]", letters) and {*letters} <= {*MATRICES, *"I*+-="} and not are_sides)
+        or (re.search(r"([A-Z])\*?(?!\1)[A-Z]", letters) and {*letters} <= {*MATRICES, *"I*+-="})  # AB + C
         or ("^{T}" in text and re.search(r"(?<![\\A-Za-z])[A-Za-z]\\?[A-Za-z]", letters))
         or ("^{-1}" in text and re.search(r"([A-Z]).*\1", letters))  # P^{-1}AP
     ):
@@ -437,6 +439,8 @@ TEXTS = rules(r"""
 def text_of(text: str) -> Value:
     """A text of tokens: it equals itself alone. Fonts, spaces, the case of words and full stops do not count."""
     text = text.replace(UPRIGHT, " ")
+    if re.fullmatch(r"[A-Z]+(?:\s*\+\s*[A-Z]+)+", text):
+        text = "+".join(sorted(re.findall("[A-Z]+", text)))  # AB + CD is CD + AB, but no BA + CD
     if SHELLS.fullmatch(re.sub(r"[\s_{}]", "", text)):
         text = rewritten(text, ELECTRONS)
     text = rewritten(fold(text), TEXTS)

@@ -21,6 +21,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -100,15 +101,16 @@ def set_link(link: Path, folder: Path) -> None:
 # Save ----------------------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class Writer:
     """Writes checkpoints. Every rank has one."""
 
-    def __init__(
-        self, out_dir: Path, companions: Companions, saving: Saving, world: World, say: Callable[[str], None]
-    ) -> None:
-        self.out_dir, self.saving, self.world, self.say = out_dir, saving, world, say
-        self.num_refused = 0  # checkpoints in a row
-        self.companions = companions
+    out_dir: Path
+    companions: Companions
+    saving: Saving
+    world: World
+    say: Callable[[str], None]
+    num_refused: int = 0  # checkpoints in a row
 
     def is_due(self, step: int, is_last: bool) -> bool:
         """Whether to save after this step: at its period, and after the last one."""

@@ -78,7 +78,7 @@ class Evaluator(Settings):
         metrics = {}
         try:
             for index, (data, sampling) in enumerate(zip(self.sets, self.samplings, strict=True), start=1):
-                seed = (self.seed, step, index)
+                seed = self.seed, step, index
                 metrics |= evaluate(engine, data, sampling, self.grader, seed, self.folder / f"step_{step}").metrics()
         except Stopped:
             return {}

@@ -52,16 +52,12 @@ def check_shared(folder: Path) -> None:
 def check_same_start(flags: dict[str, object]) -> None:
     """Raises ValueError, on every rank, if the ranks were started with other flags, code or packages."""
     own = {f"--{name}": repr(value) for name, value in flags.items()}
-    code = {str(file.relative_to(ROOT)): digest([file.read_bytes()]) for file in program_files()}
+    rooms = [path.parent for path in ROOT.glob("*/__init__.py")]
+    files = sorted([*ROOT.glob("*.py"), *(file for room in rooms for file in room.rglob("*.py"))])
+    code = {str(file.relative_to(ROOT)): digest([file.read_bytes()]) for file in files}
     difference = differences(gather_from_ranks(own | code | versions()))
     if difference:
         raise ValueError(f"{difference}; start all ranks with the same command, code and packages.")
-
-
-def program_files() -> list[Path]:
-    """The files at the top, and those of the rooms: folders with an `__init__.py`."""
-    rooms = [path.parent for path in ROOT.glob("*/__init__.py")]
-    return sorted([*ROOT.glob("*.py"), *(file for room in rooms for file in room.rglob("*.py"))])
 
 
 def check_same_step(step: int, sampled: Rollout) -> None:
@@ -70,12 +66,12 @@ def check_same_step(step: int, sampled: Rollout) -> None:
     Each rank has collected the step by itself. One that has other data or another grade would train on something else
     without a word, or hang in a collective.
     """
-    parts = {
-        "prompts": [row.ids for row in sampled.rows],
-        "completions": sampled.completions,
-        "rewards": [sampled.rewards_B],
+    own = {
+        "step": str(step),
+        "prompts": digest(row.ids for row in sampled.rows),
+        "completions": digest(sampled.completions),
+        "rewards": digest([sampled.rewards_B]),
     }
-    own = {"step": str(step)} | {name: digest(pieces) for name, pieces in parts.items()}
     difference = differences(gather_from_ranks(own))
     if difference:
         raise RunError(f"the ranks have diverged in step {step}: {difference}. The last checkpoint is of before.")

@@ -107,7 +107,7 @@ def check_flags(args: argparse.Namespace, num_ranks: int | None = None) -> None:
     check_batches(args, num_ranks)
     check_turns(args)
     flag = SimpleNamespace(**{name.removeprefix("--"): each.written(args) for name, each in FLAGS.items()})
-    checks = check_loss, check_critic, check_groups, check_reward, check_hints, check_servers, check_replay
+    checks = check_loss, check_groups, check_reward, check_hints, check_servers, check_replay
     for check in (*checks, check_evaluation):
         check(args, flag)
     if args.track != "none" and importlib.util.find_spec(args.track) is None:
@@ -128,8 +128,6 @@ def check_loss(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     if args.advantage == "maxrl" and re.search(r"\blength\b|:-", args.reward):
         raise ValueError("--advantage maxrl needs rewards that are not negative; leave `length` and such weights out.")
 
-
-def check_critic(args: argparse.Namespace, flag: SimpleNamespace) -> None:
     if args.critic:
         _, settings = part("extras.critic.settings", "--critic").settings_of(args.critic)
         if settings.rate and not args.learning_rate:

@@ -8,23 +8,9 @@ from flags import FLAGS
 
 
 def check_choices(args: argparse.Namespace) -> None:
-    """Raises ValueError for a flag without effect, or a function of the user's that cannot be loaded or called."""
-    check_effects(args)
-    if args.advantage.startswith("pass_at_k"):
-        k = parameters_of(bind("--advantage", args))["k"]
-        if args.group_size <= k:  # there is one subset at most
-            raise ValueError(
-                f"--group_size {args.group_size} has nothing to compare with for --advantage {args.advantage}; "
-                f"use {k + 1} or more."
-            )
-    if args.optimizer != "adamw":
-        own_function("--optimizer", args.optimizer, ["adamw"])
-    if args.after_step:
-        own_function("--after_step", args.after_step)
-
-
-def check_effects(args: argparse.Namespace) -> None:
-    """Raises ValueError for a flag that was changed, but that none of the chosen functions has as a parameter."""
+    """Raises ValueError for a flag that was changed, but that none of the chosen functions has as a parameter; and for
+    a function of the user's that cannot be loaded or called.
+    """
     used = {"group_size", "max_completion_tokens"}  # which have an effect whether or not a function asks for them
     flags = [name for name in NAMES if places_of(name)]
     for name in flags:
@@ -41,3 +27,14 @@ def check_effects(args: argparse.Namespace) -> None:
                     f"{flag.written(args)} has no effect with {FLAGS[name].written(args)}, "
                     f"only with {name} {', '.join(choices)}: leave it out."
                 )
+    if args.advantage.startswith("pass_at_k"):
+        k = parameters_of(bind("--advantage", args))["k"]
+        if args.group_size <= k:  # there is one subset at most
+            raise ValueError(
+                f"--group_size {args.group_size} has nothing to compare with for --advantage {args.advantage}; "
+                f"use {k + 1} or more."
+            )
+    if args.optimizer != "adamw":
+        own_function("--optimizer", args.optimizer, ["adamw"])
+    if args.after_step:
+        own_function("--after_step", args.after_step)

@@ -11,8 +11,6 @@ from pathlib import Path
 import numpy as np
 from transformers.utils import cached_file
 
-from checkpoint import Companions
-from data import PromptData
 from fsdp_utils import is_main_process
 from gate.inputs import Inputs, read_system_prompt
 from grading.user_code import files_of
@@ -50,22 +48,6 @@ def samples_of(file: Path) -> Iterator[bytes]:
             yield opened.read(2**16)
 
 
-def digest_of_config(path: str, companions: Companions) -> str:
-    """The digest of config.json and of the tokens at which completions end."""
-    ends = json.loads(companions["generation_config.json"]).get("eos_token_id")
-    return digest([Path(cached_file(path, "config.json")).read_bytes(), str(ends).encode()])
-
-
-def digest_of_data(data: PromptData) -> str:
-    """The digest of what the rows bring into training."""
-    return digest(
-        chain.from_iterable(
-            (row.ids.tobytes(), row.answer.encode(), repr(row.columns).encode(), *row.encoded_images)
-            for row in data.rows
-        )
-    )
-
-
 def digests_of_files(named: Iterable[str]) -> dict[str, str]:
     """File -> digest, of the files of these functions (my_reward.py:score), and what they import beside them.
 
@@ -82,7 +64,13 @@ def digests_of_inputs(args: Namespace, inputs: Inputs) -> dict[str, str]:
     Weights that are not on the disk are downloaded here, while nobody waits in a collective.
     """
     # Flags that may change when a run continues, --eval_data and --after_step, have no digest.
-    digests = {x: digest_of_data(data) for x, data in zip(args.train_data, inputs.train_data, strict=True)}
+    digests = {}
+    for source, data in zip(args.train_data, inputs.train_data, strict=True):
+        pieces = (
+            (row.ids.tobytes(), row.answer.encode(), repr(row.columns).encode(), *row.encoded_images)
+            for row in data.rows
+        )
+        digests[source] = digest(chain.from_iterable(pieces))
     named = [args.environment, args.tools, args.advantage, args.policy_loss, args.kl_estimator, args.optimizer]
     digests |= digests_of_files([*inputs.grader.weights, *",".join(filter(None, named)).split(",")])
     system_prompt = read_system_prompt(args.system_prompt)
@@ -92,5 +80,7 @@ def digests_of_inputs(args: Namespace, inputs: Inputs) -> dict[str, str]:
     for flag, path in {"--model": args.model, "--reference": args.reference, "--critic": critic}.items():
         if path and is_main_process():
             digests[flag] = digest(chain.from_iterable(map(samples_of, weight_files(path))))
-            digests[f"config of {flag}"] = digest_of_config(path, inputs.companions)
+            ends = json.loads(inputs.companions["generation_config.json"]).get("eos_token_id")
+            config = Path(cached_file(path, "config.json")).read_bytes()
+            digests[f"config of {flag}"] = digest([config, str(ends).encode()])
     return digests

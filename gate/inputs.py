@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -106,17 +107,10 @@ class Inputs:
                 print(line, flush=True)
             companions = files_of(args.model, getattr(torch, args.dtype), ends) if train_data else {}
         return Inputs(
-            tokenizer=tokenizer,
-            stop_ids=ends,
-            vision=vision,
-            train_data=train_data,
-            eval_sets=eval_sets,
-            eval_samplings=samplings,
-            grader=grader,
-            turns=turns,
-            hints=hints,
-            companions=companions,
-        )
+            tokenizer=tokenizer, stop_ids=ends, vision=vision,
+            train_data=train_data, eval_sets=eval_sets, eval_samplings=samplings,
+            grader=grader, turns=turns, hints=hints, companions=companions,
+        )  # fmt: skip
 
     def with_usable_keys(self, world: World) -> Inputs:
         """The inputs without the rows whose answer key the reward cannot use. All ranks call it. Raises ValueError."""
@@ -126,13 +120,13 @@ class Inputs:
 
     def engine_demand(self, num_engines: int, *calls: tuple[int, int]) -> EngineDemand:
         """The most that one engine is asked for: by these calls, (prompts, samples of each), and by evaluations."""
-        sizes = zip(map(len, (data.rows for data in self.eval_sets)), self.eval_samplings, strict=True)
-        calls += tuple((count, sampling.num_samples) for count, sampling in sizes)
+        for data, sampling in zip(self.eval_sets, self.eval_samplings, strict=True):
+            calls += ((len(data.rows), sampling.num_samples),)
         images = {}
         if self.vision:
             rows = chain.from_iterable(data.rows for data in [*self.train_data, *self.eval_sets])
             images = self.vision.engine_options(max(len(row.images.encoded) if row.images else 0 for row in rows))
-        return EngineDemand(largest_share(list(calls), num_engines), images)
+        return EngineDemand(largest_share(calls, num_engines), images)
 
     def close(self) -> None:
         """Ends the workers. After the engine is closed: episodes of servers go on until then."""
@@ -141,7 +135,7 @@ class Inputs:
             self.turns.close()
 
 
-def largest_share(calls: list[tuple[int, int]], num_engines: int) -> int:
+def largest_share(calls: Sequence[tuple[int, int]], num_engines: int) -> int:
     """The most completions that one engine makes in a call, from the (prompts, samples of each) of every call."""
     return max(-(-prompts // num_engines) * num_samples for prompts, num_samples in calls)
 
@@ -183,13 +177,9 @@ def start_grader(
     num_workers = workers_per_engine(size) if is_engine_leader else 0
     if not (args.environment or args.tools):
         return Grader(grading, num_workers), None
-    turns = part("extras.turns.turns", "--environment or --tools").Turns(
-        TurnLimits.from_flags(args),
-        grading,
-        replace(prompt_format, system_prompt=None),  # it is in the messages
-        tokenizer,
-        num_workers,
-    )
+    in_turns = replace(prompt_format, system_prompt=None)  # it is in the messages
+    make_turns = part("extras.turns.turns", "--environment or --tools").Turns
+    turns = make_turns(TurnLimits.from_flags(args), grading, in_turns, tokenizer, num_workers)
     kind = f"--reward {grading.reward}: the class of --environment"
     if turns.environments and turns.environments.has_reward:
         if grading.reward not in ("none", Grading.reward):  # the default is not meant

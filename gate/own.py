@@ -31,7 +31,7 @@ def guarded(algorithm: Algorithm) -> Algorithm:
             values = algorithm.advantage(handed_out(g, algorithm.advantage))
             if g.rewards_PG.shape[1] == 1 < algorithm.group_size and isinstance(values, Tensor):
                 values = values.nan_to_num(0.0, 0.0, 0.0)  # one that is left of a group has no std
-            check_returned("it", values, [tuple(g.rewards_PG.shape), tuple(g.returns_T.shape)])
+            check_returned(values, [tuple(g.rewards_PG.shape), tuple(g.returns_T.shape)])
         return values.clone()  # the function may keep it, too
 
     def policy_loss(t: Tokens) -> Loss:
@@ -78,16 +78,16 @@ def own_code(
         raise OwnCodeError(f"{flag} fails in step {step}: {words}") from error
 
 
-def check_returned(what: str, values: object, shapes: list[tuple[int, ...]]) -> None:
+def check_returned(values: object, shapes: list[tuple[int, ...]]) -> None:
     """Raises ValueError unless it is a tensor of one of these shapes, of numbers that are all finite."""
-    check_shape(what, values, shapes)
+    check_shape("it", values, shapes)
     if not values.is_floating_point() or values.requires_grad:
         raise ValueError(
-            f"{what} returned {values.dtype} with{'' if values.requires_grad else 'out'} a gradient; "
+            f"it returned {values.dtype} with{'' if values.requires_grad else 'out'} a gradient; "
             "needed are floats without one."
         )
     if wrong := (~values.isfinite()).nonzero().tolist():
-        raise ValueError(f"{what} returned values that are not finite, the first at {wrong[0]}.")
+        raise ValueError(f"it returned values that are not finite, the first at {wrong[0]}.")
 
 
 def check_shape(what: str, values: object, shapes: list[tuple[int, ...]]) -> None:

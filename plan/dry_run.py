@@ -76,8 +76,7 @@ def config_of(model: str) -> PretrainedConfig:
     table = json.loads(TABLE.read_text("utf-8"))
     if model in table:
         own = table[model]
-        same = table.get(own.pop("as", None), {})
-        return AutoConfig.for_model(**same | own)
+        return AutoConfig.for_model(**table.get(own.pop("as", None), {}) | own)
     try:
         return checked_config(model)
     except (ValueError, OSError) as error:
@@ -103,9 +102,7 @@ def rows_of(train_data: list[str]) -> int | None:
 def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     """The flags as a Setup. Raises ValueError for flags that contradict each other, the model or the hardware."""
     gpus = args.plan_gpus or launched_world_size()
-    nodes = args.plan_nodes
-    if not nodes:
-        nodes = 1 if args.plan_gpus else gpus // local_world_size()
+    nodes = args.plan_nodes or (1 if args.plan_gpus else gpus // local_world_size())
     if gpus % nodes:
         raise ValueError(f"--plan_gpus {gpus} is not divisible by --plan_nodes {nodes}; it counts GPUs of all nodes.")
     check_flags(args, gpus)
@@ -135,8 +132,7 @@ def setup_of(args: argparse.Namespace, config: PretrainedConfig) -> Setup:
     engine = EngineSettings.from_flags(args, max_model_len=sum(length_limits(args)))
     generation_gpus = 0
     if args.engine == "server":
-        num_servers = max(1, len(args.server_urls))
-        generation_gpus = len(args.generation_gpus) or num_servers * args.tensor_parallel_size
+        generation_gpus = len(args.generation_gpus) or max(1, len(args.server_urls)) * args.tensor_parallel_size
     gpu_memory, flops, memory_speed, link_speed, host_speed = gpu_figures(args.plan_gpu)
     hardware = Hardware(
         name=args.plan_gpu, gpus=gpus, nodes=nodes,

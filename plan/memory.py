@@ -69,7 +69,7 @@ def gpu_phases(setup: Setup) -> dict[str, Parts]:
     # vLLM pads a table of no multiple of 64 rows, until a sync ends: the head comes beside it.
     padded = 0 if m.is_tied or m.vocab % 64 == 0 else setup.table_bytes
     passes = largest([logprobs_peak(setup), logprobs_peak(setup.reference_setup)])
-    updates = [update_peak(each) for each in ([setup, setup.critic_setup] if setup.critic else [setup])]
+    updates = [update_peak(setup)] + ([update_peak(setup.critic_setup)] if setup.critic else [])
     phases = {
         "load": without(largest([static, without(static, "optimizer") | {"one tensor": loaded}]), "routes"),
         "rollout": static | awake,
@@ -136,8 +136,7 @@ def sequence_bytes(setup: Setup, length: float) -> float:
 
 def sequences_at_once(setup: Setup) -> float:
     """Sequences of the full model length that fit into one engine's cache. Below 1 vLLM does not start."""
-    sequence = sequence_bytes(setup, setup.engine.max_model_len)
-    return engine_parts(setup)["KV cache"] / sequence
+    return engine_parts(setup)["KV cache"] / sequence_bytes(setup, setup.engine.max_model_len)
 
 
 def misfits(setup: Setup) -> list[str]:
@@ -415,7 +414,5 @@ def checkpoint_bytes(setup: Setup) -> float:
     """
     adapter = setup.gradient_bytes if setup.has_lora else 0  # once more, in peft's format
     reference = setup.reference_bytes if setup.plan.reference and setup.plan.reference.reference_every else 0
-    critic = (
-        checkpoint_bytes(replace(setup.critic_setup, plan=replace(setup.plan, reference=None))) if setup.critic else 0
-    )
+    critic = checkpoint_bytes(setup.critic_setup) if setup.critic else 0
     return setup.weight_bytes + setup.gradient_bytes + setup.state_bytes + adapter + reference + critic

@@ -311,8 +311,9 @@ class Setup:
     @property
     def critic_setup(self) -> Setup:
         """This setup with the critic in the place of the policy, for its own update."""
+        plan = replace(self.plan, reference=None)
         alone = replace(self.run, has_kl=False, over_vocabulary=False)
-        return replace(self, model=self.critic, run=alone, teacher=None, critic=None)
+        return replace(self, model=self.critic, plan=plan, run=alone, teacher=None, critic=None)
 
     @property
     def trained_bytes(self) -> int:

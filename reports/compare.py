@@ -67,7 +67,9 @@ def difference(a: Side, b: Side, name: str, steps: list[int]) -> tuple[float, fl
     else:
         margin = margin_of_difference([*means_a.values()], [*means_b.values()])
     if math.isnan(margin) and namespace(name) == "eval" and len(a) == len(b) == 1:
-        margin = margin_of_problems(a[0], b[0], name, steps)
+        scores_a, scores_b = (problem_scores(run, name, steps) for run in (*a, *b))
+        if scores_a.keys() == scores_b.keys():  # else they have not answered the same
+            margin = margin_of_mean([scores_b[problem] - score for problem, score in scores_a.items()])
     return statistics.mean(means_a.values()), statistics.mean(means_b.values()), margin
 
 
@@ -78,15 +80,6 @@ def common_steps(runs: Side, name: str) -> list[int]:
     """
     steps = sorted(set.intersection(*(set(run.points(name)) for run in runs)))
     return steps if steps != [0] else []
-
-
-def margin_of_problems(a: History, b: History, name: str, steps: list[int]) -> float:
-    """Half of the interval that another draw of held-out problems leaves; nan if both have not answered the same."""
-    scores_a = problem_scores(a, name, steps)
-    scores_b = problem_scores(b, name, steps)
-    if scores_a.keys() != scores_b.keys():
-        return math.nan
-    return margin_of_mean([scores_b[problem] - score for problem, score in scores_a.items()])
 
 
 def problem_scores(run: History, name: str, steps: list[int]) -> dict[tuple[str, str], float]:
@@ -126,8 +119,7 @@ def margin_of_difference(a: list[float], b: list[float]) -> float:
     if min(len(a), len(b)) < 2:
         several = max(a, b, key=len)
         return margin_of_mean(several) * math.sqrt(len(several) + 1)
-    variance_a = statistics.variance(a) / len(a)  # of the mean
-    variance_b = statistics.variance(b) / len(b)
+    variance_a, variance_b = (statistics.variance(values) / len(values) for values in (a, b))  # of the mean
     variance = variance_a + variance_b
     if variance == 0:  # a metric that is always the same
         return 0.0
@@ -184,9 +176,8 @@ def verdict(name: str, a: float, b: float, margin: float) -> list[str]:
     value = b - a
     size = max(abs(a), abs(b))
     digits = 5 if size < 0.1 else 3 if size < 10 else 2
-    plain = f".{digits}f"
-    signed = "+" + plain
-    means = [format(a, plain), format(b, plain)]
+    plain, signed = f".{digits}f", f"+.{digits}f"
+    means = [f"{mean:{plain}}" for mean in (a, b)]
     if value == margin == 0:
         return [*means, "the same"]
     if math.isnan(margin) or margin == 0:  # equal values are no spread to judge by

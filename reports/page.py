@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 import re
+from collections import defaultdict
 from pathlib import Path
 
 from reports.samples import embed, pack_samples, rounded
@@ -25,8 +26,7 @@ BYTES_OF_SAMPLES = 18_500_000  # so that a page stays below 20 MB
 
 def write_page(file: Path, runs: list[History], published: list[dict[str, dict]]) -> None:
     """Writes the page of these runs. `published`: of each, metric -> published curve."""
-    described = []
-    chunks = {}
+    described, chunks = [], {}
     names = [run.folder.absolute().name for run in runs]
     num_sampled = sum((run.folder / "rollouts").exists() for run in runs)
     for index, run in enumerate(runs):
@@ -34,8 +34,7 @@ def write_page(file: Path, runs: list[History], published: list[dict[str, dict]]
         parts["name"] = names[index] if names.count(names[index]) == 1 else str(run.folder)
         parts["samples"], chunks_by_step = pack_samples(run.folder, BYTES_OF_SAMPLES // max(num_sampled, 1))
         described.append(parts)
-        for step, chunk in chunks_by_step.items():
-            chunks[f"samples-{index}-{step}"] = chunk
+        chunks |= {f"samples-{index}-{step}": chunk for step, chunk in chunks_by_step.items()}
     chunks["runs"] = embed({"runs": described, "seed_groups": seed_groups(described)})
     write(file, fill_template(chunks))
 
@@ -60,10 +59,10 @@ def describe(run: History) -> dict:
 
 def seed_groups(runs: list[dict]) -> list[list[int]]:
     """Indices of the runs that differ by their seed alone: same code, same flags but for seed and folders."""
-    groups: dict[str, list[int]] = {}
+    groups = defaultdict(list)
     for index, run in enumerate(runs):
         same = json.dumps([but_for_the_seed(run["config"]), run["code"]], sort_keys=True)
-        groups.setdefault(same if run["config"] else f"run {index}", []).append(index)
+        groups[same if run["config"] else f"run {index}"].append(index)
     return list(groups.values())
 
 

@@ -47,10 +47,7 @@ def load(name: str) -> dict:
 
 def belongs_to(config: dict[str, object]) -> str | None:
     """The name of the reference whose training this is; None if there is none."""
-    for name in names():
-        if config and not other_flags(load(name), config):
-            return name
-    return None
+    return next((name for name in names() if config and not other_flags(load(name), config)), None)
 
 
 def other_flags(reference: dict, config: dict[str, object]) -> list[str]:
@@ -93,9 +90,9 @@ def judge(reference: dict, run: History) -> list[Judgement]:
     for figure in about_model(reference["figures"], run.config):
         value, problem = evaluated(figure, run) if "evaluated_by" in figure else logged(figure, run)
         reason = figure.get("cannot_be_judged") or other_training or problem
-        low, high = bounds(figure)
         verdict = UNKNOWN
         if not reason:
+            low, high = bounds(figure)
             verdict = REACHED if low <= value <= high else NOT_REACHED
         judgements.append(Judgement(figure, value, verdict, reason))
     return judgements

@@ -162,8 +162,8 @@ def checkpoints(out_dir: Path) -> list[tuple[int, Path]]:
 def run_and_step(path: str) -> tuple[Path, int]:
     """(run folder, step) that --replay names: a run, with step 0, or a checkpoint of one."""
     folder = Path(path)
-    number = folder.name.removeprefix("step_")
-    return (folder.parent, int(number)) if number != folder.name and number.isdigit() else (folder, 0)
+    name = re.fullmatch(r"step_(\d+)", folder.name)
+    return (folder.parent, int(name[1])) if name else (folder, 0)
 
 
 def rollouts_file(out_dir: Path, step: int) -> Path:

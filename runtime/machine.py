@@ -49,10 +49,8 @@ def own_address(target: str) -> str:
 
 def interface_of(address: str) -> str | None:
     """The network interface that has this IPv4 address."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if address in [own.address for own in addresses]:
-            return name
-    return None
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, addresses in interfaces if address in [own.address for own in addresses]), None)
 
 
 def prepare_cpu() -> None:

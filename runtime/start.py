@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from runtime.files import write
 from runtime.rank import FIRST_SIGNAL, PLACE, launch_folder
 
 PR_SET_PDEATHSIG = 1  # Linux: sets the signal that a process gets when its parent dies
@@ -102,11 +103,8 @@ def note_reason(text: str, kind: str) -> bool:
     file = reason_file(folder, int(os.environ["RANK"]))
     with contextlib.suppress(OSError):
         if not file.exists():
-            unfinished = file.with_suffix(".unfinished")
             place = f"step {PLACE.step}, {PLACE.phase}"
-            note = {"time": time.time(), "text": text, "kind": kind, "place": place}
-            unfinished.write_text(json.dumps(note), "utf-8")
-            unfinished.replace(file)
+            write(file, json.dumps({"time": time.time(), "text": text, "kind": kind, "place": place}))
     return file.exists()
 
 

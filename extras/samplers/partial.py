@@ -64,8 +64,7 @@ class PartialSampler(Sampler):
 
     def position(self) -> dict:
         """The place in the data. A run that continues samples the unfinished prompts anew."""
-        numbers = [group.number for group in self.groups] + self.waiting
-        return super().position() | {"in_the_air": sorted(numbers)}
+        return super().position() | {"in_the_air": sorted([group.number for group in self.groups] + self.waiting)}
 
     def restore(self, state: dict) -> None:
         super().restore(state)
@@ -153,9 +152,7 @@ class PartialSampler(Sampler):
         """Groups as they are finished, until it is enough; then the engine gives back what it has of the others."""
         if is_enough():
             return
-        unfinished = []
-        for group in groups:
-            unfinished += [(group, x) for x in group.completions if not x.finish_reason]
+        unfinished = [(group, x) for group in groups for x in group.completions if not x.finish_reason]
         rows = [group.row for group, _ in unfinished]
         so_far = [completion.token_ids for _, completion in unfinished]
         limits = [self.sampling.max_completion_tokens - len(ids) for ids in so_far]
@@ -208,6 +205,5 @@ def shares_of(count: int, num_unfinished_E: list[int]) -> list[int]:
     """The number of groups, of `count`, that each engine finishes: the most where most are unfinished."""
     shares_E = [0] * len(num_unfinished_E)
     for _ in range(count):
-        left_E = np.subtract(num_unfinished_E, shares_E)
-        shares_E[np.argmax(left_E)] += 1
+        shares_E[np.argmax(np.subtract(num_unfinished_E, shares_E))] += 1
     return shares_E

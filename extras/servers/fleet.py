@@ -279,10 +279,10 @@ class Fleet:
 
     async def _collect_replies(self) -> None:
         """Takes up what environments reply; their next turns come before all that is pending."""
-        environments = self.turns.environments
         try:
             while True:
-                for number, outcome in (await asyncio.to_thread(environments.pop_replies, WATCH_SECONDS)).items():
+                replies = await asyncio.to_thread(self.turns.environments.pop_replies, WATCH_SECONDS)
+                for number, outcome in replies.items():
                     request = self.awaiting_reply.pop(number)
                     match self.turns.end_reply(request.episode, outcome, request.sampling):
                         case EpisodeState.TURN:

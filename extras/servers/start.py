@@ -36,8 +36,7 @@ REQUEST_SECONDS = 3  # of these, for unfinished requests: one may wait for weigh
 
 def server_command(options: dict[str, object], backend: str, port: int, host: str = "127.0.0.1") -> list[str]:
     """The command of a server with the options of the colocated engine. `backend` carries the weights."""
-    options = {name: value for name, value in options.items() if name not in COLOCATED_OPTIONS}
-    options |= {
+    options = {name: value for name, value in options.items() if name not in COLOCATED_OPTIONS} | {
         "host": host, "port": port, "served_model_name": "policy", "enable_scale_out": True,
         "weight_transfer_config": {"backend": backend}, "worker_extension_cls": "extras.servers.weights.Extension",
         "middleware": "extras.servers.weights.check_key", "disable_uvicorn_access_log": True,

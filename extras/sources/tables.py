@@ -45,10 +45,10 @@ class Table:
 
     def take(self, indices: np.ndarray) -> list[Record]:
         drawn = self.rows.select(indices)
-        records = []
-        for i, columns in zip(indices, drawn.to_list(), strict=True):  # images stay encoded
-            records.append(Record(f"{self.name}, row {i}", as_written(columns, drawn.features), self.folder))
-        return records
+        return [
+            Record(f"{self.name}, row {i}", as_written(columns, drawn.features), self.folder)
+            for i, columns in zip(indices, drawn.to_list(), strict=True)  # images stay encoded
+        ]
 
 
 def load(source: str, what: str, split: str | None) -> Table | list[Record]:
@@ -113,16 +113,16 @@ def _load_splits(source: str, what: str, split: str | None) -> dict[str, dataset
         else:
             datasets.config.HF_HUB_OFFLINE = not has_hub()
             loaded = datasets.load_dataset(name, configuration, split=split)
-            loaded = loaded if isinstance(loaded, dict) else {split: loaded}
-            if any(rows.builder_name == "csv" for rows in loaded.values()):
-                raise ValueError(UNTYPED)
+        splits = loaded if isinstance(loaded, dict) else {split: loaded}
+        if not path.exists() and any(rows.builder_name == "csv" for rows in splits.values()):
+            raise ValueError(UNTYPED)
+        return splits
     except MISTAKES as error:
         reason = " ".join(str(error.__cause__ or error).split())[:500]
         if not path.exists():
             where = f"FOLDER/{configuration}, or where its files are" if configuration else "that folder"
             reason += f" (or: hf download --repo-type dataset {name} --local-dir FOLDER, and name {where})"
         raise ValueError(f"data {source!r} cannot be loaded: {reason}") from None
-    return loaded if isinstance(loaded, dict) else {split: loaded}
 
 
 def check_folder(path: Path, read: list[Path]) -> None:

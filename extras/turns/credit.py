@@ -14,10 +14,9 @@ from batch import Rollout
 def by_turn(rollout: Rollout, group_size: int) -> dict[str, Tensor | list[list[bytes]]]:
     """The fields of `Groups` about turns. A completion without replies is one turn; not all turns have rewards."""
     is_by_turn = [bool(grade.turn_rewards) for grade in rollout.grades if grade.status == "ok"]
-    has_rewards = all(is_by_turn or [rollout.has_replies])
     turns = rollout.turns
     fields = {"turns_T": torch.from_numpy(np.concatenate(turns)), "states_B": states_of(rollout)}
-    if not has_rewards:
+    if not all(is_by_turn or [rollout.has_replies]):  # no rewards for each turn
         return fields
     rewards_B = []
     for grade, turns_of_tokens in zip(rollout.grades, turns, strict=True):

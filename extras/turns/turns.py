@@ -142,7 +142,7 @@ class Turns(Observer):
         self.template = Template(prompt_format, tokenizer)
         self.environments = None
         if num_workers:
-            source = (limits.environment, limits.tools)
+            source = limits.environment, limits.tools
             self.environments = Environments(source, num_workers, grading.reward_timeout, grading.reward_in_flight)
         self.numbers = itertools.count(1)
         self.has_warned = False
@@ -208,8 +208,7 @@ class Turns(Observer):
             self._ask(episode, is_last=True)
             return EpisodeState.REPLY
         versions = episode.versions[-1:] * len(ids)  # that of the turn before
-        said = Completion(ids, logprobs=[0.0] * len(ids), versions=versions)
-        episode.add(said, text, is_sampled=False)
+        episode.add(Completion(ids, logprobs=[0.0] * len(ids), versions=versions), text, is_sampled=False)
         return EpisodeState.TURN
 
     def failed(self, status: str) -> Grade:

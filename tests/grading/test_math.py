@@ -55,7 +55,7 @@ def test_the_written_cases_are_graded_as_a_careful_reader_would_and_every_key_ca
 
 
 def test_rows_by_somebody_who_has_not_read_the_grader(grader):
-    """14 kinds; those that must not be paid come first."""
+    """14 kinds and ordinary rows; those that must not be paid come first."""
     cases = lines(Path(__file__).with_name("unseen.jsonl"))
     grades = grades_of(grader, GUARD, [(case["completion"], case["answer"]) for case in cases])
     wrong = [case for case, grade in zip(cases, grades, strict=True) if grade.is_correct != case["is_right"]]

@@ -181,19 +181,15 @@ def shard(
     or reduce, and FSDP's copies are saved. Gradients add up in that dtype, as FSDP adds up shards.
     With `stays_gathered` it adds whole gradients up in fp32, so what is trained stays FSDP's.
     """
-    plain = set()
-    if world.num_trainers == 1 and not on_host:
-        plain = {x for x in root.parameters() if x.dtype == compute_dtype and not (x.requires_grad and stays_gathered)}
+    plain = {x for x in root.parameters() if x.dtype == compute_dtype and not (x.requires_grad and stays_gathered)}
+    if world.num_trainers > 1 or on_host:
+        plain = set()
     if plain == set(root.parameters()):
         return world.device
-    divide = partial(
-        fsdp.fully_shard,
-        mesh=world.mesh,
-        # fp32: a sum of bf16 gradients over many ranks would lose their small parts.
-        mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32),
-        offload_policy=fsdp.CPUOffloadPolicy(world.device.type == "cuda") if on_host else fsdp.OffloadPolicy(),
-        ignored_params=plain,
-    )
+    # fp32: a sum of bf16 gradients over many ranks would lose their small parts.
+    dtypes = fsdp.MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    offload = fsdp.CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if on_host else fsdp.OffloadPolicy()
+    divide = partial(fsdp.fully_shard, mesh=world.mesh, mp_policy=dtypes, offload_policy=offload, ignored_params=plain)
     for layer in layers:
         divide(layer, reshard_after_forward=not stays_gathered)
     # Gathered while this one computes, as FSDP does by itself backwards.

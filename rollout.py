@@ -126,8 +126,7 @@ class Engine:
         end_if_requested()
         self.empty_queue()
         share = rollout_of([finished[b] for b in own]), time.perf_counter() - start
-        shares = gather_from_ranks(share if is_leader else None)
-        rollouts, seconds_E = zip(*filter(None, shares), strict=True)
+        rollouts, seconds_E = zip(*filter(None, gather_from_ranks(share if is_leader else None)), strict=True)
         self.seconds_E = np.array(seconds_E)
         routes = None
         if self.keeps_routes:  # they stay with the leader until it is known who trains what

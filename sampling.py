@@ -80,8 +80,10 @@ class Sampler:
 
     def restore(self, state: dict) -> None:
         if type(state.get("prompts_drawn")) is not int:
-            damaged = f"trainer/progress.json of the last checkpoint is damaged: {str(state)[:80]}"
-            raise RunError(f"{damaged}; move that checkpoint away, and the one before is used.")
+            raise RunError(
+                f"trainer/progress.json of the last checkpoint is damaged: {str(state)[:80]}; "
+                "move that checkpoint away, and the one before is used."
+            )
         self.num_drawn, self.drawn_ahead = state["prompts_drawn"], dict(state.get("drawn_ahead", ()))
         self.solved = dict(state.get("solved", ()))
 

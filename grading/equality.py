@@ -25,6 +25,7 @@ from math_verify import verify
 from mpmath.libmp import NoConvergence
 from sympy import Basic, Derivative, Eq, Expr, Float, I, Integral, Limit, Pow, Product, Sum, Symbol, factorial, log
 from sympy.core.function import AppliedUndef
+from sympy.polys.polyerrors import BasePolynomialError
 
 from grading.answer import read_answer
 from grading.spelling import MAX_FORMULA, clean, rewritten, rules
@@ -54,7 +55,10 @@ STAND_INS = {letter: f"{other} " for letter, other in map(str.split, r"""
     \varpi u_{93}; \omicron u_{94}; \vartheta u_{95}; \varrho u_{96}
 """.strip().replace(";", "\n").split("\n"))}  # fmt: skip
 UNREADABLE = re.compile(  # or skipped by the parser without a word, such as the index of 1_2
-    r"binom\{\d{6}|\\(?:lnot|over)(?![a-z])|(?:\\begin\{array.*){2}|\*\*|\^(?:\w|\{[^{}]*\})\^|(?:\\(?:sum|prod|int)(?![a-z]).*){4}|\d_\{s\}|(?:gcd|lcm)\W.*[a-z^]|(?<![\w^.{])\d[\d.]*_|\)_|[\d)]'|_\{[^{}]*\{|[^\0-\x7f]"
+    r"(?<![\w^.{])\d[\d.]*_|\d_\{s\}|\)_|[\d)]'|_\{[^{}]*\{|[^\0-\x7f]"
+    # Its time, or SymPy's, grows steeply with these
+    r"|binom\{\d{6}|(?:gcd|lcm)\W.*[a-z^]|\\(?:lnot|over)(?![a-z])|\*\*|\^(?:\w|\{[^{}]*\})\^"
+    r"|(?:\\begin\{array.*){2}|(?:\\(?:sum|prod|int)(?![a-z]).*){4}"
 )
 REPAIRS = rules(r"""
     # What the parser does not know
@@ -199,28 +203,27 @@ def _same_quantity(key: Value, answer: Value) -> bool:
     return any(same_formula(key[1], renamed) for renamed in _renamed(str(key[1]), str(answer[1])))
 
 
-# A key with the constants of an integral or of an equation's solutions: x^2 + C, C_1e^x + C_2e^{-x}; no a + b + c
+# A key with the constants of an integral or a general solution: x^2 + C, C_1e^x + C_2; no a + b + c
 FAMILY = re.compile(
     r"(?=.*[+ex])(?=.*(?:[CK]|c_))(?:(?<![^-+])[CKc](?:(?=e|$)|_\{\d\}(?=[ex]|\\(?:cos|sin)|$))|[^A-Z\\]|\\[A-Za-z]++)++"
     r"|(?:[^A-Za-z\\]|\\[a-z]++ ?|[xtu])+\+c"
 )
+FRONT = re.compile(r"^([A-Zck](?:_\{\d\})?)([-+].*)$")  # C + x^2
 LETTERS = re.compile(r"\\[A-Za-z]+|([A-W](?:_\{\d\})?|[ck]_\{\d\}|(?<=\+)[ck]$)")
 
 
 def _renamed(key: str, answer: str) -> Iterator[str]:
-    """The answer, and with the key's letters for constants, in any order; a + b + c ends in a variable."""
+    """The answer, and the same with the key's letters for constants, in any order."""
     yield answer
-    key, answer = (
-        re.sub(r"^([A-Zck](?:_\{\d\})?)([-+].*)$", r"\2+\1", text).removeprefix("+") for text in (key, answer)
-    )
-    constants, letters = (list(dict.fromkeys(filter(None, LETTERS.findall(text)))) for text in (key, answer))
+    key, answer = (FRONT.sub(r"\2+\1", text).removeprefix("+") for text in (key, answer))
+    constants, letters = ([*dict.fromkeys(filter(None, LETTERS.findall(x)))] for x in (key, answer))
     if not FAMILY.fullmatch(key) or len(constants) != len(letters):
         return
     for names in itertools.islice(itertools.permutations(constants), 6):
         new = dict(zip(letters, names, strict=True))
         renamed = LETTERS.sub(lambda match, new=new: new.get(match[1], match[0]), answer)
-        others = re.findall(r"\\[A-Za-z]+|[A-Za-z]", renamed)  # of sin kx + k
-        if {*letters}.difference(constants).isdisjoint(others):
+        left_letters = re.findall(r"\\[A-Za-z]+|[A-Za-z]", renamed)  # of sin kx + k
+        if {*letters}.difference(constants).isdisjoint(left_letters):
             yield renamed
 
 
@@ -278,8 +281,7 @@ def same_formula(key: str | Fraction, answer: str | Fraction) -> bool:
         except UNSOLVED:  # a letter that is a matrix
             return False
     are_rational = all(isinstance(side, Expr) and side.is_rational_function() for side in (gold, pred))
-    points = _points(symbols)
-    points = points[:2] if are_rational else points
+    points = _points(symbols)[: 2 if are_rational else None]
     if are_equations:  # they agree if one is a multiple of the other
         gold /= pred
         pred = next((value for point in points if (value := _value(gold, point))), sympy.nan)
@@ -312,37 +314,35 @@ def _points(symbols: list[Symbol]) -> list[dict[Symbol, Float]]:
 
 
 def _doubtful_points(gold: Basic, pred: Basic, points: list[dict[Symbol, Float]]) -> Iterator[dict[Symbol, Float]]:
-    """Points along each symbol, from the first two, where both differ in floats: some are narrow, as 0.99 < sin x.
-
-    Only of what changes its form from place to place; there, and beside it, it is looked at, too.
-    """
-    if not all(isinstance(side, Expr) and not side.has(*UNFINISHED) for side in (gold, pred)):
+    """Points along each symbol where both differ in floats, if they change their form: 0.99 < sin x is narrow."""
+    sides = gold, pred
+    if not all(isinstance(side, Expr) and not side.has(*UNFINISHED) for side in sides):
         return
-    breaking = [part for side in (gold, pred) for part in side.atoms(*BREAKING) if not part.args[-1].is_Integer][:12]
-    for start, symbol in itertools.product(points[: len(points[0])][:2], [*points[0]][:4] if breaking else []):
+    breaking = [part for side in sides for part in side.atoms(*BREAKING) if not part.args[-1].is_Integer][:12]
+    starts = points[: min(len(points[0]), 2)]  # the other symbols'; for one symbol one will do
+    for start, symbol in itertools.product(starts if breaking else [], [*points[0]][:4]):
         rest = {other: value for other, value in start.items() if other != symbol}
-        first, second = (sympy.lambdify(symbol, side.subs(rest), "math", dummify=True) for side in (gold, pred))
-        roots = _roots(breaking, rest, symbol)
-        places = [root + beside for root in roots for beside in (-1e-3, 0, 1e-3, -1e-3 * root, 1e-3 * root)]
+        first, second = (sympy.lambdify(symbol, x.subs(rest), "math", dummify=True) for x in sides)
         found = []
-        for place in GRID + places:
-            with contextlib.suppress(NameError, *UNSOLVED):  # no real number there, or a function that floats lack
+        for place in GRID + _breaks(breaking, rest, symbol):
+            with contextlib.suppress(NameError, *UNSOLVED):  # not real there, or unknown to floats
                 value = first(place)
                 if abs(value - second(place)) > 1e-9 * abs(value):
                     found.append({**start, symbol: Float(repr(place), 60)})
         yield from found[:: len(found) // 20 + 1]
 
 
-def _roots(breaking: list[Expr], rest: dict[Symbol, Float], symbol: Symbol) -> list[float]:
-    """The real roots of what stands in bars, roots and floors, and between maxima."""
-    roots = []
+def _breaks(breaking: list[Expr], rest: dict[Symbol, Float], symbol: Symbol) -> list[float]:
+    """At and beside the real roots of what stands in bars, roots and floors, and between maxima."""
+    places = []
     for part in breaking:
-        for step in (-1, 0, 1, 2) if isinstance(part, sympy.floor | sympy.ceiling) else (0, *part.args[1:]):
-            with contextlib.suppress(sympy.PolynomialError, *UNSOLVED):  # |sin x| has no polynomial
+        for step in (-1, 0, 1, 2, *part.args[1:]):  # the first four for floors, the others for maxima
+            with contextlib.suppress(BasePolynomialError, *UNSOLVED):  # |sin x| has no polynomial
                 polynomial = sympy.Poly((part.args[0] - step).subs(rest), symbol)
-                found = polynomial.nroots(15) if 0 < polynomial.degree() <= 8 else []
-                roots += [float(sympy.re(root)) for root in found if abs(sympy.im(root)) < 1e-9]
-    return roots
+                roots = polynomial.nroots(15) if 0 < polynomial.degree() <= 8 else []
+                for root in [float(root) for root in roots if root.is_real]:
+                    places += [root, root - 1e-3, root + 1e-3, 0.999 * root, 1.001 * root]
+    return places
 
 
 def _value(formula: Basic, point: dict[Symbol, Float]) -> Expr | None:
@@ -382,10 +382,9 @@ def key_content(key: str) -> str:
 def check_key(key: str) -> None:
     """Raises ValueError, in a few words, if nothing could be graded against this key."""
     text = clean(key_content(key))
-    num_words = len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", text))
     for is_met, problem in (
         (len(text) > MAX_FORMULA, f"no \\boxed answer in a key of {len(key)} characters"),
-        (num_words > MAX_WORDS, "a sentence, not an answer"),
+        (len(re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", text)) > MAX_WORDS, "a sentence, not an answer"),
         (not re.search(r"\w", text), "no answer in the key"),
         (text.count("{") != text.count("}"), "math-verify cannot read"),
     ):

@@ -92,9 +92,8 @@ def read_instruction(where: str, name: object, given: object, known: dict[str, l
         raise ValueError(f"instruction {name!r} has the arguments {given!r}, which are not a dict.")
     filled = {key: python_value(value) for key, value in given.items() if python_value(value) is not None}
     if set(filled) != set(keys):
-        raise ValueError(
-            f"instruction {name!r} takes the arguments {sorted(keys)}, but the row gives {sorted(filled, key=str)}."
-        )
+        has = sorted(filled, key=str)
+        raise ValueError(f"instruction {name!r} takes the arguments {sorted(keys)}, but the row gives {has}.")
     arguments = {}
     for key, parameter in zip(keys, INSTRUCTIONS[instruction][1:], strict=True):
         required, arguments[parameter] = read_argument(parameter, filled[key])
@@ -175,8 +174,7 @@ def count_sentences(text: str) -> int:
     with a few rules instead of a trained model. It differs: the number of a list item ("1.") and a run of marks without
     letter or digit are no sentences here; abbreviations are a short list; an initial or a title never ends a sentence.
     """
-    count = 0
-    is_started = False
+    count, is_started = 0, False
     for word, following in itertools.pairwise([*text.split(), ""]):
         if not is_started and following and re.fullmatch(LIST_NUMBER, word):
             continue

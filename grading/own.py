@@ -17,6 +17,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from inspect import Parameter
 
 from grading import Case, Grade
@@ -98,14 +99,13 @@ class OwnReward:
         """Raises ValueError if it cannot be called for this row."""
         for name in self.required:
             if name not in case.columns:
-                raise ValueError(
-                    f"{self.name} takes {name!r}, but the row's columns are {', '.join(case.columns) or 'none'}"
-                )
+                columns = ", ".join(case.columns) or "none"
+                raise ValueError(f"{self.name} takes {name!r}, but the row's columns are {columns}")
 
     def __call__(self, cases: list[Case]) -> list[Grade]:
         """The grade of each completion; its parts are sub-scores. Raises what the function raises, or WrongReturn."""
         # What it changes in a row is for no other function, and for no other completion of the prompt.
-        cases = [copy.deepcopy(case) for case in cases]
+        cases = [replace(case, columns=copy.deepcopy(case.columns)) for case in cases]
         given = [case.columns | values_of(case, self.form) for case in cases]
         arguments = {}
         for name, value in given[0].items():

@@ -217,8 +217,7 @@ class _Worker(ForkServerProcess):
     """A worker that does not import the caller's main script, and takes along what it has started."""
 
     def start(self) -> None:
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = types.ModuleType("__main__")
+        main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
         try:
             super().start()
         finally:

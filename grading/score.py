@@ -91,11 +91,8 @@ class RewardWorker:
                 return self.grades(self.per_group, cases)
             case "check", cases:
                 return [self.problem(case) for case in cases]
-        return RewardInputs(
-            cases=bool(self.per_completion),
-            groups=bool(self.per_group),
-            token_ids=any(reward.takes_token_ids for reward in self.own.values()),
-        )
+        takes_ids = any(reward.takes_token_ids for reward in self.own.values())
+        return RewardInputs(bool(self.per_completion), bool(self.per_group), takes_ids)
 
     def grades(self, names: list[str], cases: list[Case]) -> list[Grade]:
         """The sum over these verifiers, for each case."""
@@ -123,8 +120,7 @@ class RewardWorker:
         verifier = str(case.columns.get(name[1:])) if name[0] == "@" else name
         if verifier.lower() not in BUILT_IN:
             raise ValueError(f"column {name[1:]!r} is {verifier!r}, which names no verifier ({', '.join(BUILT_IN)})")
-        grades = []
-        problems = []
+        grades, problems = [], []
         for key in alternatives(case.answer):
             keyed = replace(case, answer=key, overlong_cache_tokens=self.overlong_cache_tokens)
             try:

@@ -51,7 +51,7 @@ def load_reference(reference: str) -> Callable:
         own = [
             each
             for each, value in vars(module).items()
-            if callable(value) and getattr(value, "__module__", None) == module.__name__ and not each.startswith("_")
+            if callable(value) and getattr(value, "__module__", None) == module.__name__ and each[0] != "_"
         ]
         raise ValueError(f"{path} has no function or class {name!r}; it has {', '.join(own) or 'none'}.")
     return function

@@ -246,10 +246,9 @@ def parse_value(text: str) -> Value:
         return text_of(text)
     is_word = re.fullmatch(rf"{UPRIGHT}[A-Za-z]{{2,}}\s*", text)
     text = rewritten(text.strip(), BEGINNINGS).strip(" ,")
-    words = text.lower()
     if DATED.fullmatch(text):
         return text_of(text)
-    if (value := number(str(WORDS.get(words, text)))) is not None:
+    if (value := number(str(WORDS.get(text.lower(), text)))) is not None:
         decimal = ("number", value, "")
         return ("either", (decimal, ("list", _parse_all(text.split(","))))) if re.fullmatch(r"0,\d", text) else decimal
     if choice := _choice(text):
@@ -390,7 +389,7 @@ DATED = re.compile(  # 40-45, 3-2, 2022-07-11, 09/06/2000, 10.0.0.1, C-A-B, (12)
     r"\d+(?:\.\d+)?(?:\s*-\s*\d+(?:\.\d+)?)+|\d+(?:\s*/\s*\d+){2,}|\d+(?:\.\d+){2,}|0\d+/\d+|\d+/0\d+|[A-Z](?:-[A-Z]){2,}"
     r"|(?:\(\d+\)){2,}"
 )
-MATRICES = {*"ABCDEHOPQSTUXY"}  # capitals that are matrices, sets, points and sides of a coin more often than numbers
+MATRICES = {*"ABCDEHOPQSTUXY"}  # rather matrices, sets, points and sides of a coin than numbers
 WORD = r"(?<![\\A-Za-z])(?!(?:max|min|const|constant)\b)"
 # Alone or with at least four letters they are no product: dog, total; but abc, xyz, GMm
 WORDED = re.compile(

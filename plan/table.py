@@ -105,12 +105,10 @@ def report_of(setup: Setup) -> dict[str, object]:
     if not misfits:  # a run that cannot exist takes no time
         seconds = time.step_seconds(setup)
         hours = seconds * plan.total_steps / 3600
-        report |= {
-            "step_seconds": round(seconds, 1),
-            "total_hours": round(hours, 1),
-            "total_gpu_hours": round(hours * (h.gpus + h.generation_gpus)),
-            "seconds": {name: round(value, 1) for name, value in time.phase_seconds(setup).items()},
-        }
+        report["step_seconds"] = round(seconds, 1)
+        report["total_hours"] = round(hours, 1)
+        report["total_gpu_hours"] = round(hours * (h.gpus + h.generation_gpus))
+        report["seconds"] = {name: round(value, 1) for name, value in time.phase_seconds(setup).items()}
     return report
 
 
